@@ -1,0 +1,1 @@
+"""Configuration: pydantic models, YAML loading with overlays, start-up guardrails."""

@@ -1,0 +1,219 @@
+"""The configuration tree. Unknown keys are errors; this package imports no torch, vLLM or Megatron.
+
+A list ``adapters`` owns everything that belongs to one adapter (rank, task, reward,
+algorithm, optimizer, sampling), so that several adapters are only more entries.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from areal_lora.types import AdapterSpec, ExpertLayout
+
+NonNegInt = Annotated[int, Field(ge=0)]
+NonNegFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, unknown keys rejected."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Run name; also the folder below `root`.")
+    root: Path = Field(Path("runs"), description="Folder that holds run folders.")
+    seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
+    steps: PositiveInt = Field(description="Optimizer steps (each publishes one version).")
+    stop_grace_s: PositiveFloat = Field(8.0, description="Seconds between a polite stop and a kill.")
+
+
+class ModelConfig(Section):
+    path: str = Field(description="Hugging Face model folder (or hub name where a hub is reachable).")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of the frozen base weights.")
+
+
+class WordProblemsTask(Section):
+    kind: Literal["word_problems"] = "word_problems"
+    n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
+    n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
+    seed: NonNegInt = 0
+
+
+class Gsm8kTask(Section):
+    kind: Literal["gsm8k"] = "gsm8k"
+    train: str = Field("openai/gsm8k", description="JSONL file of question/answer rows, or a hub data set name.")
+    eval: str = Field("openai/gsm8k", description="Held-out JSONL file, or a hub data set name (its test split).")
+    n_eval: PositiveInt = Field(1319, description="How many held-out problems an evaluation uses.")
+    prompt_template: str = Field(
+        "Question: {question}\nAnswer:", description="`{question}` is replaced; end answers with `#### n`."
+    )
+
+
+TaskConfig = Annotated[WordProblemsTask | Gsm8kTask, Field(discriminator="kind")]
+
+
+class RewardConfig(Section):
+    kind: Literal["numeric_match"] = "numeric_match"
+    timeout_s: PositiveFloat = Field(5.0, description="One answer that takes longer is an `error`, never reward 0.")
+    workers: PositiveInt = Field(1, description="Scorer processes.")
+
+
+class PolicyLoss(Section):
+    """Decoupled PPO: behaviour (rollout), proximal (start of step) and current log-probabilities."""
+
+    eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio current/proximal.")
+    eps_clip_high: PositiveFloat | None = Field(None, description="Upper clip; `eps_clip` if unset.")
+    behaviour_cap: PositiveFloat = Field(
+        5.0, description="Tokens with proximal/behaviour above this are masked out of the loss."
+    )
+    kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL to the base with the adapter off.")
+    entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
+    reduction: Literal["token", "sequence", "constant"] = Field(
+        "token", description="Loss denominator: tokens of the minibatch, sequences, or sequences x max_new_tokens."
+    )
+
+
+class GrpoConfig(PolicyLoss):
+    kind: Literal["grpo"] = "grpo"
+    normalize_std: bool = Field(True, description="Divide group advantages by the group's standard deviation.")
+
+
+class RlooConfig(PolicyLoss):
+    kind: Literal["rloo"] = "rloo"
+
+
+class DapoConfig(PolicyLoss):
+    kind: Literal["dapo"] = "dapo"
+    eps_clip_high: PositiveFloat | None = 0.28
+    overlong_buffer: NonNegInt = Field(0, description="Soft length penalty over the last this many tokens.")
+
+
+AlgorithmConfig = Annotated[GrpoConfig | RlooConfig | DapoConfig, Field(discriminator="kind")]
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat
+    beta1: NonNegFloat = 0.9
+    beta2: NonNegFloat = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    warmup_steps: NonNegInt = 0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    min_lr_ratio: NonNegFloat = 0.0
+
+
+class SamplingConfig(Section):
+    prompts_per_step: PositiveInt = Field(description="Prompt groups in one training step.")
+    n_samples: PositiveInt = Field(description="Answers per prompt (the group size).")
+    max_new_tokens: PositiveInt
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    deadline_s: PositiveFloat = Field(600.0, description="A rollout that takes longer is a `timeout`.")
+
+
+class AdapterConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    rank: PositiveInt
+    alpha: PositiveFloat
+    target_modules: list[str] = Field(min_length=1, description="Megatron names: linear_qkv, linear_proj, linear_fc1, linear_fc2.")
+    expert_layout: ExpertLayout = ExpertLayout.PER_EXPERT
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    minibatches: PositiveInt = Field(1, description="Optimizer steps per training batch.")
+    task: TaskConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig
+    optimizer: OptimizerConfig
+    sampling: SamplingConfig
+
+    def spec(self, base_model: str) -> AdapterSpec:
+        return AdapterSpec(
+            name=self.name, base_model=base_model, rank=self.rank, alpha=self.alpha,
+            target_modules=tuple(self.target_modules), expert_layout=self.expert_layout, dropout=self.dropout,
+        )
+
+
+class TrainerConfig(Section):
+    backend: Literal["megatron"] = "megatron"
+    world_size: PositiveInt = Field(description="Trainer processes (one per GPU).")
+    tp: PositiveInt = Field(1, description="Tensor parallel size.")
+    pp: PositiveInt = Field(1, description="Pipeline parallel size.")
+    ep: PositiveInt = Field(1, description="Expert parallel size.")
+    etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
+    max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
+    recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
+    python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
+
+
+class RolloutConfig(Section):
+    servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
+    tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
+    max_staleness: NonNegInt = Field(2, description="A trained token is at most this many versions old.")
+    in_flight: Literal["finish"] = Field("finish", description="Running sequences finish on the version they began with.")
+    max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
+    max_model_len: PositiveInt = 4096
+    max_num_seqs: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt = 8192
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    kv_cache_gib: PositiveFloat | None = Field(None, description="KV cache size on CPU, GiB.")
+    enforce_eager: bool = False
+    threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
+    port: NonNegInt = Field(0, description="Data-plane port; 0 lets the system choose and publishes what was bound.")
+    python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
+
+    @property
+    def resident_versions(self) -> int:
+        """Adapter slots that hold versions: every version still trainable, plus the incoming one."""
+        return self.max_staleness + 2
+
+
+class WeightSyncConfig(Section):
+    bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    deadline_s: PositiveFloat = Field(60.0, description="A publish that takes longer fails by name.")
+    probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
+    probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
+    probe_tolerance: PositiveFloat = Field(1e-4, description="Largest allowed mean |logp trainer - logp server|.")
+
+
+class EvalConfig(Section):
+    every_steps: NonNegInt = Field(20, description="Evaluate the held-out split every this many steps; 0: only first and last.")
+
+
+class SlurmConfig(Section):
+    partition: str | None = None
+    account: str | None = None
+    time_limit: str = Field("24:00:00", description="sbatch --time.")
+    extra: list[str] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
+    setup: list[str] = Field(default_factory=list, description="Shell lines run on each node before a role starts.")
+
+
+class ClusterConfig(Section):
+    kind: Literal["local", "slurm"] = "local"
+    device: Literal["cpu", "cuda", "npu"] = "cuda"
+    nodes: PositiveInt = 1
+    devices_per_node: PositiveInt = 8
+    bind: str = Field("127.0.0.1", description="Address that ports bind to; other than loopback needs the run secret.")
+    slurm: SlurmConfig = SlurmConfig()
+
+
+class Config(Section):
+    """One run. Several YAML files are merged in order, then dotted overrides."""
+
+    run: RunConfig
+    model: ModelConfig
+    adapters: list[AdapterConfig] = Field(min_length=1)
+    trainer: TrainerConfig
+    rollout: RolloutConfig = RolloutConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def run_folder(self) -> Path:
+        return self.run.root / self.run.name

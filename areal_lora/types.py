@@ -1,0 +1,211 @@
+"""The vocabulary of the package: frozen, slotted, keyword-only records.
+
+Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]``
+(sequences). Entry ``t`` of every per-token array speaks of token ``t``: ``logprobs[t]`` is
+the log-probability of token ``t`` given the tokens before it, so entry 0 of a sequence
+carries nothing and is always masked (contract C10).
+
+Example, one trajectory of a prompt of 3 tokens and an answer of 2::
+
+    token_ids         p0  p1  p2  a0  a1
+    loss_mask          0   0   0   1   1
+    rollout_logprobs   0   0   0  -.2 -.7
+    versions          -1  -1  -1   4   4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class AdapterRef:
+    """One immutable version of one adapter. ``str(ref)`` is ``name@vN``, also the model name served."""
+
+    name: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@v{self.version}"
+
+    @classmethod
+    def parse(cls, text: str) -> AdapterRef:
+        """Inverse of ``str``; raises ValueError for anything else."""
+        name, sep, version = text.rpartition("@v")
+        if not sep or not name or not version.isdecimal():
+            raise ValueError(f"{text!r} is not an adapter reference of the form name@vN")
+        return cls(name=name, version=int(version))
+
+
+class ExpertLayout(StrEnum):
+    """How LoRA sits on MoE experts: one adapter per expert, or one shared by a layer's experts."""
+
+    PER_EXPERT = "per_expert"
+    SHARED = "shared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """What an adapter is, apart from its numbers.
+
+    ``target_modules`` are Megatron spellings (``linear_qkv``, ``linear_proj``, ``linear_fc1``,
+    ``linear_fc2``); the effective scale of B A is ``alpha / rank``.
+    """
+
+    name: str
+    base_model: str
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    expert_layout: ExpertLayout = ExpertLayout.PER_EXPERT
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class Outcome(StrEnum):
+    """How a rollout ended. Only ``ok`` is trained on (contract C8)."""
+
+    OK = "ok"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One problem: ``uid`` is stable across runs, ``answer`` is the gold text the reward reads."""
+
+    uid: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a server returned for one answer. ``versions`` come from the server, token by token."""
+
+    token_ids: list[int]  # [A]
+    logprobs: list[float]  # [A]
+    versions: list[int]  # [A]
+    finish_reason: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """Prompt and answer as one sequence of T tokens, with what happened to it."""
+
+    uid: str
+    adapter: AdapterRef
+    token_ids: list[int]  # [T]
+    loss_mask: list[int]  # [T] 1 on the model's own tokens
+    rollout_logprobs: list[float]  # [T] behaviour policy; 0 off the mask
+    versions: list[int]  # [T] -1 off the mask
+    reward: float
+    outcome: Outcome = Outcome.OK
+    finish_reason: str = "stop"
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """All trajectories of one (epoch, prompt): the unit of GRPO and of exactly-once."""
+
+    uid: str  # "<epoch>:<sample uid>"
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(v for t in self.trajectories for v in t.versions if v >= 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """N sequences packed one after the other; ``cu_seqlens[i]:cu_seqlens[i+1]`` is sequence i.
+
+    No padding: that exists only inside an engine (contract C10). ``adapters[i]`` names the
+    adapter of sequence i, ``group_ids[i]`` its prompt group.
+    """
+
+    token_ids: torch.Tensor  # [T] int64
+    cu_seqlens: torch.Tensor  # [N+1] int64
+    loss_mask: torch.Tensor  # [T] bool
+    rollout_logprobs: torch.Tensor  # [T] fp32
+    versions: torch.Tensor  # [T] int64
+    rewards: torch.Tensor  # [N] fp32
+    group_ids: torch.Tensor  # [N] int64
+    adapters: tuple[str, ...]  # [N]
+    prox_logprobs: torch.Tensor | None = None  # [T] fp32
+    ref_logprobs: torch.Tensor | None = None  # [T] fp32
+    values: torch.Tensor | None = None  # [T] fp32
+    advantages: torch.Tensor | None = None  # [T] fp32
+    returns: torch.Tensor | None = None  # [T] fp32
+
+    @property
+    def n_sequences(self) -> int:
+        return int(self.cu_seqlens.numel()) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.token_ids.numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """One tensor inside a flat bucket. ``offset`` and ``nbytes`` are bytes within the shard."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # "float32" | "bfloat16"
+    offset: int
+    nbytes: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShard:
+    """What one source rank sends: its tensors, laid out in one flat buffer of ``nbytes``."""
+
+    source: int
+    tensors: tuple[TensorMeta, ...]
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardManifest:
+    """Everything a receiver needs to judge a publish before it activates it (contract C3).
+
+    ``aliases`` maps a full tensor name to the wire tensor that holds its values (contract
+    C5); names on the wire stand for themselves.
+    """
+
+    run: str
+    ref: AdapterRef
+    parent: AdapterRef | None
+    spec: AdapterSpec
+    base_digest: str
+    shards: tuple[AdapterShard, ...]
+    aliases: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one optimizer step reports: plain floats, already reduced over ranks."""
+
+    values: dict[str, float]
+
+
+JsonDict = dict[str, Any]
