@@ -1,0 +1,156 @@
+"""What the training loop asks of a trainer engine, whatever library trains underneath.
+
+One process per rank, all ranks call the same verbs in the same order (SPMD)::
+
+    engine.add_adapter(spec, optimizer, total_steps, seed)
+    logp = engine.logprobs(batch, adapter="math")              # [T], whole batch, on every rank
+    stats = engine.forward_backward(minibatch, loss_fn)        # sums into the adapter's gradients
+    step = engine.optim_step("math", denominator=n_tokens)     # divide, reduce, clip, Adam
+    for name, tensor in engine.export_adapter("math"): ...     # this rank's share of the publish
+
+A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
+it into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from areal_lora.config.models import OptimizerConfig
+from areal_lora.types import AdapterSpec, StepStats, TrainBatch
+
+MicroBatch = TrainBatch
+"""A few whole sequences of a `TrainBatch`, packed 1-D without padding, on the engine's device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """What a loss function returns for one micro-batch: plain sums, no denominators.
+
+    ``loss`` is a scalar with grad: the SUM over the micro-batch's tokens (the engine never
+    divides by anything but ``optim_step``'s denominator). ``stats`` are sums as well; the
+    engine adds them up over micro-batches and data-parallel ranks.
+    """
+
+    loss: torch.Tensor
+    stats: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
+
+
+LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], LossSums]
+"""``loss_fn(micro_batch, logprobs [t] fp32 with grad, entropy [t] fp32 or None) -> LossSums``.
+
+``logprobs[i]`` speaks of token i of the micro-batch; entry 0 of every sequence is 0. Entropy
+at entry i is that of the distribution token i was drawn from. With tensor parallelism
+every tensor-parallel rank calls it on equal inputs and must return equal sums.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """Name (Hugging Face wire name, see `AdapterPlan`) and full shape of one wire tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPlan:
+    """Who sends what; equal on every rank, computed without communication.
+
+    ``sources`` maps a global rank to the wire tensors it owns, in the order `export_adapter`
+    returns them; every wire tensor belongs to exactly one rank. ``aliases`` maps the names
+    that share a wire tensor to it (k_proj/v_proj lora_A to q_proj's, up_proj lora_A to
+    gate_proj's). Wire names are `model.layers.L.self_attn.q_proj.lora_A.weight` and the like.
+    """
+
+    sources: dict[int, tuple[PlannedTensor, ...]]
+    aliases: dict[str, str]
+
+    @property
+    def names(self) -> list[str]:
+        return [t.name for tensors in self.sources.values() for t in tensors]
+
+
+class TrainEngine(Protocol):
+    """The verbs of a trainer rank. Unless said otherwise each call is collective over all ranks."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank owns adapter tensors to publish (not collective)."""
+        ...
+
+    def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, total_steps: int, seed: int) -> None:
+        """Attach a trainable adapter: lora_A kaiming-uniform, lora_B zero, all fp32.
+
+        The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they
+        are equal for every layout. ``total_steps`` is the length of the LR schedule. Raises
+        ConfigError for a target module that matches nothing or a second resident adapter.
+        """
+        ...
+
+    def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
+        """log p(token t | tokens before it), [T] fp32, no grad, for the whole batch on every rank.
+
+        Entry 0 of each sequence is 0. ``adapter=None`` scores the frozen base (KL reference, C11).
+        """
+        ...
+
+    def forward_backward(
+        self, batch: TrainBatch, loss_fn: LossFn, *, temperature: float = 1.0, need_entropy: bool = False
+    ) -> dict[str, float]:
+        """Add the gradients of the summed loss to those of the adapter that the batch names.
+
+        Gradients stay local and undivided until `optim_step`. Returns the loss functions'
+        sums over all micro-batches and data-parallel ranks (``loss`` and every stat), each
+        token counted once, equal on every rank. Raises AdapterError for a batch that names
+        several adapters or one that is not resident.
+        """
+        ...
+
+    def optim_step(self, adapter: str, denominator: float) -> StepStats:
+        """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step.
+
+        Returns ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1.0 when a gradient was
+        not finite on some rank: weights and moments are then untouched). Gradients are zero
+        afterwards in every case.
+        """
+        ...
+
+    def export_adapter(self, adapter: str) -> list[tuple[str, torch.Tensor]]:
+        """The wire tensors this rank owns: whole, contiguous fp32 clones, in `adapter_plan` order."""
+        ...
+
+    def adapter_plan(self, adapter: str) -> AdapterPlan:
+        """Who owns which wire tensor, and which names share one (not collective)."""
+        ...
+
+    def load_adapter(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set the adapter's weights from whole wire tensors, equal on every rank (not collective).
+
+        Alias names may be present when they equal their wire tensor. Raises
+        UnknownTensorError for unknown or missing names, AdapterError for wrong shapes.
+        Optimizer moments are kept.
+        """
+        ...
+
+    def base_digest(self) -> str:
+        """Names the frozen base in manifests and checkpoints (not collective)."""
+        ...
+
+    def state_dict(self, adapter: str) -> dict[str, torch.Tensor]:
+        """This rank's training state: weights, moments, step count (not collective; clones)."""
+        ...
+
+    def load_state_dict(self, adapter: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state_dict` for the same layout and rank; raises AdapterError otherwise."""
+        ...
