@@ -1,0 +1,127 @@
+"""How the processes of a run find and trust each other: small files in the run folder, no torch.
+
+Every process binds port 0 and publishes what was bound as
+``<run_folder>/rendezvous/<role>-<index>.json``; others wait for that file. Files appear
+atomically (temporary name, then rename), so a reader never sees half of one. The run
+secret is 32 random bytes in hex, in ``<run_folder>/secret`` with mode 0600 (contract C12).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_lora.errors import EnvironmentError_, ProcessFailed
+
+POLL_S = 0.05
+REMIND_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What one process bound: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``."""
+
+    host: str
+    ports: dict[str, int]
+    pid: int
+
+
+def endpoint_path(run_folder: Path | str, role: str, index: int) -> Path:
+    return Path(run_folder) / "rendezvous" / f"{role}-{index}.json"
+
+
+def publish_endpoint(
+    run_folder: Path | str, role: str, index: int, ports: Mapping[str, int], host: str = "127.0.0.1"
+) -> None:
+    """Say, atomically, which ports this process has bound. A later call replaces the earlier one."""
+    path = endpoint_path(run_folder, role, index)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"pid": os.getpid(), "host": host, "ports": dict(ports)}), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | None:
+    """What ``<role>-<index>`` published, or None where it has not yet."""
+    try:
+        text = endpoint_path(run_folder, role, index).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    data = json.loads(text)
+    return Endpoint(host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]))
+
+
+def wait_endpoint(
+    run_folder: Path | str,
+    role: str,
+    index: int,
+    timeout_s: float,
+    still_alive: Callable[[], bool] | None = None,
+) -> Endpoint:
+    """Wait until ``<role>-<index>`` has published.
+
+    Prints a waiting line to stderr every 10 s. Raises ProcessFailed, naming what was
+    waited for, at ``timeout_s`` or as soon as ``still_alive`` returns False.
+    """
+    start = time.monotonic()
+    remind_at = start + REMIND_S
+    while True:
+        endpoint = read_endpoint(run_folder, role, index)
+        if endpoint is not None:
+            return endpoint
+        now = time.monotonic()
+        if still_alive is not None and not still_alive():
+            raise ProcessFailed(f"{role}-{index} ended before it published its ports; see logs/{role}-{index}.log")
+        if now - start >= timeout_s:
+            raise ProcessFailed(
+                f"{role}-{index} did not publish its ports within {timeout_s:.0f} s; see logs/{role}-{index}.log"
+            )
+        if now >= remind_at:
+            remind_at = now + REMIND_S
+            print(f"waiting for {role}-{index} since {now - start:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(POLL_S)
+
+
+def create_secret(run_folder: Path | str) -> Path:
+    """Write a fresh run secret, readable by this user only; returns the file's path.
+
+    Raises FileExistsError rather than replacing a secret that is in use.
+    """
+    path = Path(run_folder) / "secret"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def read_secret(run_folder: Path | str) -> str:
+    """The run secret (64 hex digits). Raises EnvironmentError_ where the file is missing or readable by others."""
+    path = Path(run_folder) / "secret"
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        raise EnvironmentError_(f"{path}: no run secret (fix: start the run with areal_lora.launch)") from None
+    if mode & 0o077:
+        raise EnvironmentError_(f"{path}: run secret is readable by others, mode {mode:04o} (fix: chmod 600 it)")
+    return path.read_text(encoding="ascii").strip()
+
+
+def zmq_curve_keys(secret: str, role: str) -> tuple[bytes, bytes]:
+    """The CURVE key pair ``(public, secret)``, z85 bytes, of ``role`` in this run.
+
+    Derived from sha256(secret + role), so each side knows the other's public key without
+    sending anything.
+    """
+    import zmq
+    from zmq.utils import z85
+
+    private = z85.encode(hashlib.sha256((secret + role).encode()).digest())
+    return zmq.curve_public(private), private
