@@ -1,0 +1,52 @@
+"""The staleness budget: how many groups may be under way, and which may still be trained on.
+
+Step ``k`` of the trainer consumes at version ``k`` and publishes version ``k + 1``. A group
+issued at version ``V`` may be consumed at the latest by step ``V + max_staleness``. With ``B``
+groups a step, admission therefore keeps (AReaL, arXiv:2505.24298, "staleness-aware training", in groups)::
+
+    consumed + ready + running <= (V + max_staleness + 1) * B
+
+where ``consumed = next_step * B``. Admission is only the means: it assumes that groups are
+consumed in the order they were issued, which stragglers break. What holds is :meth:`verdict`,
+applied to every group at hand-over (contract C7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """Whether a group may be trained on at a given version."""
+
+    FRESH = "fresh"
+    STALE = "stale"
+    FROM_THE_FUTURE = "from_the_future"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessBudget:
+    """Pure arithmetic of one adapter's budget; versions and steps count from 0.
+
+    ``last_step`` is the number of the last training step: nothing is issued for steps after it.
+    """
+
+    max_staleness: int
+    prompts_per_step: int
+    last_step: int
+
+    def capacity(self, *, newest: int, next_step: int, live: int) -> int:
+        """How many groups may be issued now.
+
+        ``newest`` is the newest version announced active, ``next_step`` the step that will be
+        served next, ``live`` the groups issued and neither handed over nor dropped.
+        """
+        steps = min(newest + self.max_staleness, self.last_step) + 1 - next_step
+        return max(0, steps * self.prompts_per_step - live)
+
+    def verdict(self, *, oldest: int, consume_version: int) -> Verdict:
+        """Judge a group whose oldest token was sampled at version ``oldest``."""
+        if oldest > consume_version:
+            return Verdict.FROM_THE_FUTURE
+        return Verdict.FRESH if consume_version - oldest <= self.max_staleness else Verdict.STALE
