@@ -1,0 +1,223 @@
+"""The records of a run, the writer that stores them and the reader that gets them back.
+
+One JSON object per line in ``<run_folder>/metrics.jsonl``, told apart by ``kind``. Every
+record names its adapter, so that several adapters of one run stay separate. A float that is
+not finite is stored as ``null`` and read back as None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.errors import ConfigError
+from areal_lora.obs.sinks import JsonlSink, TensorBoardSink
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
+    """One optimizer step of one adapter. Fractions are in [0, 1]; log-probabilities in nats.
+
+    ``version`` is the version the step started from; ``staleness`` counts trained tokens by
+    ``version - token version``; ``behaviour_mean_abs`` is mean |prox - rollout| logprob over
+    trained tokens; ``time_s`` is the wall time since the start of the run.
+    """
+
+    step: int
+    version: int
+    time_s: float
+    adapter: str = ""
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    clip_fraction: float | None = None
+    behaviour_mean_abs: float | None = None
+    kl: float | None = None
+    entropy: float | None = None
+    n_tokens: int = 0
+    n_sequences: int = 0
+    mean_answer_tokens: float | None = None
+    staleness: dict[int, int] = {}
+    step_s: float = 0.0
+    wait_batch_s: float = 0.0
+    annotate_s: float = 0.0
+    train_s: float = 0.0
+    publish_join_s: float = 0.0
+    rollout_tokens_per_s: float | None = None
+    groups_ready: int = 0
+    groups_running: int = 0
+    dropped: dict[str, int] = {}
+    extra: dict[str, float | None] = {}
+
+
+class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="publish"):
+    """One adapter version that reached the servers. ``phases_ms`` keeps the order of the phases.
+
+    ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
+    """
+
+    version: int
+    total_ms: float | None
+    adapter: str = ""
+    phases_ms: dict[str, float | None] = {}
+    nbytes: int = 0
+    probe_mean_abs: float | None = None
+    probe_max_abs: float | None = None
+    differs_from_base: bool = False
+
+
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One scored answer of an evaluation."""
+
+    prompt: str
+    completion: str
+    gold: str
+    reward: float
+
+
+class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
+    """Greedy accuracy over ``n`` held-out problems of the policy ``version``, before ``step`` runs."""
+
+    version: int
+    step: int
+    accuracy: float
+    n: int
+    adapter: str = ""
+    tag: str = ""
+    samples: list[SampleRecord] = []
+
+
+class RolloutSampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sample"):
+    """One trained answer, kept for reading. ``versions`` are the policy versions that wrote it, sorted."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float
+    adapter: str = ""
+    gold: str | None = None
+    versions: list[int] = []
+
+
+Record = StepRecord | PublishRecord | EvalRecord | RolloutSampleRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMetrics:
+    """All records of a run, in the order of steps and versions."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    publishes: list[PublishRecord] = field(default_factory=list)
+    evals: list[EvalRecord] = field(default_factory=list)
+    samples: list[RolloutSampleRecord] = field(default_factory=list)
+
+
+class MetricsWriter:
+    """Stores records as JSONL and scalars for TensorBoard. One writer per run folder at a time."""
+
+    def __init__(self, run_folder: Path | str) -> None:
+        folder = Path(run_folder)
+        self._encoder = msgspec.json.Encoder()
+        self._jsonl = JsonlSink(folder / METRICS_FILE)
+        self._tensorboard = TensorBoardSink(folder / TENSORBOARD_FOLDER)
+
+    def write(self, record: Record) -> None:
+        """Append one record; it is in the file when this returns."""
+        self._jsonl.write(self._encoder.encode(record))
+        prefix = f"{record.adapter}/" if record.adapter else ""
+        values = {prefix + name: value for name, value in _scalars(record).items()}
+        if values:
+            self._tensorboard.scalars(values, _clock(record))
+
+    def close(self) -> None:
+        self._jsonl.close()
+        self._tensorboard.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _clock(record: Record) -> int:
+    return record.version if isinstance(record, PublishRecord) else record.step
+
+
+def _scalars(record: Record) -> dict[str, float | None]:
+    """``{tag: value}`` of what is worth a TensorBoard curve."""
+    match record:
+        case StepRecord():
+            values: dict[str, float | None] = {}
+            for name, value in msgspec.structs.asdict(record).items():
+                if isinstance(value, int | float) and name != "step":
+                    values[f"{'time' if name.endswith('_s') else 'train'}/{name}"] = value
+            values["train/max_staleness"] = max(record.staleness, default=None)
+            return values | {f"extra/{name}": value for name, value in record.extra.items()}
+        case PublishRecord():
+            totals = {"publish/total_ms": record.total_ms, "publish/probe_mean_abs": record.probe_mean_abs}
+            totals["publish/probe_max_abs"] = record.probe_max_abs
+            return totals | {f"publish/{name}_ms": value for name, value in record.phases_ms.items()}
+        case EvalRecord():
+            return {"eval/accuracy": record.accuracy}
+        case RolloutSampleRecord():
+            return {}
+
+
+class MetricsTail:
+    """Reads what was appended to a metrics file since the last call; a line still being written waits."""
+
+    def __init__(self, run_folder: Path | str) -> None:
+        self.path = Path(run_folder) / METRICS_FILE
+        self._decoder = msgspec.json.Decoder(Record)
+        self._offset = 0
+        self._lines = 0
+
+    def read_new(self) -> list[Record]:
+        """The new whole records. Raises ConfigError with file and line for one that is not a record."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [self._decode(line) for line in whole.splitlines()]
+
+    def _decode(self, line: bytes) -> Record:
+        self._lines += 1
+        try:
+            return self._decoder.decode(line)
+        except msgspec.DecodeError as error:
+            fix = "restore the file or move it away"
+            raise ConfigError(f"{self.path}:{self._lines}", f"not a metrics record: {error}", fix) from error
+
+
+def read_metrics(run_folder: Path | str) -> RunMetrics:
+    """Everything recorded so far; empty if nothing was. Repeats of a resumed run: the last one counts."""
+    steps: dict[tuple[str, int], StepRecord] = {}
+    publishes: dict[tuple[str, int], PublishRecord] = {}
+    evals: dict[tuple[str, int, str], EvalRecord] = {}
+    samples: dict[tuple[str, int, str, str], RolloutSampleRecord] = {}
+    for record in MetricsTail(run_folder).read_new():
+        match record:
+            case StepRecord():
+                steps[record.adapter, record.step] = record
+            case PublishRecord():
+                publishes[record.adapter, record.version] = record
+            case EvalRecord():
+                evals[record.adapter, record.version, record.tag] = record
+            case RolloutSampleRecord():
+                samples[record.adapter, record.step, record.prompt, record.completion] = record
+    return RunMetrics(
+        steps=sorted(steps.values(), key=_clock),
+        publishes=sorted(publishes.values(), key=_clock),
+        evals=sorted(evals.values(), key=lambda e: (e.version, e.step)),
+        samples=sorted(samples.values(), key=_clock),
+    )

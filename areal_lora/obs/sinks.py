@@ -1,0 +1,64 @@
+"""Where metrics go: an append-only JSONL file and TensorBoard event files. Knows no record types."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class JsonlSink:
+    """Appends whole lines; each is in the file, readable by others, when ``write`` returns.
+
+    A process killed in the middle of a line leaves a torn tail. It is cut off when the file is
+    opened again, so that a resumed run never glues a new record to half an old one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_tail(path)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: bytes) -> None:
+        """Append one record. ``line`` holds no line break; JSON encoders escape them."""
+        self._file.write(line + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut_torn_tail(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
+
+
+class TensorBoardSink:
+    """Scalars in ``folder``. The import costs about a second and happens on the first scalar."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def scalars(self, values: Mapping[str, float | None], step: int) -> None:
+        """Write ``{tag: value}`` at ``step``; values that are None or not finite are left out."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), flush_secs=10)
+        for tag, value in values.items():
+            if value is not None and math.isfinite(value):
+                self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

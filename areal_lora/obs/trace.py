@@ -1,0 +1,44 @@
+"""Where the seconds of a step go: named spans measured with a monotonic clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Spans:
+    """Seconds by phase. Repeated spans of one name add up; spans may nest. Not shared between threads.
+
+    Example::
+
+        spans = Spans()
+        with spans.span("train"):
+            ...
+        record = StepRecord(..., train_s=spans.seconds.get("train", 0.0))
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = clock()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the time spent in the block to ``seconds[name]``, also when the block raises."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - started
+
+    @property
+    def total_s(self) -> float:
+        """Wall seconds since this object was made or last restarted (not the sum of the spans)."""
+        return self._clock() - self._started
+
+    def restart(self) -> dict[str, float]:
+        """Return the spans so far and begin the next step with none."""
+        finished, self.seconds = self.seconds, {}
+        self._started = self._clock()
+        return finished
