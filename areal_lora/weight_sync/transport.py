@@ -1,0 +1,203 @@
+"""Messages and client of the admin plane: how a trainer tells servers about a publish.
+
+All bodies are msgpack (``msgspec``), every request carries ``Authorization: Bearer <run secret>``.
+
+=======  ==================  ======================================  =================================
+method   path                request body                            answer
+=======  ==================  ======================================  =================================
+GET      ``/admin/info``     none                                    200 ``InfoReply``
+POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
+POST     ``/admin/publish``  ``weight_sync.manifest.encode(m)``      200 ``PublishReply``
+POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
+=======  ==================  ======================================  =================================
+
+A refusal is 409 with ``RefusalReply``; a missing or wrong secret is 401; anything else that
+is not 200 is a failure of the server. ``/admin/join`` answers when all workers of the server
+are members of all groups, ``/admin/publish`` when the version can be requested by name.
+
+The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
+hand every manifest it can decode to its receivers, also one it is going to refuse:
+``AdapterReceiver.begin`` drains the transfer of a refused manifest, which keeps the groups
+usable for the next version.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+from typing import TypeVar
+
+import msgspec
+
+from areal_lora.errors import ManifestError, PublishError
+
+INFO_PATH = "/admin/info"
+JOIN_PATH = "/admin/join"
+PUBLISH_PATH = "/admin/publish"
+SCORE_PATH = "/admin/score"
+CONTENT_TYPE = "application/msgpack"
+
+M = TypeVar("M")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all admin messages: immutable, unknown fields rejected."""
+
+
+class ServerEndpoint(Message):
+    """A rollout server as the trainer reaches it; ``workers`` is its tensor parallel size."""
+
+    host: str
+    admin_port: int
+    workers: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.admin_port}"
+
+
+class SourceEndpoint(Message):
+    """One broadcast group: the store of trainer rank ``source``, and what its members must agree on.
+
+    ``world`` counts the source (rank 0) and all receivers. ``token`` prefixes the store's
+    keys, so only who heard it over the admin plane can join.
+    """
+
+    source: int
+    host: str
+    port: int
+    world: int
+    token: str
+    bucket_bytes: int
+    backend: str = "gloo"
+
+
+class InfoReply(Message):
+    """What a server is. ``refs`` are the versions that can be requested now."""
+
+    run: str
+    model: str
+    base_digest: str
+    workers: int
+    max_lora_rank: int
+    refs: list[str] = []
+
+
+class JoinRequest(Message):
+    """``ranks[w]`` is the rank of the server's worker ``w`` in every group (rank 0 is the source)."""
+
+    run: str
+    endpoints: list[SourceEndpoint]
+    ranks: list[int]
+    timeout_s: float
+
+
+class JoinReply(Message):
+    workers: int
+
+
+class StageResult(Message):
+    """What a worker's receiver reports once per ``begin``, from its background thread.
+
+    ``reason`` is empty if ``ok``, else a ``manifest.Refusal`` word. ``digest`` is computed
+    from the received bytes (``manifest.adapter_digest``).
+    """
+
+    ref: str
+    slot: int
+    ok: bool
+    reason: str = ""
+    detail: str = ""
+    digest: str = ""
+    wire_s: float = 0.0
+    verify_s: float = 0.0
+    write_s: float = 0.0
+
+
+class PublishReply(Message):
+    """Acknowledgement of an activated version. ``phases`` are milliseconds, the slowest worker's:
+    ``wire``, ``verify``, ``write``, ``commit``."""
+
+    ref: str
+    digest: str
+    phases: dict[str, float]
+
+
+class RefusalReply(Message):
+    """Body of a 409. ``reason`` is a ``manifest.Refusal`` word."""
+
+    reason: str
+    detail: str
+
+
+class ScoreRequest(Message):
+    """Score ``token_ids`` (N sequences) under ``model``, an adapter reference; None is the base model."""
+
+    model: str | None
+    token_ids: list[list[int]]
+
+
+class ScoreReply(Message):
+    """``logprobs[n][t]`` speaks of token t of sequence n given the tokens before it; entry 0 is 0.0."""
+
+    logprobs: list[list[float]]
+
+
+def encode_message(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_message(body: bytes, kind: type[M]) -> M:
+    """Strict decode. Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
+    return msgspec.msgpack.decode(body, type=kind)
+
+
+def authorized(header: str | None, secret: str) -> bool:
+    """Whether an ``Authorization`` header carries the run secret, compared in constant time."""
+    return hmac.compare_digest((header or "").encode(), f"Bearer {secret}".encode())
+
+
+class AdminClient:
+    """Blocking client of one server's admin plane; one connection per call, safe to use from threads."""
+
+    def __init__(self, server: ServerEndpoint, secret: str) -> None:
+        self.server = server
+        self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": CONTENT_TYPE}
+
+    def info(self, timeout_s: float) -> InfoReply:
+        return self._call("GET", INFO_PATH, None, InfoReply, timeout_s)
+
+    def join(self, request: JoinRequest, timeout_s: float) -> JoinReply:
+        return self._call("POST", JOIN_PATH, encode_message(request), JoinReply, timeout_s)
+
+    def publish(self, manifest: bytes, timeout_s: float) -> PublishReply:
+        """Raises ManifestError if the server refuses, PublishError if it fails."""
+        return self._call("POST", PUBLISH_PATH, manifest, PublishReply, timeout_s)
+
+    def score(self, model: str | None, token_ids: list[list[int]], timeout_s: float) -> list[list[float]]:
+        body = encode_message(ScoreRequest(model=model, token_ids=token_ids))
+        return self._call("POST", SCORE_PATH, body, ScoreReply, timeout_s).logprobs
+
+    def _call(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
+        """``timeout_s`` bounds connecting and every read; admin answers are a single read."""
+        connection = http.client.HTTPConnection(self.server.host, self.server.admin_port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+            status, answer = response.status, response.read()
+        except (OSError, http.client.HTTPException) as e:
+            raise PublishError(
+                f"{method} {path} of server {self.server} failed within {timeout_s:.1f} s: {e!r}; "
+                "see the server's log"
+            ) from e
+        finally:
+            connection.close()
+        try:
+            if status == http.client.CONFLICT:
+                refusal = decode_message(answer, RefusalReply)
+                raise ManifestError(refusal.reason, f"server {self.server}: {refusal.detail}")
+            if status == http.client.OK:
+                return decode_message(answer, kind)
+        except msgspec.MsgspecError as e:
+            raise PublishError(f"{method} {path} of server {self.server}: malformed answer: {e}") from e
+        text = answer[:300].decode("utf-8", "replace")
+        raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
