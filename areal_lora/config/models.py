@@ -86,13 +86,7 @@ class RlooConfig(PolicyLoss):
     kind: Literal["rloo"] = "rloo"
 
 
-class DapoConfig(PolicyLoss):
-    kind: Literal["dapo"] = "dapo"
-    eps_clip_high: PositiveFloat | None = 0.28
-    overlong_buffer: NonNegInt = Field(0, description="Soft length penalty over the last this many tokens.")
-
-
-AlgorithmConfig = Annotated[GrpoConfig | RlooConfig | DapoConfig, Field(discriminator="kind")]
+AlgorithmConfig = Annotated[GrpoConfig | RlooConfig, Field(discriminator="kind")]
 
 
 class OptimizerConfig(Section):

@@ -1,0 +1,29 @@
+# make setup   create .venv and install pinned requirements
+# make demo    train the tiny mixture-of-experts model on this machine
+# make test    run the test suite
+# make check   ruff, mypy and import-linter
+.PHONY: setup demo test check docs clean
+PY := .venv/bin/python
+CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
+
+setup: .venv/.ready
+
+.venv/.ready: requirements/cpu.txt requirements/install.sh pyproject.toml
+	@requirements/install.sh .venv
+
+demo: setup
+	$(PY) -m areal_lora.launch $(CONFIGS) $(ARGS)
+
+test: setup
+	$(PY) -m pytest $(ARGS)
+
+check: setup
+	$(PY) -m ruff check areal_lora tests examples
+	$(PY) -m mypy areal_lora
+	.venv/bin/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+docs: setup
+	$(PY) -m areal_lora.config.docs
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,99 @@
+"""Trajectory groups to one packed batch, and a packed batch to parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from areal_lora.errors import AlignmentError, StalenessError
+from areal_lora.types import TrainBatch, Trajectory, TrajectoryGroup
+
+
+def _check(trajectory: Trajectory) -> None:
+    lengths = {
+        "token_ids": len(trajectory.token_ids),
+        "loss_mask": len(trajectory.loss_mask),
+        "rollout_logprobs": len(trajectory.rollout_logprobs),
+        "versions": len(trajectory.versions),
+    }
+    if len(set(lengths.values())) != 1:
+        raise AlignmentError(f"trajectory {trajectory.uid}: per-token arrays differ in length: {lengths}")
+    if not lengths["token_ids"] or trajectory.loss_mask[0]:
+        raise AlignmentError(f"trajectory {trajectory.uid}: entry 0 must exist and be masked")
+    if any((v >= 0) != bool(m) for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True)):
+        raise AlignmentError(f"trajectory {trajectory.uid}: versions and loss_mask disagree about the model's tokens")
+
+
+def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
+    """Pack all trajectories, in order, into one batch of N sequences and T tokens.
+
+    Raises:
+        AlignmentError: arrays of different length, or entry 0 of a sequence not masked.
+    """
+    rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+    for _, trajectory in rows:
+        _check(trajectory)
+    lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)])
+    return TrainBatch(
+        token_ids=torch.tensor([x for _, t in rows for x in t.token_ids], dtype=torch.int64),
+        cu_seqlens=lengths.cumsum(0),
+        loss_mask=torch.tensor([x for _, t in rows for x in t.loss_mask], dtype=torch.bool),
+        rollout_logprobs=torch.tensor([x for _, t in rows for x in t.rollout_logprobs], dtype=torch.float32),
+        versions=torch.tensor([x for _, t in rows for x in t.versions], dtype=torch.int64),
+        rewards=torch.tensor([t.reward for _, t in rows], dtype=torch.float32),
+        group_ids=torch.tensor([g for g, _ in rows], dtype=torch.int64),
+        adapters=tuple(t.adapter.name for _, t in rows),
+    )
+
+
+def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
+    """The given sequences, in the given order, as a batch of their own."""
+    bounds = batch.cu_seqlens.tolist()
+    index = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in sequences])
+    rows = torch.tensor(list(sequences), dtype=torch.int64)
+
+    def tokens(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[index]
+
+    lengths = torch.tensor([0, *(bounds[i + 1] - bounds[i] for i in sequences)])
+    return replace(
+        batch,
+        token_ids=batch.token_ids[index], cu_seqlens=lengths.cumsum(0), loss_mask=batch.loss_mask[index],
+        rollout_logprobs=batch.rollout_logprobs[index], versions=batch.versions[index],
+        rewards=batch.rewards[rows], group_ids=batch.group_ids[rows], adapters=tuple(batch.adapters[i] for i in sequences),
+        prox_logprobs=tokens(batch.prox_logprobs), ref_logprobs=tokens(batch.ref_logprobs),
+        values=tokens(batch.values), advantages=tokens(batch.advantages), returns=tokens(batch.returns),
+    )
+
+
+def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
+    """Cut a batch into ``n`` parts of whole sequences, sizes differing by at most one; empty parts are left out."""
+    if n == 1:
+        return [batch]
+    total = batch.n_sequences
+    cuts = [total * i // n for i in range(n + 1)]
+    return [select(batch, range(a, b)) for a, b in zip(cuts, cuts[1:]) if b > a]
+
+
+def staleness_histogram(batch: TrainBatch, version: int) -> dict[int, int]:
+    """How many trained tokens are how many versions old when consumed at ``version``."""
+    ages = version - batch.versions[batch.loss_mask]
+    values, counts = torch.unique(ages, return_counts=True)
+    return {int(v): int(c) for v, c in zip(values, counts)}
+
+
+def assert_staleness(batch: TrainBatch, version: int, max_staleness: int) -> dict[int, int]:
+    """Contract C7 at consumption; returns the histogram.
+
+    Raises:
+        StalenessError: a trained token is older than the budget, or from the future.
+    """
+    histogram = staleness_histogram(batch, version)
+    if histogram and (max(histogram) > max_staleness or min(histogram) < 0):
+        raise StalenessError(
+            f"batch consumed at version {version} holds tokens {histogram} versions old; max_staleness is {max_staleness}"
+        )
+    return histogram

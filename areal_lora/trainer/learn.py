@@ -1,0 +1,102 @@
+"""One training batch to one new version: minibatches, forward-backward, optimizer steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_lora.algorithms.losses import decoupled_ppo
+from areal_lora.algorithms.reduce import denominator, token_weights
+from areal_lora.data.collate import split_minibatches
+from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
+from areal_lora.errors import AlignmentError
+from areal_lora.trainer.tenant import Tenant
+from areal_lora.types import TrainBatch
+
+ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
+"""Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnReport:
+    """Sums over the batch's trained tokens (``sums``), and the last optimizer step's figures."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    lr: float
+    skipped: float
+
+    def per_token(self, name: str) -> float | None:
+        return self.sums[name] / max(self.sums["tokens"], 1.0) if name in self.sums else None
+
+
+def make_loss(tenant: Tenant, version: int) -> LossFn:
+    """The tenant's objective as the engine calls it. ``version`` is the one that is being improved."""
+    algorithm, reduction = tenant.algorithm, tenant.config.algorithm.reduction
+
+    def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
+        assert micro.advantages is not None, "annotate() comes before learning"
+        weights = token_weights(micro.loss_mask, micro.cu_seqlens, reduction)
+        sums = decoupled_ppo(
+            algorithm.terms,
+            logprobs=logprobs, prox_logprobs=micro.prox_logprobs, rollout_logprobs=micro.rollout_logprobs,
+            advantages=micro.advantages, weights=weights, ref_logprobs=micro.ref_logprobs, entropy=entropy,
+        )
+        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, logprobs.detach(), version)})
+
+    return loss
+
+
+def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Tensor]:
+    """|current - behaviour| split by whether the policy has moved since the token was sampled."""
+    gap = (logprobs - micro.rollout_logprobs).abs()
+    fresh = micro.loss_mask & (micro.versions == version)
+    stale = micro.loss_mask & (micro.versions != version)
+    moved = (logprobs - micro.prox_logprobs).abs() if micro.prox_logprobs is not None else torch.zeros_like(gap)
+    return {
+        "fresh_tokens": fresh.sum().float(), "fresh_gap": gap[fresh].sum(),
+        "stale_tokens": stale.sum().float(), "stale_gap": gap[stale].sum(),
+        "moved": moved[micro.loss_mask].sum(),
+    }
+
+
+def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype: str) -> LearnReport:
+    """Take the tenant's optimizer steps on one annotated batch. Collective over all ranks.
+
+    Raises:
+        AlignmentError: before any weight of this batch has moved, log-probabilities differ
+            from those computed for the same policy by more than rounding (contract C10).
+    """
+    loss_fn = make_loss(tenant, tenant.version)
+    totals: Counter[str] = Counter()
+    for index, minibatch in enumerate(split_minibatches(batch, tenant.config.minibatches)):
+        sums = engine.forward_backward(
+            minibatch, loss_fn,
+            temperature=tenant.config.sampling.temperature, need_entropy=tenant.algorithm.needs_entropy,
+        )
+        if index == 0:
+            _assert_aligned(sums, ALIGNMENT_LIMITS[base_dtype])
+        totals.update(sums)
+        divisor = denominator(
+            minibatch.loss_mask, minibatch.n_sequences,
+            tenant.config.algorithm.reduction, tenant.config.sampling.max_new_tokens,
+        )
+        stats = engine.optim_step(tenant.name, divisor).values
+    return LearnReport(
+        sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=stats["skipped"],
+    )
+
+
+def _assert_aligned(sums: dict[str, float], limit: float) -> None:
+    for name, total, count in (
+        ("proximal", sums["moved"], sums["tokens"]),
+        ("rollout (same version)", sums["fresh_gap"], sums["fresh_tokens"]),
+    ):
+        if count and not total / count <= limit:
+            raise AlignmentError(
+                f"mean |logp - {name} logp| is {total / count:.3g} over {count:.0f} tokens of an unmoved policy, "
+                f"limit {limit:g}: per-token arrays are shifted, or trainer and server compute different policies"
+            )

@@ -1,0 +1,76 @@
+"""One adapter in training: everything that is not shared with the others hangs here.
+
+The trainer keeps a list of tenants; a run with one adapter is a list of one (contract C1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from areal_lora.algorithms.registry import Algorithm, build_algorithm
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
+
+
+@dataclass(slots=True, kw_only=True)
+class Tenant:
+    """``version`` counts published versions and equals the number of optimizer steps taken."""
+
+    config: AdapterConfig
+    spec: AdapterSpec
+    algorithm: Algorithm
+    probe: TrainBatch
+    version: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def ref(self) -> AdapterRef:
+        return AdapterRef(name=self.name, version=self.version)
+
+
+def build_tenant(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTokenizerBase) -> Tenant:
+    return Tenant(
+        config=adapter,
+        spec=adapter.spec(config.model.path),
+        algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
+        probe=probe_batch(config, adapter, tokenizer),
+    )
+
+
+def probe_batch(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTokenizerBase) -> TrainBatch:
+    """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers."""
+    sync = config.weight_sync
+    samples = load_samples(adapter.task, "eval")[: sync.probe_sequences]
+    rows = [tokenizer.encode(s.prompt + s.answer, add_special_tokens=False)[: sync.probe_tokens] for s in samples]
+    return scoring_batch(rows, adapter.name)
+
+
+def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
+    """Plain sequences as a batch that is only scored: every token but each first one is on the mask."""
+    lengths = torch.tensor([0, *(len(r) for r in rows)])
+    tokens = torch.tensor([x for r in rows for x in r], dtype=torch.int64)
+    cu_seqlens = lengths.cumsum(0)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[cu_seqlens[:-1]] = False
+    return TrainBatch(
+        token_ids=tokens, cu_seqlens=cu_seqlens, loss_mask=mask,
+        rollout_logprobs=torch.zeros(tokens.numel()), versions=torch.where(mask, 0, -1),
+        rewards=torch.zeros(len(rows)), group_ids=torch.zeros(len(rows), dtype=torch.int64),
+        adapters=(adapter,) * len(rows),
+    )
+
+
+def split_rows(values: torch.Tensor, cu_seqlens: torch.Tensor) -> list[list[float]]:
+    """A packed [T] tensor as one list per sequence."""
+    bounds = cu_seqlens.tolist()
+    flat = values.tolist()
+    return [flat[a:b] for a, b in zip(bounds, bounds[1:])]
+
+

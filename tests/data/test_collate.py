@@ -1,0 +1,78 @@
+"""Packing keeps every token's facts together, and refuses what does not line up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal_lora.data.collate import assert_staleness, collate, select, split_minibatches
+from areal_lora.errors import AlignmentError, StalenessError
+from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
+
+
+def _trajectory(uid: str, n_prompt: int, n_answer: int, version: int, reward: float) -> Trajectory:
+    total = n_prompt + n_answer
+    base = 100 * (ord(uid) - 96)
+    return Trajectory(
+        uid=uid, adapter=AdapterRef(name="math", version=version), token_ids=[base + i for i in range(total)],
+        loss_mask=[0] * n_prompt + [1] * n_answer,
+        rollout_logprobs=[0.0] * n_prompt + [-(base + i) / 1000 for i in range(n_prompt, total)],
+        versions=[-1] * n_prompt + [version] * n_answer, reward=reward,
+    )
+
+
+GROUPS = [
+    TrajectoryGroup(uid="0:x", trajectories=(_trajectory("a", 2, 3, 4, 1.0), _trajectory("b", 2, 1, 5, 0.0))),
+    TrajectoryGroup(uid="0:y", trajectories=(_trajectory("c", 4, 2, 6, 0.5),)),
+]
+
+
+def test_every_array_speaks_of_the_same_token() -> None:
+    batch = collate(GROUPS)
+    assert batch.cu_seqlens.tolist() == [0, 5, 8, 14]
+    assert batch.group_ids.tolist() == [0, 0, 1]
+    on = batch.loss_mask
+    assert torch.allclose(batch.rollout_logprobs[on], -batch.token_ids[on] / 1000)
+    assert batch.versions[on].tolist() == [4, 4, 4, 5, 6, 6]
+    assert (batch.versions[~on] == -1).all()
+
+
+def test_select_moves_whole_sequences() -> None:
+    batch = select(collate(GROUPS), [2, 0])
+    assert batch.cu_seqlens.tolist() == [0, 6, 11]
+    assert batch.token_ids.tolist() == [*range(300, 306), *range(100, 105)]
+    assert batch.rewards.tolist() == [0.5, 1.0]
+    assert torch.allclose(batch.rollout_logprobs[batch.loss_mask], -batch.token_ids[batch.loss_mask] / 1000)
+
+
+def test_minibatches_cover_the_batch_once() -> None:
+    batch = collate(GROUPS)
+    parts = split_minibatches(batch, 2)
+    assert torch.equal(torch.cat([p.token_ids for p in parts]), batch.token_ids)
+    assert [p.n_sequences for p in parts] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss_mask": [0, 0, 1, 1]},
+        {"loss_mask": [1, 0, 1, 1, 1]},
+        {"loss_mask": [0, 1, 1, 1, 0]},  # shifted by one against versions
+        {"rollout_logprobs": [0.0]},
+    ],
+)
+def test_misaligned_trajectories_are_refused(wrong: dict) -> None:
+    bad = replace(GROUPS[0].trajectories[0], **wrong)
+    with pytest.raises(AlignmentError):
+        collate([TrajectoryGroup(uid="0:x", trajectories=(bad,))])
+
+
+def test_staleness_is_counted_per_token_and_bounded() -> None:
+    batch = collate(GROUPS)
+    assert assert_staleness(batch, version=6, max_staleness=2) == {0: 2, 1: 1, 2: 3}
+    with pytest.raises(StalenessError):
+        assert_staleness(batch, version=6, max_staleness=1)
+    with pytest.raises(StalenessError):
+        assert_staleness(batch, version=5, max_staleness=2)  # a token from the future
