@@ -157,7 +157,8 @@ def _scalars(record: Record) -> dict[str, float | None]:
             values: dict[str, float | None] = {}
             for name, value in msgspec.structs.asdict(record).items():
                 if isinstance(value, int | float) and name != "step":
-                    values[f"{'time' if name.endswith('_s') else 'train'}/{name}"] = value
+                    is_time = name.endswith("_s") and not name.endswith("_per_s")
+                    values[f"{'time' if is_time else 'train'}/{name}"] = value
             values["train/max_staleness"] = max(record.staleness, default=None)
             return values | {f"extra/{name}": value for name, value in record.extra.items()}
         case PublishRecord():
