@@ -1,0 +1,142 @@
+"""The end of a run: ``summary.json``, and the closing lines that say what there is and how to use it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from areal_lora.config.models import Config
+from areal_lora.errors import ConfigError
+from areal_lora.obs.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
+
+SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.json"
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run. None: not measured.
+
+    ``eval_*`` are greedy accuracies of the first and the last evaluation (None if there was
+    only one); ``probe_*_abs_dlogp`` are the largest over all probed publishes of the probe's
+    largest and mean |logp trainer - logp server|; ``staleness_histogram`` counts trained tokens
+    by versions of lag, ``max_staleness`` is the largest lag seen.
+    """
+
+    run: str
+    model: str
+    seed: int
+    config_sha256: str
+    steps: int
+    wall_s: float
+    eval_before: float | None
+    eval_after: float | None
+    publishes: int
+    publishes_probed: int
+    probe_max_abs_dlogp: float | None
+    probe_mean_abs_dlogp: float | None
+    staleness_histogram: dict[int, int]
+    max_staleness: int | None
+    max_staleness_allowed: int
+    dropped: dict[str, int]
+    adapter_path: str
+    report_path: str
+
+
+def largest(values: Iterable[float | None]) -> float | None:
+    """The largest of the values that were measured; None if none was."""
+    return max((v for v in values if v is not None), default=None)
+
+
+def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path | str, report_path: Path | str) -> Path:
+    """Build ``summary.json`` from the metrics and the resolved configuration in the run folder."""
+    folder = Path(run_folder)
+    config, digest = read_config(folder)
+    metrics = read_metrics(folder)
+    staleness: Counter[int] = Counter()
+    dropped: Counter[str] = Counter()
+    for step in metrics.steps:
+        staleness.update(step.staleness)
+        dropped.update(step.dropped)
+    evals = metrics.evals
+    summary = Summary(
+        run=config.run.name,
+        model=config.model.path,
+        seed=config.run.seed,
+        config_sha256=digest,
+        steps=len(metrics.steps),
+        wall_s=round(wall_s, 3),
+        eval_before=evals[0].accuracy if evals else None,
+        eval_after=evals[-1].accuracy if len(evals) > 1 else None,
+        publishes=len(metrics.publishes),
+        publishes_probed=sum(p.probe_max_abs is not None for p in metrics.publishes),
+        probe_max_abs_dlogp=largest(p.probe_max_abs for p in metrics.publishes),
+        probe_mean_abs_dlogp=largest(p.probe_mean_abs for p in metrics.publishes),
+        staleness_histogram=dict(sorted(staleness.items())),
+        max_staleness=max((lag for lag, n in staleness.items() if n), default=None),
+        max_staleness_allowed=config.rollout.max_staleness,
+        dropped=dict(sorted(dropped.items())),
+        adapter_path=str(adapter_path),
+        report_path=str(report_path),
+    )
+    target = folder / SUMMARY_FILE
+    temporary = folder / f".{SUMMARY_FILE}.tmp"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    temporary.replace(target)
+    return target
+
+
+def read_config(folder: Path) -> tuple[Config, str]:
+    """The resolved configuration of a run and the sha256 of its file. Raises ConfigError if there is none."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(str(path), "the run folder has no resolved configuration", "name the folder of a started run")
+    content = path.read_bytes()
+    return Config.model_validate_json(content), hashlib.sha256(content).hexdigest()
+
+
+def read_summary(run_folder: Path | str) -> Summary:
+    """Inverse of ``write_summary``."""
+    return msgspec.json.decode((Path(run_folder) / SUMMARY_FILE).read_bytes(), type=Summary)
+
+
+def print_closing(run_folder: Path | str, console: Console) -> None:
+    """Say where everything is and how to use it; the last lines are the summary, ``key: JSON value``."""
+    folder = Path(run_folder)
+    summary = read_summary(folder)
+    config, _ = read_config(folder)
+    lines = [
+        "",
+        f"adapter      {summary.adapter_path}",
+        f"report       {summary.report_path}",
+        f"metrics      {folder / METRICS_FILE}",
+        f"TensorBoard  tensorboard --logdir {shlex.quote(str(folder / TENSORBOARD_FOLDER))}",
+        "",
+        *_how_to_use(config, summary),
+        "",
+        *(f"{key}: {json.dumps(value)}" for key, value in msgspec.to_builtins(summary, str_keys=True).items()),
+    ]
+    for line in lines:
+        # Wrapped or coloured lines could not be copied or parsed.
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _how_to_use(config: Config, summary: Summary) -> list[str]:
+    name = config.adapters[0].name
+    model, adapter = shlex.quote(summary.model), shlex.quote(summary.adapter_path)
+    cpu = " --enforce-eager" if config.cluster.device == "cpu" else ""
+    return [
+        "Talk to it with stock vLLM (then POST /v1/completions with the model name below):",
+        f"  vllm serve {model} --dtype {config.model.dtype}{cpu} --enable-lora"
+        f" --max-lora-rank {config.rollout.max_lora_rank} --lora-modules {name}={adapter}",
+        "Load it with stock peft:",
+        "  from peft import PeftModel; from transformers import AutoModelForCausalLM",
+        f"  model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({summary.model!r}),",
+        f"                                    {summary.adapter_path!r})",
+    ]
