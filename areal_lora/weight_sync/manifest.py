@@ -150,7 +150,8 @@ def check_successor(
         raise ManifestError(Refusal.WRONG_RUN, f"published by run {manifest.run!r}, this is run {run!r}")
     if manifest.base_digest != base_digest:
         raise ManifestError(
-            Refusal.WRONG_BASE, f"trained on base {manifest.base_digest}, served base is {base_digest}; use one checkpoint"
+            Refusal.WRONG_BASE,
+            f"trained on base {manifest.base_digest}, served base is {base_digest}; use one checkpoint",
         )
     if manifest.spec.name != ref.name:
         raise ManifestError(Refusal.MALFORMED, f"specification of {manifest.spec.name!r} sent with {ref}")
@@ -241,10 +242,10 @@ def _check_shard(shard: AdapterShard) -> None:
         if t.nbytes != math.prod(t.shape) * ITEM_BYTES[t.dtype] or t.offset + t.nbytes > shard.nbytes:
             raise ManifestError(Refusal.SIZE, f"{t.name}: {t.nbytes} bytes at {t.offset} of {shard.nbytes}")
         if t.offset < end:
-            raise ManifestError(Refusal.OVERLAP, f"{t.name} begins at byte {t.offset}, before its neighbour ends at {end}")
+            raise ManifestError(Refusal.OVERLAP, f"{t.name} begins at byte {t.offset}, inside its neighbour (ends at {end})")
         end = t.offset + t.nbytes
     if shard.nbytes > _aligned(end):
-        raise ManifestError(Refusal.SIZE, f"source rank {shard.source} sends {shard.nbytes} bytes, its tensors end at {end}")
+        raise ManifestError(Refusal.SIZE, f"shard of rank {shard.source}: {shard.nbytes} bytes, tensors end at {end}")
     if shard.digest != shard_digest(shard.tensors):
         raise ManifestError(Refusal.HASH, f"shard digest of source rank {shard.source} does not match its tensors")
 

@@ -44,7 +44,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all admin messages: immutable, unknown fields rejected."""
 
 
-class ServerEndpoint(Message):
+class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rollout server as the trainer reaches it; ``workers`` is its tensor parallel size."""
 
     host: str
@@ -55,7 +55,7 @@ class ServerEndpoint(Message):
         return f"{self.host}:{self.admin_port}"
 
 
-class SourceEndpoint(Message):
+class SourceEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One broadcast group: the store of trainer rank ``source``, and what its members must agree on.
 
     ``world`` counts the source (rank 0) and all receivers. ``token`` prefixes the store's
@@ -71,7 +71,7 @@ class SourceEndpoint(Message):
     backend: str = "gloo"
 
 
-class InfoReply(Message):
+class InfoReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server is. ``refs`` are the versions that can be requested now."""
 
     run: str
@@ -82,7 +82,7 @@ class InfoReply(Message):
     refs: list[str] = []
 
 
-class JoinRequest(Message):
+class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``ranks[w]`` is the rank of the server's worker ``w`` in every group (rank 0 is the source)."""
 
     run: str
@@ -91,11 +91,11 @@ class JoinRequest(Message):
     timeout_s: float
 
 
-class JoinReply(Message):
+class JoinReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int
 
 
-class StageResult(Message):
+class StageResult(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker's receiver reports once per ``begin``, from its background thread.
 
     ``reason`` is empty if ``ok``, else a ``manifest.Refusal`` word. ``digest`` is computed
@@ -113,7 +113,7 @@ class StageResult(Message):
     write_s: float = 0.0
 
 
-class PublishReply(Message):
+class PublishReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Acknowledgement of an activated version. ``phases`` are milliseconds, the slowest worker's:
     ``wire``, ``verify``, ``write``, ``commit``."""
 
@@ -122,21 +122,21 @@ class PublishReply(Message):
     phases: dict[str, float]
 
 
-class RefusalReply(Message):
+class RefusalReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of a 409. ``reason`` is a ``manifest.Refusal`` word."""
 
     reason: str
     detail: str
 
 
-class ScoreRequest(Message):
+class ScoreRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Score ``token_ids`` (N sequences) under ``model``, an adapter reference; None is the base model."""
 
     model: str | None
     token_ids: list[list[int]]
 
 
-class ScoreReply(Message):
+class ScoreReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``logprobs[n][t]`` speaks of token t of sequence n given the tokens before it; entry 0 is 0.0."""
 
     logprobs: list[list[float]]
