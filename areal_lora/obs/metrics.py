@@ -24,7 +24,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
     ``version`` is the version the step started from; ``staleness`` counts trained tokens by
     ``version - token version``; ``behaviour_mean_abs`` is mean |prox - rollout| logprob over
-    trained tokens; ``time_s`` is the wall time since the start of the run.
+    trained tokens; ``time_s`` is the wall time since the start of the run; ``dropped`` counts
+    groups by reason since the step before.
     """
 
     step: int

@@ -1,0 +1,119 @@
+"""A run folder with plausible metrics, made without running anything."""
+
+import random
+from pathlib import Path
+
+from areal_lora.config.models import Config
+from areal_lora.obs.metrics import (
+    EvalRecord,
+    MetricsWriter,
+    PublishRecord,
+    RolloutSampleRecord,
+    SampleRecord,
+    StepRecord,
+)
+
+ADAPTER = "toy"
+PHASES = ("collect", "manifest", "wire", "commit", "probe")
+
+
+def make_config() -> Config:
+    """A small valid configuration with values that can be told apart."""
+    return Config.model_validate(
+        {
+            "run": {"name": "fake", "seed": 7, "steps": 40},
+            "model": {"path": "tiny/model", "dtype": "float32"},
+            "adapters": [
+                {
+                    "name": ADAPTER,
+                    "rank": 8,
+                    "alpha": 16,
+                    "target_modules": ["linear_qkv"],
+                    "task": {"kind": "word_problems"},
+                    "algorithm": {"kind": "grpo"},
+                    "optimizer": {"lr": 1e-3},
+                    "sampling": {"prompts_per_step": 8, "n_samples": 4, "max_new_tokens": 16},
+                }
+            ],
+            "trainer": {"world_size": 2, "ep": 2},
+            "cluster": {"device": "cpu"},
+        }
+    )
+
+
+def make_run(folder: Path, steps: int = 40, seed: int = 0) -> Path:
+    """Write ``config.json`` and ``metrics.jsonl`` for ``steps`` steps, evaluated first, every 10 and last."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(make_config().model_dump_json())
+    with MetricsWriter(folder) as writer:
+        _write_publish(writer, rng, 0)
+        _write_eval(writer, 0, 0.25)
+        for step in range(steps):
+            _write_step(writer, rng, step, 0.2 + 0.7 * step / steps)
+            _write_publish(writer, rng, step + 1)
+            if (step + 1) % 10 == 0:
+                _write_eval(writer, step + 1, 0.25 + 0.6 * (step + 1) / steps)
+    return folder
+
+
+def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: float) -> None:
+    writer.write(
+        StepRecord(
+            step=step,
+            version=step,
+            time_s=2.0 * (step + 1),
+            adapter=ADAPTER,
+            reward_mean=min(1.0, max(0.0, rng.gauss(level, 0.07))),
+            reward_std=0.4,
+            loss=rng.gauss(0.0, 0.02),
+            grad_norm=abs(rng.gauss(0.4, 0.1)),
+            lr=1e-3,
+            clip_fraction=abs(rng.gauss(0.01, 0.005)),
+            behaviour_mean_abs=abs(rng.gauss(0.03, 0.01)),
+            entropy=max(0.1, 1.2 - level),
+            n_tokens=1000,
+            n_sequences=32,
+            mean_answer_tokens=9.0,
+            staleness={0: 300, 1: 500, 2: 200} if step > 1 else {0: 1000},
+            step_s=2.0,
+            wait_batch_s=abs(rng.gauss(0.6, 0.2)),
+            annotate_s=0.2,
+            train_s=0.8,
+            publish_join_s=0.05,
+            rollout_tokens_per_s=rng.gauss(4000, 300),
+            dropped={"timeout": 1} if step == 3 else {},
+        )
+    )
+    if step % 5 == 0:
+        right = rng.random() < level
+        prompt = f"Tom has {step} apples & eats <2>. How many are left?"
+        record = RolloutSampleRecord(
+            step=step, prompt=prompt, completion=f"{step} - 2 = {step - 2}\n#### {step - 2}", reward=float(right),
+            adapter=ADAPTER, gold=str(step - 2), versions=[max(0, step - 1), step],
+        )  # fmt: skip
+        writer.write(record)
+
+
+def _write_publish(writer: MetricsWriter, rng: random.Random, version: int) -> None:
+    phases = {name: abs(rng.gauss(mean, mean / 6)) for name, mean in zip(PHASES, (4, 1, 3, 0.4, 12))}
+    probe = 10 ** rng.uniform(-7, -6)
+    writer.write(
+        PublishRecord(
+            version=version,
+            total_ms=sum(phases.values()),
+            adapter=ADAPTER,
+            phases_ms=phases,
+            nbytes=350_000,
+            probe_mean_abs=probe,
+            probe_max_abs=probe * 5,
+            differs_from_base=version > 0,
+        )
+    )
+
+
+def _write_eval(writer: MetricsWriter, step: int, accuracy: float) -> None:
+    sample = SampleRecord(prompt="1+1?", completion="#### 2", gold="2", reward=1.0)
+    writer.write(
+        EvalRecord(version=step, step=step, accuracy=accuracy, n=200, adapter=ADAPTER, tag="", samples=[sample])
+    )
