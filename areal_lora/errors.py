@@ -5,6 +5,7 @@ ArealLoraError
 ├── EnvironmentError_    a needed program, package or device is missing (exit code 69)
 ├── AdapterError         an adapter's tensors, names or files are not what was declared
 │   ├── UnknownTensorError
+│   ├── UnknownVersionError  a version that no slot of the server holds
 │   └── ManifestError    a publish was refused; the old version keeps serving
 ├── PublishError         a publish did not reach the servers (deadline, dead peer)
 ├── ParityError          trainer and server disagree about the policy (C6)
@@ -45,6 +46,10 @@ class AdapterError(ArealLoraError):
 
 class UnknownTensorError(AdapterError):
     """A tensor name that no converter knows, or a required one that is missing."""
+
+
+class UnknownVersionError(AdapterError):
+    """A version that is not resident on this server; never answered by the base model instead."""
 
 
 class ManifestError(AdapterError):

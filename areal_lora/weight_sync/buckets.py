@@ -111,7 +111,7 @@ def verify_shard(flat: np.ndarray, shard: AdapterShard) -> None:
 
     Raises ManifestError (``hash``, ``non_finite``), naming the tensor.
     """
-    data = memoryview(flat)
+    data = flat.data
     for i, meta in enumerate(shard.tensors):
         if i % _YIELD_EVERY == 0:
             time.sleep(0)

@@ -170,7 +170,8 @@ def join_group(endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float)
         store = dist.TCPStore(endpoint.host, endpoint.port, None, False, _delta(timeout_s), wait_for_workers=False)
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
-            f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} within {timeout_s} s: {e}"
+            f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
+            f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
         ) from e
     return _member(store, endpoint, rank, bind, timeout_s)
 
@@ -184,7 +185,7 @@ def _member(store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, t
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
-            f"{timeout_s} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
+            f"{timeout_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
         ) from e
     return BroadcastGroup(endpoint, rank, backend)
 

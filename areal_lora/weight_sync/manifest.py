@@ -242,7 +242,7 @@ def _check_shard(shard: AdapterShard) -> None:
         if t.nbytes != math.prod(t.shape) * ITEM_BYTES[t.dtype] or t.offset + t.nbytes > shard.nbytes:
             raise ManifestError(Refusal.SIZE, f"{t.name}: {t.nbytes} bytes at {t.offset} of {shard.nbytes}")
         if t.offset < end:
-            raise ManifestError(Refusal.OVERLAP, f"{t.name} begins at byte {t.offset}, inside its neighbour (ends at {end})")
+            raise ManifestError(Refusal.OVERLAP, f"{t.name} begins at byte {t.offset}, inside a tensor ending at {end}")
         end = t.offset + t.nbytes
     if shard.nbytes > _aligned(end):
         raise ManifestError(Refusal.SIZE, f"shard of rank {shard.source}: {shard.nbytes} bytes, tensors end at {end}")

@@ -85,9 +85,10 @@ class AdapterReceiver:
             self._leave(0.0)
             raise
 
-    def begin(self, manifest: ShardManifest, slot: int, deadline_s: float) -> None:
+    def begin(self, manifest: ShardManifest, slot: int | None, deadline_s: float) -> None:
         """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.
 
+        Without a slot (none is free) the transfer is taken off the wire and refused.
         Raises PublishError if the last ``begin`` is still under way or no group was joined.
         """
         if self._thread is not None and self._thread.is_alive():
@@ -95,7 +96,7 @@ class AdapterReceiver:
         if not self._groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
         self._thread = threading.Thread(
-            target=self._stage, args=(manifest, slot, time.monotonic() + deadline_s),
+            target=self._stage, args=(manifest, slot, self._groups, time.monotonic() + deadline_s),
             name=f"stage-{manifest.ref}", daemon=True,
         )
         self._thread.start()
@@ -122,37 +123,43 @@ class AdapterReceiver:
             if self._thread.is_alive():
                 raise PublishError("the receiver's transfer under way did not end; restart the server")
 
-    def _stage(self, manifest: ShardManifest, slot: int, deadline: float) -> None:
+    def _stage(
+        self, manifest: ShardManifest, slot: int | None, groups: dict[int, BroadcastGroup], deadline: float
+    ) -> None:
         clock = _Clock()
         try:
-            self._receive(manifest, deadline, clock)
-            self._write(manifest, slot, clock)
+            place = self._receive(manifest, slot, groups, deadline, clock)
+            self._write(manifest, place, clock)
             self._accept(manifest)
             result = clock.result(manifest.ref, slot, digest=manifest_digest(manifest))
         except ManifestError as e:
             result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
             self._staging = {}  # a late operation may still write into the old buffers
+            for group in groups.values():
+                group.close()  # tells the other members at once; the trainer joins anew
             result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: an engine's writer must not leave the publish unanswered
             result = clock.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
         self._on_staged(result)
 
-    def _receive(self, manifest: ShardManifest, deadline: float, clock: _Clock) -> None:
-        """All shards into staging, each verified while the later ones travel."""
+    def _receive(
+        self, manifest: ShardManifest, slot: int | None, groups: dict[int, BroadcastGroup], deadline: float, clock: _Clock
+    ) -> int:
+        """All shards into staging, each verified while the later ones travel; the slot they may go to."""
         shards = {s.source: s for s in manifest.shards}
         try:
             with clock.phase("verify"):
-                self._check(manifest)
+                place = self._check(manifest, slot, groups)
         except ManifestError:
             with clock.phase("wire"):
-                for source in sorted(self._groups.keys() & shards.keys()):
-                    self._groups[source].drain(shards[source].nbytes, deadline)
+                for source in sorted(groups.keys() & shards.keys()):
+                    groups[source].drain(shards[source].nbytes, deadline)
             raise
         transfers = {}
         for source in sorted(shards):
             flat = self._staging.setdefault(source, StagingBuffer()).sized(shards[source].nbytes)
-            transfers[source] = self._groups[source].start(torch.from_numpy(flat), deadline)
+            transfers[source] = groups[source].start(torch.from_numpy(flat), deadline)
         refused: ManifestError | None = None
         for source, transfer in transfers.items():
             with clock.phase("wire"):
@@ -164,16 +171,20 @@ class AdapterReceiver:
                 refused = refused or e  # the later shards must still be taken off the wire
         if refused is not None:
             raise refused
+        return place
 
-    def _check(self, manifest: ShardManifest) -> None:
+    def _check(self, manifest: ShardManifest, slot: int | None, groups: Mapping[int, BroadcastGroup]) -> int:
         name = manifest.ref.name
         check_successor(manifest, self._current.get(name), self._run, self._base_digest, self._specs.get(name))
         check_cover(manifest, self._writer.expected(manifest.spec))
         sources = {s.source for s in manifest.shards}
-        if sources != self._groups.keys():
+        if sources != groups.keys():
             raise ManifestError(
-                Refusal.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(self._groups)}"
+                Refusal.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
             )
+        if slot is None:
+            raise ManifestError(Refusal.SLOT, f"no free adapter slot for {manifest.ref}")
+        return slot
 
     def _write(self, manifest: ShardManifest, slot: int, clock: _Clock) -> None:
         """Only reached when every byte was verified."""
@@ -217,9 +228,9 @@ class _Clock:
         self._spent[self._name] += time.perf_counter() - self._since
 
     def result(
-        self, ref: AdapterRef, slot: int, *, digest: str = "", reason: str = "", detail: str = ""
+        self, ref: AdapterRef, slot: int | None, *, digest: str = "", reason: str = "", detail: str = ""
     ) -> StageResult:
         return StageResult(
-            ref=str(ref), slot=slot, ok=not reason, reason=reason, detail=detail, digest=digest,
+            ref=str(ref), slot=-1 if slot is None else slot, ok=not reason, reason=reason, detail=detail, digest=digest,
             wire_s=self._spent["wire"], verify_s=self._spent["verify"], write_s=self._spent["write"],
         )

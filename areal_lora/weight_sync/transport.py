@@ -17,8 +17,8 @@ are members of all groups, ``/admin/publish`` when the version can be requested 
 
 The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
 hand every manifest it can decode to its receivers, also one it is going to refuse:
-``AdapterReceiver.begin`` drains the transfer of a refused manifest, which keeps the groups
-usable for the next version.
+``AdapterReceiver.begin`` drains the transfer of a refused manifest (or one that finds no free
+slot, ``slot=None``), which keeps the groups usable for the next version.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class JoinReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class StageResult(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker's receiver reports once per ``begin``, from its background thread.
 
-    ``reason`` is empty if ``ok``, else a ``manifest.Refusal`` word. ``digest`` is computed
-    from the received bytes (``manifest.adapter_digest``).
+    ``reason`` is empty if ``ok``, else a ``manifest.Refusal`` word. ``digest`` speaks of
+    the verified bytes (``digests.adapter_digest``). ``slot`` is -1 where none was given.
     """
 
     ref: str
