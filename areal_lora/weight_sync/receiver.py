@@ -22,6 +22,8 @@ from areal_lora.weight_sync.groups import BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import Refusal, check_cover, check_successor
 from areal_lora.weight_sync.transport import SourceEndpoint, StageResult
 
+_Groups = Mapping[int, BroadcastGroup]  # by source rank
+
 
 class SlotWriter(Protocol):
     """What an engine provides. Called from the receiver's thread; must not use OpenMP (numpy is fine)."""
@@ -124,7 +126,7 @@ class AdapterReceiver:
                 raise PublishError("the receiver's transfer under way did not end; restart the server")
 
     def _stage(
-        self, manifest: ShardManifest, slot: int | None, groups: dict[int, BroadcastGroup], deadline: float
+        self, manifest: ShardManifest, slot: int | None, groups: _Groups, deadline: float
     ) -> None:
         clock = _Clock()
         try:
@@ -144,7 +146,7 @@ class AdapterReceiver:
         self._on_staged(result)
 
     def _receive(
-        self, manifest: ShardManifest, slot: int | None, groups: dict[int, BroadcastGroup], deadline: float, clock: _Clock
+        self, manifest: ShardManifest, slot: int | None, groups: _Groups, deadline: float, clock: _Clock
     ) -> int:
         """All shards into staging, each verified while the later ones travel; the slot they may go to."""
         shards = {s.source: s for s in manifest.shards}
@@ -173,7 +175,7 @@ class AdapterReceiver:
             raise refused
         return place
 
-    def _check(self, manifest: ShardManifest, slot: int | None, groups: Mapping[int, BroadcastGroup]) -> int:
+    def _check(self, manifest: ShardManifest, slot: int | None, groups: _Groups) -> int:
         name = manifest.ref.name
         check_successor(manifest, self._current.get(name), self._run, self._base_digest, self._specs.get(name))
         check_cover(manifest, self._writer.expected(manifest.spec))

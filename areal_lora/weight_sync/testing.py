@@ -1,0 +1,208 @@
+"""A rollout server without a model, for tests of whatever publishes: real groups, real receivers.
+
+``MemoryServer`` answers the admin plane on loopback and stages versions into dictionaries.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+import numpy as np
+
+from areal_lora.errors import AdapterError, ManifestError, PublishError
+from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.weight_sync import transport as tp
+from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.receiver import AdapterReceiver
+from areal_lora.weight_sync.slots import SlotTable
+
+Shapes = Mapping[str, tuple[int, ...]]
+Score = Callable[[str | None, list[list[int]]], list[list[float]]]
+
+
+def moe_shapes(
+    rank: int, *, layers: int = 2, experts: int = 4, hidden: int = 16, ffn: int = 8
+) -> dict[str, tuple[int, ...]]:
+    """Wire names and shapes of a small MoE adapter on attention and every expert."""
+    sizes = {f"self_attn.{p}_proj": (hidden, hidden) for p in "qkvo"}
+    for e in range(experts):
+        sizes |= {f"mlp.experts.{e}.{p}_proj": (ffn, hidden) for p in ("gate", "up")}
+        sizes[f"mlp.experts.{e}.down_proj"] = (hidden, ffn)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        for module, (out, inner) in sizes.items():
+            shapes[f"model.layers.{layer}.{module}.lora_A.weight"] = (rank, inner)
+            shapes[f"model.layers.{layer}.{module}.lora_B.weight"] = (out, rank)
+    return shapes
+
+
+class MemoryWriter:
+    """A ``SlotWriter`` that keeps float32 arrays by slot and name; ``writes`` counts calls of ``write``."""
+
+    def __init__(self, shapes: Callable[[AdapterSpec], Shapes]) -> None:
+        self._shapes = shapes
+        self.slots: dict[int, dict[str, np.ndarray]] = {}
+        self.writes = 0
+        self.touched: set[int] = set()
+
+    def expected(self, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes(spec))
+
+    def write(self, slot: int, name: str, tensor: np.ndarray, scale: float) -> None:
+        self.writes += 1
+        self.slots[slot][name] = tensor * np.float32(scale)
+
+    def zero(self, slot: int) -> None:
+        self.touched.add(slot)
+        self.slots[slot] = {}
+
+
+class MemoryServer:
+    """One server with ``workers`` receivers, all in this process. Use as a context manager."""
+
+    def __init__(
+        self, *, run: str, secret: str, base_digest: str, shapes: Callable[[AdapterSpec], Shapes], workers: int = 1,
+        n_slots: int = 4, deadline_s: float = 10.0, score: Score | None = None,
+        declared: Mapping[str, AdapterSpec] | None = None,
+    ) -> None:
+        self.slots = SlotTable(n_slots)
+        self.writers = [MemoryWriter(shapes) for _ in range(workers)]
+        self._staged: list[tp.StageResult | None] = [None] * workers
+        self._arrived = threading.Condition()
+        self._receivers = [
+            AdapterReceiver(
+                writer, run=run, base_digest=base_digest, declared=declared, on_staged=partial(self._arrive, w)
+            )
+            for w, writer in enumerate(self.writers)
+        ]
+        self._run, self._secret, self._base_digest = run, secret, base_digest
+        self._n_slots, self._deadline_s, self._score, self._last_id = n_slots, deadline_s, score, 0
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http.daemon_threads = True
+        self.endpoint = tp.ServerEndpoint(host="127.0.0.1", admin_port=self._http.server_port, workers=workers)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+
+    def __enter__(self) -> MemoryServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        for receiver in self._receivers:
+            receiver.close()
+
+    def tensors(self, ref: AdapterRef, worker: int = 0) -> dict[str, np.ndarray]:
+        """What ``worker`` holds for an active version: float32 by full name, scale folded into lora_B."""
+        return self.writers[worker].slots[self.slots.resolve(str(ref)).slot]
+
+    def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
+        """(status, body) of one admin request."""
+        if not tp.authorized(header, self._secret):
+            return 401, b"wrong secret"
+        try:
+            if (method, path) == ("GET", tp.INFO_PATH):
+                return 200, tp.encode_message(self._info())
+            if (method, path) == ("POST", tp.JOIN_PATH):
+                return 200, tp.encode_message(self._join(tp.decode_message(body, tp.JoinRequest)))
+            if (method, path) == ("POST", tp.PUBLISH_PATH):
+                return 200, tp.encode_message(self._publish(decode(body)))
+            if (method, path) == ("POST", tp.SCORE_PATH):
+                return 200, tp.encode_message(self._scored(tp.decode_message(body, tp.ScoreRequest)))
+        except ManifestError as e:
+            return 409, tp.encode_message(tp.RefusalReply(reason=e.reason, detail=e.detail))
+        except (AdapterError, PublishError, msgspec.MsgspecError) as e:
+            return 500, str(e).encode()
+        return 404, b"no such route"
+
+    def _info(self) -> tp.InfoReply:
+        refs = [str(r) for r in self.slots.active()]
+        return tp.InfoReply(
+            run=self._run, model="memory", base_digest=self._base_digest, workers=len(self.writers), max_lora_rank=64,
+            refs=refs,
+        )
+
+    def _join(self, request: tp.JoinRequest) -> tp.JoinReply:
+        failures: list[PublishError] = []
+
+        def join(receiver: AdapterReceiver, rank: int) -> None:
+            try:
+                receiver.join(request.endpoints, rank, request.timeout_s)
+            except PublishError as e:
+                failures.append(e)
+
+        members = zip(self._receivers, request.ranks, strict=True)
+        threads = [threading.Thread(target=join, args=member) for member in members]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if failures:
+            raise failures[0]
+        return tp.JoinReply(workers=len(self._receivers))
+
+    def _publish(self, manifest: ShardManifest) -> tp.PublishReply:
+        for ref in self.slots.retirable(keep=self._n_slots - 1):
+            self.slots.retire(ref)
+        try:
+            slot = self.slots.reserve(manifest.ref)
+        except ManifestError:
+            slot = None  # resident already or full: the receivers take it off the wire and say which
+        self._staged = [None] * len(self._receivers)
+        for receiver in self._receivers:
+            receiver.begin(manifest, slot, self._deadline_s)
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: all(self._staged), self._deadline_s + 1.0):
+                raise PublishError(f"{manifest.ref}: staging did not end")
+        results = [r for r in self._staged if r is not None]
+        failed = next((r for r in results if not r.ok), None)
+        if failed is not None:
+            for receiver in self._receivers:
+                receiver.discard(manifest.ref)
+            if slot is not None:
+                self.slots.abort(manifest.ref)
+            raise ManifestError(failed.reason, failed.detail)
+        self._last_id += 1
+        self.slots.activate(manifest.ref, self._last_id)
+        phases = {p: max(getattr(r, f"{p}_s") for r in results) * 1e3 for p in ("wire", "verify", "write")}
+        return tp.PublishReply(ref=str(manifest.ref), digest=results[0].digest, phases=phases | {"commit": 0.0})
+
+    def _scored(self, request: tp.ScoreRequest) -> tp.ScoreReply:
+        if request.model is not None:
+            self.slots.resolve(request.model)
+        if self._score is None:
+            raise PublishError("this server was made without a score function")
+        return tp.ScoreReply(logprobs=self._score(request.model, request.token_ids))
+
+    def _arrive(self, worker: int, result: tp.StageResult) -> None:
+        with self._arrived:
+            self._staged[worker] = result
+            self._arrived.notify_all()
+
+
+def _handler(server: MemoryServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer("GET")
+
+        def do_POST(self) -> None:
+            self._answer("POST")
+
+        def _answer(self, method: str) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, answer = server.handle(method, self.path, self.headers.get("Authorization"), body)
+            self.send_response(status)
+            self.send_header("Content-Type", tp.CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Silent: tests read answers, not access logs."""
+
+    return Handler
+
