@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import msgspec
@@ -101,13 +101,16 @@ class Publisher:
     """Publishes versions of one run's adapters to all servers.
 
     ``sources`` are the trainer ranks that own tensors; ``bind`` is this rank's own address,
-    which the servers' workers must reach. ``backend`` names a ``groups`` backend.
+    which the servers' workers must reach. ``backend`` names a ``groups`` backend. Rank 0 calls
+    ``on_active(ref)`` from its background thread once all servers serve ``ref`` and the probe passed.
     """
 
     def __init__(
         self, *, run: str, sources: Sequence[int], rank: int, servers: Sequence[ServerEndpoint], secret: str,
         config: WeightSyncConfig, exchange: Exchange, bind: str = "127.0.0.1", backend: str = "gloo",
+        on_active: Callable[[AdapterRef], None] | None = None,
     ) -> None:
+        self._on_active = on_active
         self._run, self._rank, self._servers, self._config = run, rank, tuple(servers), config
         self._bind, self._backend, self._exchange = bind, backend, exchange
         self._is_source = rank in sources
@@ -240,6 +243,8 @@ class Publisher:
             outcome.send_ms = (time.perf_counter() - started) * 1e3
             if self._rank == 0:
                 outcome.report = self._report(manifest, replies, probe, started)
+                if self._on_active is not None:
+                    self._on_active(manifest.ref)
         except ArealLoraError as e:
             outcome.failure = _Failure.of(e)
         return outcome
