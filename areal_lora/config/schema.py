@@ -1,0 +1,73 @@
+"""What keys the configuration tree has: read from the pydantic models, used by errors, merging and docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from areal_lora.config.models import Config, Section
+
+Key = str | int
+Path = tuple[Key, ...]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(str(key) for key in path)
+
+
+def variants(field: FieldInfo) -> tuple[type[Section], ...]:
+    """The sections a field can hold: none for a scalar, several for a tagged union, list items looked through."""
+    annotation: Any = field.annotation
+    if get_origin(annotation) is list:
+        (annotation,) = get_args(annotation)
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(option for option in options if isinstance(option, type) and issubclass(option, Section))
+
+
+def is_tagged(field: FieldInfo) -> bool:
+    """True for a choice between sections that is made by their ``kind``."""
+    return field.discriminator is not None
+
+
+def section_at(path: Path, data: Any) -> type[Section] | None:
+    """The section that ``path`` leads to within ``data``; None where it leads to a scalar or nowhere."""
+    section: type[Section] | None = Config
+    for key in path:
+        data = _item(data, key)
+        if isinstance(key, int):
+            continue
+        if section is None or key not in section.model_fields:
+            return None
+        section = choose(section.model_fields[key], data)
+    return section
+
+
+def choose(field: FieldInfo, data: Any) -> type[Section] | None:
+    """The section that ``data`` selects among those of ``field``."""
+    options = variants(field)
+    if len(options) <= 1:
+        return options[0] if options else None
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    return next((option for option in options if option.model_fields["kind"].default == kind), None)
+
+
+def leaf_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """Every settable dotted key, ``adapters.0`` standing for any adapter."""
+    for name, field in section.model_fields.items():
+        options = variants(field)
+        below = f"{prefix}{name}.0." if get_origin(field.annotation) is list else f"{prefix}{name}."
+        if not options:
+            yield f"{prefix}{name}"
+        for option in options:
+            yield from leaf_keys(option, below)
+
+
+def _item(data: Any, key: Key) -> Any:
+    if isinstance(data, Mapping):
+        return data.get(str(key))
+    if isinstance(data, list) and isinstance(key, int) and key < len(data):
+        return data[key]
+    return None
