@@ -1,0 +1,127 @@
+r"""Exact numeric match between a completion and a gold answer.
+
+The parser never evaluates text and runs in linear time: a run of characters that starts with a
+digit is consumed once, as a number or as something else. Values are exact fractions, so
+``0.5``, ``1/2`` and ``\frac{1}{2}`` are one number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+RewardFunction = Callable[[str, str], float]
+
+MAX_DIGITS = 64  # longer runs are no answers, and int() of a long string takes quadratic time
+
+_CHARACTERS = str.maketrans(dict.fromkeys("−–‒﹣－", "-") | dict.fromkeys("\u00a0\u2009\u202f", " "))
+_LATEX = ((r"\$", "$"), (r"\%", "%"), (r"\,", ""), (r"\!", ""), ("{,}", ","), (r"\dfrac", r"\frac"), (r"\tfrac", r"\frac"))
+
+_INT = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_TOKEN = re.compile(
+    rf"""
+    (?P<number>
+      (?P<sign>(?<![0-9A-Za-z_)\]}}])(?<![0-9)]\ )[-+]\ ?)?     # not the minus of a subtraction
+      (?:[$€£¢¥]\ ?(?P<inner_sign>[-+])?)?
+      (?<![0-9A-Za-z_])
+      (?: \\frac\ ?\{{\ ?(?P<top>-?{_INT})\ ?\}}\ ?\{{\ ?(?P<bottom>-?{_INT})\ ?\}}
+        | (?:(?P<whole>{_INT})\ )?(?P<numerator>{_INT})\ ?/\ ?(?P<denominator>{_INT})
+        | (?P<decimal>(?:{_INT}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}})?)
+      )
+      (?![0-9]|[.,:/][0-9]|[eE][-+]?[0-9])
+    )
+    | [0-9][0-9A-Za-z_.,:/+-]*                                  # consumed whole: not a number
+    """,
+    re.VERBOSE,
+)
+_ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The number that ``text`` begins with, apart from currency signs, units and words.
+
+    Understands thousands commas, signs (unicode minus too), decimals, exponents up to two
+    digits, ``a/b``, ``\frac{a}{b}`` and mixed numbers ``3 1/2``. A percent sign is a unit:
+    ``50%`` is 50. None if the first thing with a digit is malformed (``1,23``, ``10:30``),
+    divides by zero, or is longer than ``MAX_DIGITS``.
+    """
+    token = _TOKEN.search(_normalize(text))
+    return None if token is None else _value(token)
+
+
+def extract_answer(text: str) -> Fraction | None:
+    r"""The answer a worked solution states.
+
+    The first of these that occurs decides: the first ``#### x``, the last ``\boxed{x}``, the
+    last ``answer is x`` (also ``answer: x``); without any of them the last number in the text.
+    A marker that is followed by no number is no answer.
+    """
+    text = _normalize(text)
+    _, marker, tail = text.partition("####")
+    if marker:
+        return parse_number(_first_line(tail))
+    _, marker, tail = text.rpartition(r"\boxed")
+    if marker:
+        content = _braced(tail)
+        return None if content is None else parse_number(content)
+    stated = None
+    for stated in _ANSWER_IS.finditer(text):
+        pass
+    if stated is not None:
+        return parse_number(_first_line(text[stated.end() :]))
+    last = None
+    for last in _TOKEN.finditer(text):
+        pass
+    return None if last is None else _value(last)
+
+
+def numeric_match(completion: str, gold: str) -> float:
+    """1.0 if both state the same number, else 0.0; ValueError if ``gold`` states none."""
+    expected = extract_answer(gold)
+    if expected is None:
+        raise ValueError(f"gold answer states no number: {gold[-80:]!r}")
+    return float(extract_answer(completion) == expected)
+
+
+REWARDS: dict[str, RewardFunction] = {"numeric_match": numeric_match}
+
+
+def _normalize(text: str) -> str:
+    text = text.translate(_CHARACTERS)
+    for latex, plain in _LATEX:
+        text = text.replace(latex, plain)
+    return text
+
+
+def _first_line(text: str) -> str:
+    return text.lstrip(" ").partition("\n")[0]
+
+
+def _braced(text: str) -> str | None:
+    """Content of the brace group at the start of ``text``; None if it never closes."""
+    text = text.lstrip()
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[1:position] if position else None
+    return None
+
+
+def _value(token: re.Match[str]) -> Fraction | None:
+    if token["number"] is None or sum(map(str.isdecimal, token["number"])) > MAX_DIGITS:
+        return None
+    negative = ((token["sign"] or "")[:1] == "-") != (token["inner_sign"] == "-")
+    if token["decimal"] is not None:
+        value = Fraction(token["decimal"].replace(",", ""))
+    else:
+        top, bottom = _int(token["top"] or token["numerator"]), _int(token["bottom"] or token["denominator"])
+        if bottom == 0:
+            return None
+        value = _int(token["whole"] or "0") + Fraction(top, bottom)
+    return -value if negative else value
+
+
+def _int(text: str) -> int:
+    return int(text.replace(",", ""))

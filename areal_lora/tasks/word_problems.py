@@ -1,0 +1,119 @@
+"""Generated two-step word problems in GSM8K format for the embedded run.
+
+A problem is a pure function of ``(seed, split, index)``. Training and held-out problems never
+share their numbers: :func:`split_of` assigns every ``(operation, operation, a, b, c)`` to one
+split by a hash that does not depend on the seed, so a model trained on any amount of training
+text has not seen a held-out calculation.
+
+Example::
+
+    Q: Tom has 3 bags of 4 coins and loses 5. How many now?
+    A: 3*4=12 12-5=7 #### 7
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_lora.types import Sample
+
+Split = Literal["train", "eval"]
+Operation = Literal["+", "-", "*"]
+
+NAMES = ("Tom", "Ann", "Bob", "Sue", "Max", "Eve", "Lea", "Jon")
+THINGS = ("books", "coins", "cards", "pens", "shells", "cups", "stamps", "nuts")
+VERBS: dict[Operation, tuple[str, ...]] = {"+": ("buys", "finds", "gets"), "-": ("sells", "loses", "uses")}
+PLANS: tuple[tuple[Operation, Operation], ...] = (
+    ("+", "+"), ("+", "-"), ("-", "+"), ("-", "-"), ("*", "+"), ("*", "-"),
+)  # fmt: skip
+EVAL_ONE_IN = 4
+
+
+def apply_operation(left: int, operation: Operation, right: int) -> int:
+    """``left operation right`` in whole numbers."""
+    match operation:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WordProblem:
+    """``(a first b) second c``, told as a story. ``b`` bags when ``first`` is ``*``."""
+
+    name: str
+    thing: str
+    first_verb: str
+    second_verb: str
+    first: Operation
+    second: Operation
+    a: int
+    b: int
+    c: int
+
+    @property
+    def key(self) -> str:
+        """What makes two problems the same calculation; names and verbs do not count."""
+        return f"{self.first}{self.second}:{self.a},{self.b},{self.c}"
+
+    @property
+    def prompt(self) -> str:
+        if self.first == "*":
+            story = f"{self.name} has {self.a} bags of {self.b} {self.thing} and {self.second_verb} {self.c}."
+        else:
+            story = (
+                f"{self.name} has {self.a} {self.thing}, {self.first_verb} {self.b}"
+                f" and {self.second_verb} {self.c}."
+            )
+        return f"Q: {story} How many now?\nA:"
+
+    @property
+    def answer(self) -> str:
+        """Worked answer ending in ``#### n``, with the leading space that follows ``A:``."""
+        middle = apply_operation(self.a, self.first, self.b)
+        result = apply_operation(middle, self.second, self.c)
+        return f" {self.a}{self.first}{self.b}={middle} {middle}{self.second}{self.c}={result} #### {result}"
+
+
+def split_of(key: str) -> Split:
+    """The split a calculation belongs to: one in ``EVAL_ONE_IN`` is held out, for every seed."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return "eval" if digest[0] % EVAL_ONE_IN == 0 else "train"
+
+
+def _draw(rng: random.Random) -> WordProblem:
+    """One problem of either split with every intermediate result positive."""
+    while True:
+        first, second = rng.choice(PLANS)
+        largest_a = 5 if first == "*" else 12
+        largest_b = 5 if first == "*" else 9
+        a, b, c = rng.randint(2, largest_a), rng.randint(2, largest_b), rng.randint(2, 9)
+        middle = apply_operation(a, first, b)
+        if middle < 1 or apply_operation(middle, second, c) < 1:
+            continue
+        return WordProblem(
+            name=rng.choice(NAMES), thing=rng.choice(THINGS),
+            first_verb="" if first == "*" else rng.choice(VERBS[first]), second_verb=rng.choice(VERBS[second]),
+            first=first, second=second, a=a, b=b, c=c,
+        )  # fmt: skip
+
+
+def draw_problem(seed: int, split: Split, index: int) -> WordProblem:
+    """Problem ``index`` of a split; the same arguments give the same problem on every machine."""
+    # A str seed goes through SHA-512, not through the per-process hash().
+    rng = random.Random(f"word_problems/{seed}/{split}/{index}")
+    while split_of((problem := _draw(rng)).key) != split:
+        pass
+    return problem
+
+
+def word_problem(seed: int, split: Split, index: int) -> Sample:
+    """Problem ``index`` of a split as a :class:`Sample`."""
+    problem = draw_problem(seed, split, index)
+    return Sample(uid=f"word_problems/{seed}/{split}/{index}", prompt=problem.prompt, answer=problem.answer)
