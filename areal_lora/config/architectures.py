@@ -1,0 +1,183 @@
+"""Sizes of a Hugging Face model, from its config.json alone: what plans and guardrails calculate with.
+
+Formulas follow the Qwen3 family (also right for Llama-like dense models): q, k, v, o
+projections and a gated MLP, replaced by experts and a router in sparse layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Modules that LoRA can sit on, in Megatron's spelling; present in every supported architecture."""
+
+HF_TO_MEGATRON = {
+    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "qkv_proj": "linear_qkv",
+    "o_proj": "linear_proj", "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "gate_up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+}  # fmt: skip
+
+SUPPORTED = ("qwen3_moe", "qwen3")
+
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+_QWEN3_MOE = {
+    **_QWEN3, "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_DENSE_KEYS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "tie_word_embeddings",
+)  # fmt: skip
+_MOE_KEYS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "moe_intermediate_size", "intermediate_size",
+    "num_key_value_heads",
+)  # fmt: skip
+# The published config.json values, so that a plan can be made where no hub is reachable.
+_KNOWN: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-0.6B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (28, 1024, 16, 8, 3072, True), strict=True))},
+    "Qwen/Qwen3-1.7B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (28, 2048, 16, 8, 6144, True), strict=True))},
+    "Qwen/Qwen3-4B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (36, 2560, 32, 8, 9728, True), strict=True))},
+    "Qwen/Qwen3-8B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (36, 4096, 32, 8, 12288, False), strict=True))},
+    "Qwen/Qwen3-14B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (40, 5120, 40, 8, 17408, False), strict=True))},
+    "Qwen/Qwen3-32B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (64, 5120, 64, 8, 25600, False), strict=True))},
+    "Qwen/Qwen3-30B-A3B": {**_QWEN3_MOE, **dict(zip(_MOE_KEYS, (48, 2048, 32, 768, 6144, 4), strict=True))},
+    "Qwen/Qwen3-235B-A22B": {**_QWEN3_MOE, **dict(zip(_MOE_KEYS, (94, 4096, 64, 1536, 12288, 4), strict=True))},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes that matter here. ``experts`` is 0 for a dense model; ``dense_layers`` counts layers without experts."""
+
+    model_type: str
+    layers: int
+    dense_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    expert_ffn: int
+    experts: int
+    experts_per_token: int
+    vocab: int
+    max_positions: int
+    tied: bool
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the base model, norms included."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 2 * self.head_dim
+        experts = self.experts * (3 * self.hidden * self.expert_ffn + self.hidden)
+        layers = self.layers * (attention + 2 * self.hidden)
+        mlps = self.moe_layers * experts + self.dense_layers * 3 * self.hidden * self.ffn
+        return layers + mlps + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read the fields of a config.json. Raises KeyError naming a field that is missing."""
+        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        experts = int(config.get("num_experts") or 0)
+        every = int(config.get("decoder_sparse_step") or 1)
+        plain = set(config.get("mlp_only_layers") or [])
+        sparse = [i for i in range(layers) if experts and i not in plain and (i + 1) % every == 0]
+        return cls(
+            model_type=str(config["model_type"]),
+            layers=layers,
+            dense_layers=layers - len(sparse),
+            hidden=int(config["hidden_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            ffn=int(config["intermediate_size"]),
+            expert_ffn=int(config.get("moe_intermediate_size") or 0),
+            experts=experts,
+            experts_per_token=int(config.get("num_experts_per_tok") or 0),
+            vocab=int(config["vocab_size"]),
+            max_positions=int(config.get("max_position_embeddings") or 0),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSize:
+    """One adapter version. ``tensors`` counts wire tensors, ``names`` the Hugging Face names they stand for."""
+
+    parameters: int
+    tensors: int
+    names: int
+
+    def nbytes(self, dtype: str) -> int:
+        return self.parameters * _DTYPE_BYTES[dtype]
+
+
+def adapter_size(shape: ModelShape, rank: int, targets: tuple[str, ...]) -> AdapterSize:
+    """Unique numbers of a per-expert adapter.
+
+    ``linear_qkv`` and ``linear_fc1`` are fused: one lora_A [rank, in] serves q, k, v (gate,
+    up), so it is counted and sent once while every Hugging Face name needs its own.
+    """
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # target -> (inputs, outputs of each Hugging Face projection), per layer
+    blocks: list[tuple[str, int, int, tuple[int, ...]]] = [
+        ("linear_qkv", shape.layers, shape.hidden, (query, key, key)),
+        ("linear_proj", shape.layers, query, (shape.hidden,)),
+        ("linear_fc1", shape.dense_layers, shape.hidden, (shape.ffn, shape.ffn)),
+        ("linear_fc2", shape.dense_layers, shape.ffn, (shape.hidden,)),
+        ("linear_fc1", shape.moe_layers * shape.experts, shape.hidden, (shape.expert_ffn, shape.expert_ffn)),
+        ("linear_fc2", shape.moe_layers * shape.experts, shape.expert_ffn, (shape.hidden,)),
+    ]
+    chosen = [(count, inputs, outputs) for target, count, inputs, outputs in blocks if target in targets]
+    return AdapterSize(
+        parameters=sum(count * rank * (inputs + sum(outputs)) for count, inputs, outputs in chosen),
+        tensors=sum(count * (1 + len(outputs)) for count, _, outputs in chosen),
+        names=sum(count * 2 * len(outputs) for count, _, outputs in chosen),
+    )
+
+
+def base_bytes(shape: ModelShape, dtype: str) -> int:
+    return shape.parameters * _DTYPE_BYTES[dtype]
+
+
+def is_hub_name(path: str) -> bool:
+    """True for ``owner/name``."""
+    return bool(_HUB_NAME.match(path))
+
+
+def known_config(hub_name: str) -> dict[str, Any] | None:
+    """The built-in description of a published model; ``-Base`` variants share their sibling's sizes."""
+    return _KNOWN.get(hub_name) or _KNOWN.get(hub_name.removesuffix("-Base"))
+
+
+def known_models() -> tuple[str, ...]:
+    return tuple(_KNOWN)
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json. Raises OSError or ValueError (not a JSON object)."""
+    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise ValueError("config.json is not a JSON object")
+    return data
+
+
+def cached_hub_folder(hub_name: str) -> Path | None:
+    """Where the Hugging Face cache keeps a downloaded snapshot of ``hub_name``, if it does."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    snapshots = hub / ("models--" + hub_name.replace("/", "--")) / "snapshots"
+    folders = sorted(p.parent for p in snapshots.glob("*/config.json")) if snapshots.is_dir() else []
+    return folders[-1] if folders else None

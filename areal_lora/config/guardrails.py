@@ -1,0 +1,424 @@
+"""Rules that a configuration must satisfy before anything starts.
+
+``gather_facts`` looks at the machine (files, ports, devices); ``check`` is pure: it judges a
+configuration against facts. Each rule is one function that yields what it found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from areal_lora.config import architectures as arch
+from areal_lora.config.models import Config
+from areal_lora.errors import ConfigError
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for max_lora_rank."""
+
+
+class Severity(StrEnum):
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One broken rule: the dotted key (or file), why, and what to do about it."""
+
+    path: str
+    reason: str
+    fix: str
+    severity: Severity = Severity.ERROR
+
+    def error(self) -> ConfigError:
+        return ConfigError(self.path, self.reason, self.fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the rules need to know about the world outside the configuration.
+
+    ``hf_config`` is the model's config.json, None where there is none; ``model_problem`` says
+    why. ``devices`` is the number of accelerators seen here, None where that does not matter
+    (CPU, or a cluster). ``memory_bytes`` is None where unknown.
+    """
+
+    hf_config: Mapping[str, Any] | None
+    model_problem: str = ""
+    model_is_local: bool = True
+    ports_in_use: frozenset[int] = frozenset()
+    devices: int | None = None
+    memory_bytes: int | None = None
+
+
+Rule = Callable[[Config, Facts], Iterator[Finding]]
+
+
+def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
+    """Every rule's findings, errors first."""
+    findings = [finding for rule in RULES for finding in rule(config, facts)]
+    return tuple(sorted(findings, key=lambda finding: finding.severity))
+
+
+def resolve_targets(config: Config) -> Config:
+    """``config`` with wildcards in ``target_modules`` replaced by the modules they match, in a fixed order."""
+    adapters = [
+        adapter.model_copy(
+            update={
+                "target_modules": [
+                    name for name in arch.TARGETS if any(fnmatchcase(name, t) for t in adapter.target_modules)
+                ]
+            }
+        )
+        for adapter in config.adapters
+    ]
+    return config.model_copy(update={"adapters": adapters})
+
+
+# --- facts -------------------------------------------------------------------------------
+
+
+def gather_facts(config: Config) -> Facts:
+    """Look at the model folder, the configured ports and this machine's devices."""
+    hf_config, problem, is_local = _read_model(config.model.path)
+    local = config.cluster.kind == "local"
+    return Facts(
+        hf_config=hf_config,
+        model_problem=problem,
+        model_is_local=is_local,
+        ports_in_use=_ports_in_use(config) if local else frozenset(),
+        devices=_visible_devices(config.cluster.device) if local else None,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if local else None,
+    )
+
+
+def server_ports(config: Config) -> list[int]:
+    """The fixed data-plane port of each server (consecutive from ``rollout.port``); empty if the system chooses."""
+    return [config.rollout.port + i for i in range(config.rollout.servers)] if config.rollout.port else []
+
+
+def _read_model(path: str) -> tuple[dict[str, Any] | None, str, bool]:
+    folder: Path | None = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = arch.cached_hub_folder(path) if arch.is_hub_name(path) else None
+    if folder is None:
+        known = arch.known_config(path)
+        return known, "" if known else f"there is no folder {path!r}, and it is not a model known here", False
+    try:
+        return arch.read_hf_config(folder), "", True
+    except FileNotFoundError:
+        return None, f"the folder {path!r} has no config.json", True
+    except (OSError, ValueError) as error:
+        return None, f"config.json in {path!r} cannot be read: {error}", True
+
+
+def _ports_in_use(config: Config) -> frozenset[int]:
+    used = set()
+    for port in server_ports(config):
+        with socket.socket() as probe:
+            # A port in TIME_WAIT can be bound by the server, so it must not count as used.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.cluster.bind, port))
+            except (OSError, OverflowError):
+                used.add(port)
+    return frozenset(used)
+
+
+def _visible_devices(device: str) -> int | None:
+    if device == "cpu":
+        return None
+    variable, pattern = {
+        "cuda": ("CUDA_VISIBLE_DEVICES", "nvidia[0-9]*"),
+        "npu": ("ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*"),
+    }[device]
+    chosen = os.environ.get(variable)
+    if chosen is not None:
+        return len([part for part in chosen.split(",") if part.strip()])
+    return len(list(Path("/dev").glob(pattern)))
+
+
+# --- rules: model ------------------------------------------------------------------------
+
+
+def _shape(facts: Facts) -> arch.ModelShape | None:
+    """Sizes of the model; None where the model rule has already complained."""
+    if facts.hf_config is None or facts.hf_config.get("model_type") not in arch.SUPPORTED:
+        return None
+    try:
+        return arch.ModelShape.from_hf(facts.hf_config)
+    except KeyError:
+        return None
+
+
+def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
+    if facts.hf_config is None:
+        fix = "give a Hugging Face model folder"
+        if arch.is_hub_name(config.model.path):
+            close = difflib.get_close_matches(config.model.path, arch.known_models(), n=1)
+            fix += f", download it first (hf download {config.model.path})"
+            fix += f", or did you mean {close[0]}" if close else ""
+        yield Finding(path="model.path", reason=facts.model_problem, fix=fix)
+        return
+    kind = facts.hf_config.get("model_type")
+    if kind not in arch.SUPPORTED:
+        yield Finding(
+            path="model.path", reason=f"architecture {kind!r} has no converter", fix=f"use one of {arch.SUPPORTED}"
+        )
+    elif _shape(facts) is None:
+        yield Finding(path="model.path", reason="config.json lacks sizes of the model", fix="use a complete folder")
+    if not facts.model_is_local:
+        yield Finding(
+            path="model.path",
+            reason=f"{config.model.path} is not on this machine and will be downloaded when the run starts",
+            fix=f"hf download {config.model.path}",
+            severity=Severity.WARNING,
+        )
+
+
+def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
+    longest = config.rollout.max_model_len
+    for i, adapter in enumerate(config.adapters):
+        new = adapter.sampling.max_new_tokens
+        if new >= longest:
+            yield Finding(
+                path=f"adapters.{i}.sampling.max_new_tokens",
+                reason=f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}",
+                fix=f"lower it, or raise rollout.max_model_len above {new}",
+            )
+    budget = config.trainer.max_tokens_per_microbatch
+    if budget < longest:
+        yield Finding(
+            path="trainer.max_tokens_per_microbatch",
+            reason=f"{budget} cannot hold one sequence of rollout.max_model_len = {longest} tokens",
+            fix=f"set it to at least {longest}",
+        )
+    probe = config.weight_sync.probe_tokens
+    if probe >= longest:
+        yield Finding(
+            path="weight_sync.probe_tokens",
+            reason=f"{probe} tokens do not fit rollout.max_model_len = {longest}",
+            fix="lower it",
+        )
+    shape = _shape(facts)
+    if shape and shape.max_positions and longest > shape.max_positions:
+        yield Finding(
+            path="rollout.max_model_len",
+            reason=f"{longest} is beyond the model's {shape.max_positions} positions",
+            fix=f"set it to at most {shape.max_positions}",
+        )
+
+
+# --- rules: parallelism ------------------------------------------------------------------
+
+
+def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
+    t = config.trainer
+    for names, size in (("tp x pp", t.tp * t.pp), ("etp x ep x pp", t.etp * t.ep * t.pp)):
+        if t.world_size % size:
+            yield Finding(
+                path="trainer.world_size",
+                reason=f"{t.world_size} ranks cannot be divided by {names} = {size}",
+                fix=f"use a multiple of {size}",
+            )
+    shape = _shape(facts)
+    if shape is None:
+        return
+    yield from _divides("trainer.tp", t.tp, shape.heads, "attention heads")
+    yield from _kv_heads("trainer.tp", t.tp, shape)
+    yield from _divides("trainer.pp", t.pp, shape.layers, "layers")
+    if shape.dense_layers:
+        yield from _divides("trainer.tp", t.tp, shape.ffn, "columns of the dense MLP")
+    if shape.experts:
+        yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
+        yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
+    elif t.ep > 1 or t.etp > 1:
+        key = "trainer.ep" if t.ep > 1 else "trainer.etp"
+        yield Finding(path=key, reason="the model is dense: it has no experts to divide", fix="set it to 1")
+
+
+def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
+    tp, per_node = config.rollout.tp, config.cluster.devices_per_node
+    if config.cluster.device != "cpu" and tp > per_node:
+        yield Finding(
+            path="rollout.tp",
+            reason=f"one server of {tp} devices does not fit a node of {per_node}",
+            fix=f"set it to at most {per_node}",
+        )
+    shape = _shape(facts)
+    if shape is None:
+        return
+    yield from _divides("rollout.tp", tp, shape.heads, "attention heads")
+    yield from _kv_heads("rollout.tp", tp, shape)
+    if shape.experts:
+        yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
+    if shape.dense_layers:
+        yield from _divides("rollout.tp", tp, shape.ffn, "columns of the dense MLP")
+
+
+def _divides(key: str, size: int, total: int, what: str) -> Iterator[Finding]:
+    if total % size:
+        options = [n for n in range(1, total + 1) if total % n == 0]
+        near = sorted(options, key=lambda n: abs(n - size))[:4]
+        yield Finding(
+            path=key,
+            reason=f"{size} does not divide the model's {total} {what}",
+            fix=f"use a divisor of {total}, such as {', '.join(map(str, sorted(near)))}",
+        )
+
+
+def _kv_heads(key: str, tp: int, shape: arch.ModelShape) -> Iterator[Finding]:
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        yield Finding(
+            path=key,
+            reason=f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads",
+            fix=f"use a divisor or a multiple of {shape.kv_heads}",
+        )
+
+
+# --- rules: adapters ---------------------------------------------------------------------
+
+
+def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
+    for name, count in Counter(adapter.name for adapter in config.adapters).items():
+        if count > 1:
+            yield Finding(path="adapters", reason=f"{count} adapters are named {name!r}", fix="give each its own name")
+
+
+def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
+    for i, adapter in enumerate(config.adapters):
+        for target in adapter.target_modules:
+            if any(fnmatchcase(name, target) for name in arch.TARGETS):
+                continue
+            fix = f"the model has {', '.join(arch.TARGETS)}"
+            megatron = arch.HF_TO_MEGATRON.get(target)
+            yield Finding(
+                path=f"adapters.{i}.target_modules",
+                reason=f"{target!r} matches no module of the model",
+                fix=f"Megatron calls it {megatron}; {fix}" if megatron else fix,
+            )
+
+
+def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
+    limit = config.rollout.max_lora_rank
+    if limit not in VLLM_LORA_RANKS:
+        yield Finding(
+            path="rollout.max_lora_rank",
+            reason=f"vLLM does not take {limit}",
+            fix=f"use one of {', '.join(map(str, VLLM_LORA_RANKS))}",
+        )
+    for i, adapter in enumerate(config.adapters):
+        if adapter.rank > limit:
+            yield Finding(
+                path=f"adapters.{i}.rank",
+                reason=f"rank {adapter.rank} is above the servers' rollout.max_lora_rank = {limit}",
+                fix=f"raise rollout.max_lora_rank or lower the rank to {limit}",
+            )
+
+
+def groups(config: Config, facts: Facts) -> Iterator[Finding]:
+    t = config.trainer
+    replicas = max(1, t.world_size // (t.tp * t.pp))
+    for i, adapter in enumerate(config.adapters):
+        sampling = adapter.sampling
+        if sampling.n_samples < 2:
+            yield Finding(
+                path=f"adapters.{i}.sampling.n_samples",
+                reason=f"{adapter.algorithm.kind} compares the answers of one prompt and needs at least 2",
+                fix="set it to 2 or more",
+            )
+        if adapter.minibatches > sampling.prompts_per_step:
+            yield Finding(
+                path=f"adapters.{i}.minibatches",
+                reason=f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts",
+                fix=f"set it to at most {sampling.prompts_per_step}",
+            )
+        elif sampling.prompts_per_step * sampling.n_samples < replicas * adapter.minibatches:
+            yield Finding(
+                path=f"adapters.{i}.sampling.prompts_per_step",
+                reason=f"a minibatch has fewer sequences than the trainer's {replicas} data-parallel replicas",
+                fix="raise it",
+            )
+
+
+# --- rules: machine ----------------------------------------------------------------------
+
+
+def ports_free(config: Config, facts: Facts) -> Iterator[Finding]:
+    for port in server_ports(config):
+        if port > 65535:
+            yield Finding(path="rollout.port", reason=f"{port} is not a port number", fix="use 0 or 1024..65535")
+        elif port in facts.ports_in_use:
+            yield Finding(
+                path="rollout.port",
+                reason=f"port {port} on {config.cluster.bind} is in use or may not be bound",
+                fix="set rollout.port=0 to let the system choose, or another port",
+            )
+
+
+def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
+    cluster = config.cluster
+    if cluster.device == "cpu":
+        return
+    needed = config.trainer.world_size + config.rollout.servers * config.rollout.tp
+    declared = cluster.nodes * cluster.devices_per_node
+    if needed > declared:
+        yield Finding(
+            path="cluster.nodes",
+            reason=f"{needed} devices are needed ({config.trainer.world_size} trainer, "
+            f"{config.rollout.servers} x {config.rollout.tp} rollout) and {declared} are declared",
+            fix="raise cluster.nodes or cluster.devices_per_node, or lower trainer.world_size or rollout.servers",
+        )
+    elif facts.devices is not None and facts.devices < needed:
+        yield Finding(
+            path="cluster.device",
+            reason=f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here",
+            fix="lower trainer.world_size or rollout.servers, or set cluster.device=cpu",
+        )
+
+
+def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:
+    cluster = config.cluster
+    if cluster.kind == "local" and cluster.nodes > 1:
+        yield Finding(
+            path="cluster.nodes",
+            reason=f"cluster.kind = local means this machine, not {cluster.nodes} nodes",
+            fix="set cluster.nodes=1, or cluster.kind=slurm",
+        )
+    elif cluster.nodes > 1 and cluster.bind.startswith("127."):
+        yield Finding(
+            path="cluster.bind",
+            reason=f"{cluster.nodes} nodes cannot reach each other on {cluster.bind}",
+            fix="set cluster.bind=0.0.0.0",
+        )
+
+
+def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
+    shape = _shape(facts)
+    if config.cluster.device != "cpu" or facts.memory_bytes is None or shape is None:
+        return
+    copies = config.trainer.world_size + config.rollout.servers
+    needed = copies * arch.base_bytes(shape, config.model.dtype)
+    needed += int(config.rollout.servers * (config.rollout.kv_cache_gib or 4.0) * 2**30)
+    if needed > facts.memory_bytes:
+        yield Finding(
+            path="model.path",
+            reason=f"about {needed / 2**30:.0f} GiB are needed and this machine has {facts.memory_bytes / 2**30:.0f}",
+            fix="use a smaller model, fewer processes or a smaller rollout.kv_cache_gib",
+            severity=Severity.WARNING,
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    model_readable, adapter_names, targets_exist, ranks_fit, groups, lengths, trainer_layout, rollout_layout,
+    cluster_is_reachable, devices_suffice, ports_free, memory_suffices,
+)  # fmt: skip
