@@ -89,7 +89,8 @@ class BroadcastGroup:
     def __init__(self, endpoint: SourceEndpoint, rank: int, backend: Backend) -> None:
         self.source, self.rank = endpoint.source, rank
         self._bucket_bytes = endpoint.bucket_bytes
-        self._group, self._device = backend.group, backend.device
+        self._group: dist.ProcessGroup | None = backend.group
+        self._device = backend.device
         self._bucket: torch.Tensor | None = None
 
     @property
@@ -107,8 +108,8 @@ class BroadcastGroup:
             self.start(scratch[: end - begin], deadline).wait()
 
     def issue(self, flat: torch.Tensor, deadline: float) -> list[dist.Work]:
-        options = self._options(deadline)
-        return [self._group.broadcast([flat[b:e]], options) for b, e in bucket_ranges(flat.numel(), self._bucket_bytes)]
+        group, options = self._open(), self._options(deadline)
+        return [group.broadcast([flat[b:e]], options) for b, e in bucket_ranges(flat.numel(), self._bucket_bytes)]
 
     def bounce(self, flat: torch.Tensor, deadline: float) -> None:
         """Move ``flat`` through one bucket in device memory, for backends that cannot send host memory."""
@@ -118,13 +119,20 @@ class BroadcastGroup:
             piece = self._bucket[: end - begin]
             if self.rank == 0:
                 piece.copy_(flat[begin:end])
-            self._group.broadcast([piece], self._options(deadline)).wait(_delta(deadline - time.monotonic()))
+            self._open().broadcast([piece], self._options(deadline)).wait(_delta(deadline - time.monotonic()))
             if self.rank != 0:
                 flat[begin:end].copy_(piece)
 
     def close(self) -> None:
-        """Leave. Transfers under way fail at every member."""
-        self._group.abort()
+        """Leave. Members that wait for this one fail at once; own transfers under way end at their deadline first."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None  # gloo's abort does nothing: its connections close with the last reference
+
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise PublishError(f"the group of source rank {self.source} is closed; connect again")
+        return self._group
 
     @staticmethod
     def _options(deadline: float) -> dist.BroadcastOptions:

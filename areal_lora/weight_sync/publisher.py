@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
@@ -252,12 +252,11 @@ class Publisher:
     def _acknowledged(self, manifest: ShardManifest, started: float) -> list[PublishReply]:
         """Every server's answer; raises the most telling failure after all have answered."""
         body, timeout_s, want = encode(manifest), self._config.deadline_s + GRACE_S, manifest_digest(manifest)
-        replies: dict[ServerEndpoint, PublishReply] = {}
+        replies: list[PublishReply] = []
         failures: list[ArealLoraError] = []
         with ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="admin-publish") as pool:
             posts = [pool.submit(client.publish, body, timeout_s) for client in self._clients]
-            for post in as_completed(posts):
-                server = self._servers[posts.index(post)]
+            for server, post in zip(self._servers, posts, strict=True):
                 try:
                     reply = post.result()
                     if (reply.ref, reply.digest) != (str(manifest.ref), want):
@@ -265,16 +264,14 @@ class Publisher:
                             f"server {server} acknowledged {reply.ref} {reply.digest}, published was "
                             f"{manifest.ref} {want}; it serves other numbers than were sent"
                         )
-                    replies[server] = reply
+                    replies.append(reply)
                 except (ManifestError, PublishError) as e:
                     failures.append(e)
-                    if isinstance(e, PublishError) and self._group is not None:
-                        self._group.close()  # a server is gone: let the others notice before the deadline
         refused = [f for f in failures if isinstance(f, ManifestError) and f.reason != Refusal.WIRE]
         if failures:
             first = (refused or failures)[0]
             raise PublishError(str(first)) if isinstance(first, ManifestError) and not refused else first
-        return [replies[server] for server in self._servers]
+        return replies
 
     def _report(
         self, manifest: ShardManifest, replies: list[PublishReply], probe: ProbeExpectation | None, started: float

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from areal_lora.errors import ConfigError, PublishError
+from areal_lora.weight_sync.groups import GroupListener, join_group
+
+pytestmark = pytest.mark.slow
+
+
+def listen(world=2, bucket_bytes=1000, timeout_s=10.0, source=0):
+    return GroupListener(
+        source=source, bind="127.0.0.1", world=world, bucket_bytes=bucket_bytes, backend="gloo", timeout_s=timeout_s
+    )
+
+
+def meet(world=2, **options):
+    """[source, receiver 1, ...] as threads of this process."""
+    listener = listen(world, **options)
+    with ThreadPoolExecutor(world) as pool:
+        joins = [pool.submit(join_group, listener.endpoint, r, "127.0.0.1", 10.0) for r in range(1, world)]
+        source = listener.accept()
+        return [source, *(j.result() for j in joins)]
+
+
+def soon(s=10.0):
+    return time.monotonic() + s
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 999, 1000, 1001, 2000, 12_345])
+def test_every_bucket_arrives_at_its_own_place(nbytes):
+    groups = meet(3)
+    g = torch.Generator().manual_seed(nbytes)
+    sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=g)
+    got = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
+    transfers = [grp.start(flat, soon()) for grp, flat in zip(groups, [sent, *got], strict=True)]
+    for t in transfers:
+        t.wait()
+    assert all(torch.equal(sent, x) for x in got)
+    for grp in groups:
+        grp.close()
+
+
+def test_a_drained_transfer_leaves_the_group_in_step():
+    source, receiver = meet(bucket_bytes=64)
+    sent = torch.arange(200, dtype=torch.uint8)
+    transfer = source.start(sent, soon())
+    receiver.drain(200, soon())
+    transfer.wait()
+    got = torch.zeros(200, dtype=torch.uint8)
+    second = source.start(sent, soon())
+    receiver.start(got, soon()).wait()
+    second.wait()
+    assert torch.equal(got, sent)
+    source.close()
+    receiver.close()
+
+
+def test_nothing_listens_beyond_loopback():
+    groups = meet(2)
+    mine = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert mine
+    assert {c.laddr.ip for c in mine} <= {"127.0.0.1", "::1"}, mine
+    for grp in groups:
+        grp.close()
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", ""])
+def test_all_interfaces_are_refused(bind):
+    with pytest.raises(ConfigError, match="all interfaces"):
+        GroupListener(source=0, bind=bind, world=2, bucket_bytes=1, backend="gloo", timeout_s=1.0)
+
+
+def test_a_receiver_that_never_comes_is_an_error_in_time():
+    listener = listen(timeout_s=1.0)
+    began = time.monotonic()
+    with pytest.raises(PublishError, match="not complete"):
+        listener.accept()
+    assert time.monotonic() - began < 4.0
+
+
+def test_a_source_that_is_not_there_is_an_error_in_time():
+    listener = listen()
+    endpoint = listener.endpoint
+    del listener
+    began = time.monotonic()
+    with pytest.raises(PublishError, match="cannot be reached"):
+        join_group(endpoint, 1, "127.0.0.1", 1.0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_who_does_not_know_the_token_is_not_a_member():
+    listener = listen(timeout_s=1.5)
+    stranger = msgspec.structs.replace(listener.endpoint, token="guess")
+    errors = []
+
+    def intrude():
+        try:
+            join_group(stranger, 1, "127.0.0.1", 1.0)
+        except PublishError as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    with pytest.raises(PublishError):
+        listener.accept()
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_a_late_member_is_an_error_at_the_deadline():
+    source, receiver = meet()
+    began = time.monotonic()
+    with pytest.raises(PublishError, match="source rank 0"):
+        receiver.start(torch.zeros(10, dtype=torch.uint8), soon(0.5)).wait()
+    assert time.monotonic() - began < 2.0
+    source.close()
+    receiver.close()
+
+
+def test_closing_one_member_wakes_the_other_before_the_deadline():
+    source, receiver = meet()
+    transfer = receiver.start(torch.zeros(10, dtype=torch.uint8), soon(20.0))
+    began = time.monotonic()
+    threading.Timer(0.2, source.close).start()
+    with pytest.raises(PublishError):
+        transfer.wait()
+    assert time.monotonic() - began < 5.0
+    receiver.close()
