@@ -1,0 +1,241 @@
+"""Everything that relies on vLLM's private interfaces, written against vLLM 0.32.
+
+=============================  ==================================================================
+what                           why
+=============================  ==================================================================
+``CpuLoraExperts``             with LoRA vLLM picks its Triton experts, which need a GPU
+``CpuLoraLinear`` (punica)     vLLM's CPU path is slow, and base tokens (-1) read the last slot
+``bound_matrices``             where a worker keeps the stacked weights of all adapters
+``activate``, ``deactivate``   vLLM loads adapters from files only, and evicts on its own
+=============================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
+from vllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    FusedMoE3DWithLoRA,
+    FusedMoEWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms.cpu import CpuPlatform
+
+from areal_lora.engine.vllm_ext.cpu_linear_lora import BatchSlots, add_lora
+from areal_lora.engine.vllm_ext.cpu_moe_lora import ExpertAdapters, moe_lora
+from areal_lora.engine.vllm_ext.lora_install import Matrix
+from areal_lora.errors import AdapterError
+
+
+class CpuLoraLinear(PunicaWrapperCPU):
+    """Per-batch adapter slots, and the LoRA of linear layers on CPU."""
+
+    batch = BatchSlots(slots=torch.empty(0, dtype=torch.long).numpy(), segments=())
+
+    def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(mapping, lora_index_to_id, *args, **kwargs)
+        self.batch = BatchSlots.of(self.token_lora_indices.numpy().copy())
+
+    def add_lora_linear(
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float,
+        output_slices: tuple[int, ...], **kwargs: Any,
+    ) -> None:
+        # Scale is 1: alpha / rank was folded into B when the slot was written.
+        add_lora(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), lora_a_stacked, lora_b_stacked, output_slices,
+                 self.batch.segments)
+
+
+class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
+    """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel)."""
+
+    _adapters: ExpertAdapters | None = None
+
+    def set_lora_context(self, ctx: Any) -> None:
+        super().set_lora_context(ctx)
+        gate_a, up_a = ctx.w13_lora_a_stacked
+        gate_b, up_b = ctx.w13_lora_b_stacked
+        self._adapters = ExpertAdapters(
+            gate_a=gate_a, up_a=up_a, gate_b=gate_b, up_b=up_b,
+            down_a=ctx.w2_lora_a_stacked[0], down_b=ctx.w2_lora_b_stacked[0],
+        )
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation == MoEActivation.SILU
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_all2all_kernels
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
+        expert_tokens_meta: Any, activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: MoEActivation, global_num_experts: int,
+        expert_map: torch.Tensor | None, a1q_scale: Any, a2_scale: Any, workspace13: Any, workspace2: Any,
+        expert_tokens_meta: Any, apply_router_weight_on_input: bool,
+    ) -> None:
+        if activation != MoEActivation.SILU or apply_router_weight_on_input:
+            raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")
+        ids = topk_ids if expert_map is None else expert_map[topk_ids]
+        n_tokens = topk_ids.shape[0]
+        slots = self._lora_context.punica_wrapper.batch.slots[:n_tokens]
+        moe_lora(output, hidden_states, w1, w2, topk_weights, ids.numpy(), self._adapters, slots)
+
+
+def install_cpu_lora() -> None:
+    """Put the two CPU classes in place of vLLM's choices. Repeating it changes nothing."""
+    if oracle.backend_to_kernel_cls is _kernel_classes:
+        return
+    global _vllm_kernel_classes
+    _vllm_kernel_classes = oracle.backend_to_kernel_cls
+    oracle.backend_to_kernel_cls = _kernel_classes
+    CpuPlatform.get_punica_wrapper = classmethod(lambda cls: f"{__name__}.{CpuLoraLinear.__name__}")
+
+
+_vllm_kernel_classes = oracle.backend_to_kernel_cls
+
+
+def _kernel_classes(backend: oracle.UnquantizedMoeBackend) -> list[type[mk.FusedMoEExperts]]:
+    # vLLM names TRITON only for layers with LoRA on a CPU.
+    return [CpuLoraExperts] if backend == oracle.UnquantizedMoeBackend.TRITON else _vllm_kernel_classes(backend)
+
+
+def adapter_manager(worker: Any) -> LRUCacheLoRAModelManager:
+    """The manager that owns a worker's slots. ``worker`` is vLLM's, with the extension mixed in."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if not isinstance(manager, LRUCacheLoRAModelManager):
+        raise AdapterError(f"vLLM's adapter manager is a {type(manager).__name__}; areal_lora knows vLLM 0.32")
+    return manager
+
+
+def bound_matrices(worker: Any) -> Iterator[Matrix]:
+    """Every LoRA matrix a worker could hold, in the names of the wire."""
+    manager = adapter_manager(worker)
+    if manager.lora_config.fully_sharded_loras:
+        raise AdapterError("fully_sharded_loras splits matrices by rank; start vLLM without it")
+    for name, module in manager.modules.items():
+        if isinstance(module, FusedMoE3DWithLoRA):
+            raise AdapterError(f"{name}: fused 3-D expert adapters are not served yet")
+        if isinstance(module, FusedMoEWithLoRA):
+            yield from _expert_matrices(name, module)
+        elif isinstance(module, BaseLinearLayerWithLoRA):
+            yield from _linear_matrices(name, module, manager.packed_modules.get(name, [name]))
+
+
+def _linear_matrices(name: str, module: BaseLinearLayerWithLoRA, parts: list[str]) -> Iterator[Matrix]:
+    a_begin = module.tp_rank * module.input_size if isinstance(module, RowParallelLinearWithLoRA) else 0
+    a_full = module.input_size * (module.tp_size if isinstance(module, RowParallelLinearWithLoRA) else 1)
+    if isinstance(module, MergedColumnParallelLinearWithLoRA):
+        # Key and value heads are repeated when there are fewer of them than workers: the
+        # module's own shard ids say which part is held.
+        begins = [shard * size for shard, size in zip(module.output_ids, module.output_slices, strict=True)]
+        fulls = list(module.base_layer.output_sizes)
+        if isinstance(module, MergedQKVParallelLinearWithLoRA):
+            base = module.base_layer
+            fulls = [base.total_num_heads * base.head_size] + [base.total_num_kv_heads * base.head_size] * 2
+    elif isinstance(module, ColumnParallelLinearWithLoRA):
+        begins, fulls = [module.tp_rank * module.output_size], [module.output_size * module.tp_size]
+    else:
+        begins, fulls = [0], [module.output_size]
+    prefix = name.rpartition(".")[0]
+    for i, part in enumerate(parts):
+        leaf = f"{prefix}.{part.rpartition('.')[2]}"
+        yield Matrix(name=f"{leaf}.lora_A.weight", stacked=module.lora_a_stacked[i][:, 0], begin=a_begin, full=a_full)
+        yield Matrix(name=f"{leaf}.lora_B.weight", stacked=module.lora_b_stacked[i][:, 0], begin=begins[i], full=fulls[i])
+
+
+def _expert_matrices(name: str, module: FusedMoEWithLoRA) -> Iterator[Matrix]:
+    inter = module.intermediate_size_per_partition
+    full_inter, begin_inter = inter * module.tp_size, inter * module.tp_rank
+    gate_a, up_a = module.w13_lora_a_stacked
+    gate_b, up_b = module.w13_lora_b_stacked
+    hidden = module.hidden_size
+    first = module.ep_rank * module.local_num_experts if module.use_ep else 0
+    layout = (
+        ("gate_proj.lora_A", gate_a, 0, hidden),
+        ("gate_proj.lora_B", gate_b, begin_inter, full_inter),
+        ("up_proj.lora_A", up_a, 0, hidden),
+        ("up_proj.lora_B", up_b, begin_inter, full_inter),
+        ("down_proj.lora_A", module.w2_lora_a_stacked[0], begin_inter, full_inter),
+        ("down_proj.lora_B", module.w2_lora_b_stacked[0], 0, hidden),
+    )
+    for expert in range(module.global_num_experts):
+        local = expert - first
+        held = 0 <= local < module.local_num_experts
+        for leaf, stacked, begin, full in layout:
+            yield Matrix(
+                name=f"{name}.{expert}.{leaf}.weight", stacked=stacked[:, local] if held else None, begin=begin, full=full
+            )
+
+
+def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
+    """Let requests with ``lora_id`` use what was written into ``slot``. Between two engine steps only.
+
+    Raises AdapterError where vLLM would evict something or the slot is taken.
+    """
+    manager = adapter_manager(worker)
+    if manager.lora_index_to_id[slot] is not None or len(manager._registered_adapters) >= manager.capacity:
+        raise AdapterError(f"slot {slot} for adapter id {lora_id} is not free: {manager.lora_index_to_id}")
+    for module in manager.modules.values():
+        if isinstance(module, FusedMoEWithLoRA):
+            module.adapter_enabled[slot] = 1
+    manager._registered_adapters[lora_id] = LoRAModel(lora_id, rank, {})
+    manager._active_adapters[lora_id] = None
+    manager.lora_index_to_id[slot] = lora_id
+
+
+def deactivate(worker: Any, lora_id: int) -> None:
+    """Undo ``activate``; the slot's numbers stay until it is written again."""
+    manager = adapter_manager(worker)
+    slot = manager.lora_index_to_id.index(lora_id)
+    manager.remove_adapter(lora_id)
+    for module in manager.modules.values():
+        if isinstance(module, FusedMoEWithLoRA):
+            module.adapter_enabled[slot] = 0
+
+
+def refuse_files(worker: Any) -> None:
+    """Make loading an adapter from a path an error: versions come over the wire or not at all."""
+
+    def load(request: Any) -> LoRAModel:
+        raise AdapterError(f"adapter {request.lora_name} is in no slot of this worker and cannot be read from a path")
+
+    worker.model_runner.lora_manager._load_adapter = load
