@@ -114,9 +114,14 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSize:
-    """One adapter version. ``tensors`` counts wire tensors, ``names`` the Hugging Face names they stand for."""
+    """One adapter version.
+
+    ``parameters`` in ``tensors`` go over the wire; ``names`` are the Hugging Face names they
+    stand for, which hold ``file_parameters`` in a PEFT file because shared ones are repeated.
+    """
 
     parameters: int
+    file_parameters: int
     tensors: int
     names: int
 
@@ -131,18 +136,20 @@ def adapter_size(shape: ModelShape, rank: int, targets: tuple[str, ...]) -> Adap
     up), so it is counted and sent once while every Hugging Face name needs its own.
     """
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # target -> (inputs, outputs of each Hugging Face projection), per layer
+    experts = shape.moe_layers * shape.experts
+    # target, how many of them, inputs, outputs of each Hugging Face projection
     blocks: list[tuple[str, int, int, tuple[int, ...]]] = [
         ("linear_qkv", shape.layers, shape.hidden, (query, key, key)),
         ("linear_proj", shape.layers, query, (shape.hidden,)),
         ("linear_fc1", shape.dense_layers, shape.hidden, (shape.ffn, shape.ffn)),
         ("linear_fc2", shape.dense_layers, shape.ffn, (shape.hidden,)),
-        ("linear_fc1", shape.moe_layers * shape.experts, shape.hidden, (shape.expert_ffn, shape.expert_ffn)),
-        ("linear_fc2", shape.moe_layers * shape.experts, shape.expert_ffn, (shape.hidden,)),
+        ("linear_fc1", experts, shape.hidden, (shape.expert_ffn, shape.expert_ffn)),
+        ("linear_fc2", experts, shape.expert_ffn, (shape.hidden,)),
     ]
     chosen = [(count, inputs, outputs) for target, count, inputs, outputs in blocks if target in targets]
     return AdapterSize(
         parameters=sum(count * rank * (inputs + sum(outputs)) for count, inputs, outputs in chosen),
+        file_parameters=sum(count * rank * (len(outputs) * inputs + sum(outputs)) for count, inputs, outputs in chosen),
         tensors=sum(count * (1 + len(outputs)) for count, _, outputs in chosen),
         names=sum(count * 2 * len(outputs) for count, _, outputs in chosen),
     )

@@ -87,17 +87,16 @@ def resolve_targets(config: Config) -> Config:
 # --- facts -------------------------------------------------------------------------------
 
 
-def gather_facts(config: Config) -> Facts:
-    """Look at the model folder, the configured ports and this machine's devices."""
+def gather_facts(config: Config, *, runs_here: bool) -> Facts:
+    """Look at the model folder and, where the run would start on this machine, its ports and devices."""
     hf_config, problem, is_local = _read_model(config.model.path)
-    local = config.cluster.kind == "local"
     return Facts(
         hf_config=hf_config,
         model_problem=problem,
         model_is_local=is_local,
-        ports_in_use=_ports_in_use(config) if local else frozenset(),
-        devices=_visible_devices(config.cluster.device) if local else None,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if local else None,
+        ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
+        devices=_visible_devices(config.cluster.device) if runs_here else None,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if runs_here else None,
     )
 
 
@@ -222,7 +221,12 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
-    t = config.trainer
+    t, shape = config.trainer, _shape(facts)
+    against_model = list(_trainer_against_model(config, shape)) if shape else []
+    yield from against_model
+    if against_model:
+        # A size that is wrong for the model makes the products below wrong too; one line is enough.
+        return
     for names, size in (("tp x pp", t.tp * t.pp), ("etp x ep x pp", t.etp * t.ep * t.pp)):
         if t.world_size % size:
             yield Finding(
@@ -230,9 +234,10 @@ def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
                 reason=f"{t.world_size} ranks cannot be divided by {names} = {size}",
                 fix=f"use a multiple of {size}",
             )
-    shape = _shape(facts)
-    if shape is None:
-        return
+
+
+def _trainer_against_model(config: Config, shape: arch.ModelShape) -> Iterator[Finding]:
+    t = config.trainer
     yield from _divides("trainer.tp", t.tp, shape.heads, "attention heads")
     yield from _kv_heads("trainer.tp", t.tp, shape)
     yield from _divides("trainer.pp", t.pp, shape.layers, "layers")

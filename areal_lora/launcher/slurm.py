@@ -1,0 +1,134 @@
+"""Run a plan as one Slurm job: write the script, submit it.
+
+Every role is one job step; an `arbitrary` distribution puts each task on the node that the
+plan chose, and a task takes its own environment from the plan by its number in the step. The
+job requeues itself when it is preempted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from areal_lora.config.models import Config
+from areal_lora.errors import EnvironmentError_
+from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+
+SCRIPT_NAME = "job.sbatch"
+SIGNAL_LEAD_S = 60
+"""How long before the time limit Slurm signals the script."""
+
+
+def sbatch_script(config: Config, plan: JobPlan) -> str:
+    """The whole batch script as text."""
+    parts = [
+        "#!/bin/bash",
+        *_directives(config, plan),
+        "set -u",
+        f"RUN={shlex.quote(str(plan.run_folder))}",
+        f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
+        'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "# A requeued job must not meet the ports of its former life.",
+        'rm -rf "$RUN/rendezvous" "$RUN/status"',
+        'mkdir -p "$RUN/rendezvous" "$RUN/status" "$RUN/logs"',
+        "",
+    ]
+    for role in (SERVER, CONTROLLER, TRAINER):
+        parts += _step(config, plan.role(role))
+    return "\n".join([*parts, _WAIT])
+
+
+def submit(config: Config, plan: JobPlan) -> str:
+    """Write the script into the run folder and submit it. Returns the job id; raises EnvironmentError_."""
+    script = plan.run_folder / SCRIPT_NAME
+    script.write_text(sbatch_script(config, plan), encoding="utf-8")
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise EnvironmentError_(
+            f"sbatch is not on this machine (fix: run `sbatch {script}` where it is, or set cluster.kind=local)"
+        )
+    done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EnvironmentError_(f"sbatch refused {script}: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def _directives(config: Config, plan: JobPlan) -> list[str]:
+    slurm, cluster = config.cluster.slurm, config.cluster
+    cpus = [sum(p.cpus for p in plan.processes if p.node == node) for node in range(plan.nodes)]
+    options = [
+        f"--job-name={config.run.name}",
+        f"--nodes={plan.nodes}",
+        f"--ntasks-per-node={max(sum(p.node == n for p in plan.processes) for n in range(plan.nodes))}",
+        f"--mincpus={max(cpus)}",
+        *([] if cluster.device == "cpu" else [f"--gres=gpu:{cluster.devices_per_node}"]),
+        f"--time={slurm.time_limit}",
+        *([f"--partition={slurm.partition}"] if slurm.partition else []),
+        *([f"--account={slurm.account}"] if slurm.account else []),
+        f"--output={plan.run_folder}/logs/job-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{SIGNAL_LEAD_S}",
+        *slurm.extra,
+    ]
+    return [f"#SBATCH {option}" for option in options]
+
+
+def _step(config: Config, specs: Iterable[ProcessSpec]) -> list[str]:
+    specs = list(specs)
+    role = specs[0].role
+    hosts = " ".join(f'"${{NODES[{spec.node}]}}"' for spec in specs)
+    nodes = sorted({spec.node for spec in specs})
+    nodelist = ",".join(f"${{NODES[{node}]}}" for node in nodes)
+    return [
+        f"# {role}: {len(specs)} tasks",
+        f'printf "%s\\n" {hosts} > "$RUN/hosts-{role}"',
+        f"cat > \"$RUN/task-{role}.sh\" <<'END_OF_TASK'",
+        "#!/bin/bash",
+        *config.cluster.slurm.setup,
+        'case "$SLURM_PROCID" in',
+        *(f"  {i}) {_task_line(spec)} ;;" for i, spec in enumerate(specs)),
+        "esac",
+        "END_OF_TASK",
+        f'SLURM_HOSTFILE="$RUN/hosts-{role}" srun --overlap --kill-on-bad-exit=1 --distribution=arbitrary \\',
+        f'  --nodes={len(nodes)} --ntasks={len(specs)} --cpus-per-task={max(s.cpus for s in specs)} \\',
+        f'  --nodelist="{nodelist}" --output="$RUN/logs/{role}-%t.log" --open-mode=append \\',
+        f'  bash "$RUN/task-{role}.sh" &',
+        f"{role.upper()}=$!",
+        "",
+    ]
+
+
+def _task_line(spec: ProcessSpec) -> str:
+    env = dict(spec.env)
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
+    return f"exec env {variables} {shlex.join(spec.argv)}"
+
+
+# The trainer's end is the job's end. The script's own exit code is what Slurm records.
+_WAIT = """\
+stop_steps() {
+  kill -TERM "$SERVER" "$CONTROLLER" "$TRAINER" 2>/dev/null
+  wait
+}
+on_preemption() {
+  trap '' TERM USR1
+  stop_steps
+  scontrol requeue "$SLURM_JOB_ID"
+  exit 143
+}
+trap on_preemption TERM USR1
+
+wait -n -p FIRST "$SERVER" "$CONTROLLER" "$TRAINER"
+CODE=$?
+if [ "$FIRST" != "$TRAINER" ] && [ "$CODE" -eq 0 ]; then
+  wait "$TRAINER"
+  CODE=$?
+fi
+trap '' TERM USR1
+stop_steps
+[ "$CODE" -eq 0 ] || exit 70
+"""

@@ -1,0 +1,223 @@
+"""Start processes, watch them, stop them and all that they started.
+
+Each process gets its own session, so a Ctrl-C at the terminal reaches the launcher only, and
+the launcher decides the order of events. The launcher makes itself the "subreaper" of its
+descendants (Linux): a grandchild whose parent died is still found and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from areal_lora.errors import EnvironmentError_
+from areal_lora.launcher.plan import ProcessSpec
+
+KILL_WAIT_S = 1.5
+SHARED_MEMORY = Path("/dev/shm")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Loaded here because nothing may be loaded between fork and exec.
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A process that is over. ``code`` is negative for a signal, as in ``subprocess``."""
+
+    spec: ProcessSpec
+    code: int
+    log: Path
+
+    def how(self) -> str:
+        if self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"exited with code {self.code}"
+
+
+class Supervisor:
+    """The processes of one run on this machine. Use as a context manager: leaving it stops everything."""
+
+    def __init__(self, log_folder: Path, grace_s: float) -> None:
+        self._logs = log_folder
+        self._grace_s = grace_s
+        self._running: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = []
+        self._not_ours = set(psutil.Process().children(recursive=True))
+        self._shared_before = _shared_memory_entries()
+        self._shared_ours: set[str] = set()
+        self._guardian: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Supervisor:
+        if sys.platform == "linux":
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._guardian = subprocess.Popen(
+            [sys.executable, "-m", "areal_lora.launcher.guardian"], stdin=subprocess.PIPE, start_new_session=True
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start ``specs`` in order. Raises EnvironmentError_ where a program cannot be started."""
+        for spec in specs:
+            env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES} | spec.env
+            with self.log_path(spec).open("ab") as log:
+                try:
+                    process = subprocess.Popen(
+                        spec.argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                        start_new_session=True, preexec_fn=_die_with_launcher,
+                    )  # fmt: skip
+                except OSError as error:
+                    raise EnvironmentError_(
+                        f"{spec.name} cannot be started with {spec.argv[0]}: {error.strerror}"
+                        f" (fix: check {spec.role}'s `python`)"
+                    ) from None
+            self._running.append((spec, process))
+            if self._guardian is not None and self._guardian.stdin is not None:
+                self._guardian.stdin.write(f"{process.pid}\n".encode())
+                self._guardian.stdin.flush()
+
+    def log_path(self, spec: ProcessSpec) -> Path:
+        return self._logs / f"{spec.name}.log"
+
+    def poll(self) -> list[Ended]:
+        """Processes that ended since the last call, in starting order."""
+        ended, running = [], []
+        for spec, process in self._running:
+            code = process.poll()
+            if code is None:
+                running.append((spec, process))
+            else:
+                ended.append(Ended(spec=spec, code=code, log=self.log_path(spec)))
+        self._running = running
+        return ended
+
+    def note_shared_memory(self) -> None:
+        """Remember which shared memory our processes use, so that it can be removed if they die without doing so."""
+        in_use = _mapped_by(p.pid for p in self._descendants())
+        self._shared_ours |= in_use - self._shared_before
+
+    def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
+        """Ask every process to end, wait up to ``grace_s``, then kill what is left, grandchildren included.
+
+        A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no
+        process and no shared memory of the run is left. May be called twice.
+        """
+        self.note_shared_memory()
+        signals_before = interrupted.count if interrupted else 0
+        for _, process in self._running:
+            # Only the process we started is asked: it knows in which order its own children must go.
+            process.terminate()
+        deadline = time.monotonic() + (self._grace_s if grace_s is None else grace_s)
+        while self._running and time.monotonic() < deadline:
+            self.poll()
+            if interrupted and interrupted.count > signals_before:
+                break
+            time.sleep(0.02)
+        self.note_shared_memory()
+        self._kill_rest()
+        for name in self._shared_ours & _shared_memory_entries():
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        self._release_guardian()
+
+    def _kill_rest(self) -> None:
+        deadline = time.monotonic() + KILL_WAIT_S
+        left = self._descendants()
+        while left and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=0.2)
+            left = self._descendants()
+        self.poll()
+
+    def _descendants(self) -> list[psutil.Process]:
+        """Living processes below this one that came after the supervisor, its guardian aside."""
+        guardian = self._guardian.pid if self._guardian else None
+        alive = []
+        for process in psutil.Process().children(recursive=True):
+            if process in self._not_ours or process.pid == guardian:
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
+
+    def _release_guardian(self) -> None:
+        if self._guardian is not None and self._guardian.stdin is not None:
+            self._guardian.stdin.close()
+            self._guardian.wait()
+            self._guardian = None
+
+
+class Interrupts:
+    """Counts Ctrl-C, SIGTERM and SIGHUP instead of letting them end the launcher in the middle of a stop."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.count += 1
+
+
+def last_lines(path: Path, n: int) -> list[str]:
+    """The last ``n`` lines of a log; reads at most its last 64 KiB."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            return file.read().decode("utf-8", "replace").splitlines()[-n:]
+    except FileNotFoundError:
+        return []
+
+
+def _die_with_launcher() -> None:
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _shared_memory_entries() -> set[str]:
+    return {p.name for p in SHARED_MEMORY.iterdir() if p.is_file()} if SHARED_MEMORY.is_dir() else set()
+
+
+def _mapped_by(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that one of ``pids`` has open or mapped."""
+    prefix = f"{SHARED_MEMORY}/"
+    names: set[str] = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            names |= {line.partition(prefix)[2] for line in maps.splitlines() if prefix in line}
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                target = os.readlink(fd)
+                if target.startswith(prefix):
+                    names.add(target.removeprefix(prefix))
+        except OSError:
+            # It ended while we looked, or is not ours to look at.
+            continue
+    return names
