@@ -26,14 +26,18 @@ body { margin: 0 auto; max-width: 1180px; padding: 40px 24px 80px; background: v
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif; }
 h1 { font-size: 26px; margin: 0; letter-spacing: -.01em; } h2 { font-size: 18px; margin: 44px 0 14px; }
 p.sub { color: var(--soft); margin: 4px 0 26px; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px; }
+.figures { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; }
+.figure:first-child { grid-column: span 2; }
+@media (max-width: 760px) { .figures { grid-template-columns: repeat(2, 1fr); } }
 .figure, figure, .sample { border: 1px solid var(--grid); border-radius: 10px; padding: 14px 16px; min-width: 0; }
-.figure b { display: block; font-size: 22px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.figure b { display: block; font-size: 22px; font-weight: 600; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
 .figure span { color: var(--soft); font-size: 13px; }
 .plots, .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 16px; }
 figure { margin: 0; } figure svg { display: block; width: 100%; height: auto; }
 figcaption { font-weight: 600; margin-bottom: 4px; } figcaption small { color: var(--soft); font-weight: 400; }
 pre { margin: 6px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.5 ui-monospace, monospace; }
+.sample + .sample { margin-top: 12px; } h3 { font-size: 15px; margin: 0 0 8px; }
 .sample .head { display: flex; gap: 14px; color: var(--soft); font-size: 13px; flex-wrap: wrap; }
 .sample .prompt { color: var(--soft); } .good { color: var(--c2); font-weight: 600; }
 .bad { color: var(--c1); font-weight: 600; }
@@ -89,7 +93,7 @@ def _headlines(metrics: RunMetrics) -> list[tuple[str, str]]:
         ("optimizer steps", str(len(steps))),
         ("wall time", duration(steps[-1].time_s) if steps else "-"),
         ("publish, median", f"{statistics.median(totals):.1f} ms" if totals else "-"),
-        ("largest probe mean |Δ logp|", number(largest(p.probe_mean_abs for p in publishes), 2)),
+        ("largest mean probe error, nats", number(largest(p.probe_mean_abs for p in publishes), 2)),
         ("largest staleness, versions", str(max(lags, default="-"))),
         ("rollout, median", f"{svg.label(round(statistics.median(speeds)))} tok/s" if speeds else "-"),
     ]

@@ -14,7 +14,7 @@ from html import escape
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 44
 N_COLOURS = 6
-CHARACTER_PX = 6.4
+CHARACTER_PX = 7.0
 """Width of a legend character at 12 px, on the generous side."""
 
 STYLE = """
