@@ -11,7 +11,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -65,22 +66,17 @@ class Transfer:
 
     def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
         self._group, self._flat, self._deadline = group, flat, deadline
-        self._works = group.issue(flat, deadline) if group.on_host else []
+        with _named(group):
+            self._works = group.issue(flat, deadline) if group.on_host else []
 
     def wait(self) -> None:
         """Block until all bytes are here (or handed over). Raises PublishError at the deadline or a dead peer."""
-        try:
+        with _named(self._group):
             if self._group.on_host:
                 for work in self._works:
                     work.wait(_delta(self._deadline - time.monotonic()))
             else:
                 self._group.bounce(self._flat, self._deadline)
-        except RuntimeError as e:
-            reason = str(e).splitlines()[0]
-            raise PublishError(
-                f"broadcast of source rank {self._group.source} failed at member {self._group.rank}: {reason}; "
-                "a receiver or the source is gone or late, see the servers' logs"
-            ) from e
 
 
 class BroadcastGroup:
@@ -196,6 +192,18 @@ def _member(store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, t
             f"{timeout_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
         ) from e
     return BroadcastGroup(endpoint, rank, backend)
+
+
+@contextmanager
+def _named(group: BroadcastGroup) -> Iterator[None]:
+    """Turn what torch raises into a PublishError that names the group."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as e:
+        raise PublishError(
+            f"broadcast of source rank {group.source} failed at member {group.rank}: {str(e).splitlines()[0]}; "
+            "a receiver or the source is gone or late, see the servers' logs"
+        ) from e
 
 
 def _check_bind(bind: str) -> None:

@@ -113,7 +113,8 @@ class Publisher:
         self._on_active = on_active
         self._run, self._rank, self._servers, self._config = run, rank, tuple(servers), config
         self._bind, self._backend, self._exchange = bind, backend, exchange
-        self._is_source = rank in sources
+        self.sources = tuple(sources)
+        self._is_source = rank in self.sources
         self._clients = [AdminClient(s, secret) for s in self._servers]
         self._buffer = PackBuffer(rank, config.wire_dtype)
         self._group: BroadcastGroup | None = None
@@ -165,10 +166,10 @@ class Publisher:
 
         ``owned`` are this rank's unique tensors (wire name, [r, in] or [out, r]), ``aliases``
         this rank's further names for them. Only rank 0's ``probe`` is used. Joins the publish
-        before first. Raises ManifestError if the ranks' parts do not fit together, or
-        whatever the previous publish ended with.
+        before first, if nobody did. Raises ManifestError if the ranks' parts do not fit
+        together, or what the publish before ended with.
         """
-        if self._previous is not None:
+        if self._previous is not None and not self._previous.joined:
             self._previous.join()
         if not self._connected:
             self.connect()
@@ -268,9 +269,12 @@ class Publisher:
                 except (ManifestError, PublishError) as e:
                     failures.append(e)
         refused = [f for f in failures if isinstance(f, ManifestError) and f.reason != Refusal.WIRE]
+        if refused:
+            raise refused[0]
         if failures:
-            first = (refused or failures)[0]
-            raise PublishError(str(first)) if isinstance(first, ManifestError) and not refused else first
+            # A server that did not answer is the cause; that others missed the transfer is its effect.
+            failures.sort(key=lambda f: isinstance(f, ManifestError))
+            raise PublishError(f"{manifest.ref}: " + "; ".join(str(f) for f in failures))
         return replies
 
     def _report(
@@ -328,6 +332,11 @@ class PublishHandle:
             target=self._run, args=(manifest, probe), name=f"publish-{self.ref}", daemon=True
         )
         self._thread.start()
+
+    @property
+    def joined(self) -> bool:
+        """Whether ``join`` has told the outcome."""
+        return self._answer is not None
 
     def done(self) -> bool:
         """Whether this rank's part has ended (``join`` would not wait for it)."""

@@ -13,7 +13,15 @@ from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.digests import shard_digest
 from areal_lora.weight_sync.manifest import (
-    ALIGN_BYTES, ITEM_BYTES, Refusal, bucket_ranges, check_cover, check_successor, decode, encode, plan_shards,
+    ALIGN_BYTES,
+    ITEM_BYTES,
+    Refusal,
+    bucket_ranges,
+    check_cover,
+    check_successor,
+    decode,
+    encode,
+    plan_shards,
 )
 from areal_lora.weight_sync.testing import moe_shapes
 
@@ -68,7 +76,7 @@ def test_plan_places_every_tensor_once_aligned_and_apart(per_source, dtype):
 @given(nbytes=st.integers(0, 10_000), bucket=st.integers(1, 3_000))
 def test_bucket_ranges_tile_the_buffer(nbytes, bucket):
     ranges = bucket_ranges(nbytes, bucket)
-    assert sum((list(range(b, e)) for b, e in ranges), []) == list(range(nbytes))
+    assert [i for b, e in ranges for i in range(b, e)] == list(range(nbytes))
     assert all(0 < e - b <= bucket for b, e in ranges)
 
 
@@ -172,7 +180,9 @@ def test_successor_rules():
     check_successor(good, None, RUN, BASE, None)
     check_successor(good, ref(2), RUN, BASE, spec())  # a version in between was lost: full tensors, so no harm
 
-    def refused(reason, m=good, current=ref(4), run=RUN, base=BASE, s=None):
+    now = ref(4)
+
+    def refused(reason, m=good, current=now, run=RUN, base=BASE, s=None):
         with pytest.raises(ManifestError) as e:
             check_successor(m, current, run, base, s or spec())
         assert e.value.reason == reason

@@ -110,7 +110,8 @@ def faulty(kind, version):
         return *packed(owned, aliases, **make), Refusal.NON_FINITE
     if kind == "missing layer":
         kept = [(n, t) for n, t in owned if ".layers.1." not in n]
-        return *packed(kept, {a: w for a, w in aliases.items() if ".layers.1." not in a}, **make), Refusal.MISSING_TENSOR
+        aliases = {a: w for a, w in aliases.items() if ".layers.1." not in a}
+        return *packed(kept, aliases, **make), Refusal.MISSING_TENSOR
     if kind == "missing expert":
         return *packed([(n, t) for n, t in owned if n != LORA_B], aliases, **make), Refusal.MISSING_TENSOR
     if kind == "wrong alpha":
