@@ -1,0 +1,219 @@
+"""PEFT folders, judged by stock ``peft`` and transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from areal_lora.checkpoint.adapter_io import CONFIG_FILE, TENSOR_FILE, load_peft, save_peft
+from areal_lora.errors import AdapterError
+from areal_lora.types import AdapterSpec
+
+HIDDEN, FFN, EXPERTS, HEAD, LAYERS = 32, 16, 4, 8, 2
+
+
+def spec(rank=4, alpha=8.0) -> AdapterSpec:
+    return AdapterSpec(
+        name="a", base_model="tiny", rank=rank, alpha=alpha,
+        target_modules=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    )
+
+
+def module_sizes() -> dict[str, tuple[int, int]]:
+    """Module path -> (out, in) of every adapted Linear."""
+    sizes = {}
+    for layer in range(LAYERS):
+        attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp.experts"
+        sizes |= {f"{attn}.q_proj": (4 * HEAD, HIDDEN), f"{attn}.k_proj": (2 * HEAD, HIDDEN)}
+        sizes |= {f"{attn}.v_proj": (2 * HEAD, HIDDEN), f"{attn}.o_proj": (HIDDEN, 4 * HEAD)}
+        for e in range(EXPERTS):
+            sizes |= {f"{mlp}.{e}.gate_proj": (FFN, HIDDEN), f"{mlp}.{e}.up_proj": (FFN, HIDDEN)}
+            sizes[f"{mlp}.{e}.down_proj"] = (HIDDEN, FFN)
+    return sizes
+
+
+def adapter(rank=4, seed=0):
+    """(unique tensors, aliases): up_proj shares gate_proj's lora_A, k and v share q's."""
+    g = torch.Generator().manual_seed(seed)
+    tensors, aliases = {}, {}
+    for module, (out, inner) in module_sizes().items():
+        first = module
+        for other, leader in (("up_proj", "gate_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj")):
+            first = first.replace(other, leader)
+        if first != module:
+            aliases[f"{module}.lora_A.weight"] = f"{first}.lora_A.weight"
+        else:
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inner, generator=g) / inner**0.5
+        tensors[f"{module}.lora_B.weight"] = torch.randn(out, rank, generator=g) * 0.2
+    return tensors, aliases
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=HIDDEN, intermediate_size=64, moe_intermediate_size=FFN, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD, num_experts=EXPERTS, num_experts_per_tok=2,
+        decoder_sparse_step=1, norm_topk_prob=True, max_position_embeddings=64, tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("base") / "tiny model"
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def merged_copy(base_folder, target, tensors, aliases, scale):
+    """Merge by hand in float64 on the per-expert names of the checkpoint: no peft, no code of ours."""
+    shutil.copytree(base_folder, target)
+    weights = load_file(target / "model.safetensors")
+    for module in module_sizes():
+        name_a, name_b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+        a, b = tensors[aliases.get(name_a, name_a)].double(), tensors[name_b].double()
+        weight = weights[f"{module}.weight"]
+        weights[f"{module}.weight"] = (weight.double() + scale * (b @ a)).float()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@torch.no_grad()
+def logprobs(model):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 64, (3, 20), generator=g)
+    return torch.log_softmax(model(ids).logits.float(), -1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stock_peft_scores_like_the_merged_model(base_folder, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    tensors, aliases = adapter()
+    save_peft(tmp_path / "adapter", spec(), tensors, str(base_folder), aliases)
+    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32).eval()
+    plain = logprobs(base)
+    merged = AutoModelForCausalLM.from_pretrained(
+        merged_copy(base_folder, tmp_path / "merged", tensors, aliases, scale=2.0), dtype=torch.float32
+    ).eval()
+    want = logprobs(merged)
+    got = logprobs(PeftModel.from_pretrained(base, tmp_path / "adapter").eval())
+    error, effect = (got - want).abs().max().item(), (want - plain).abs().max().item()
+    print(f"error {error:.2e}, effect of the adapter {effect:.2e}")
+    assert error < 1e-5
+    assert effect > 0.1
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    tensors, aliases = adapter()
+    save_peft(tmp_path / "x", spec(), tensors, "base/path", aliases)
+    got_spec, got = load_peft(tmp_path / "x")
+    assert got_spec == spec()
+    assert got.keys() == tensors.keys() | aliases.keys()
+    for name, tensor in got.items():
+        want = tensors[aliases.get(name, name)]
+        assert torch.equal(tensor, want)
+        assert tensor.dtype == want.dtype
+
+
+def test_the_file_has_the_prefix_the_hugging_face_targets_and_no_shared_storage(tmp_path):
+    tensors, aliases = adapter()
+    save_peft(tmp_path / "x", spec(alpha=12.0), tensors, "base/path", aliases)
+    config = json.loads((tmp_path / "x" / CONFIG_FILE).read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"], config["bias"], config["task_type"]) == (4, 12, "none", "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == "base/path"
+    with safe_open(tmp_path / "x" / TENSOR_FILE, framework="pt") as f:
+        names = list(f.keys())
+    assert all(n.startswith("base_model.model.model.layers.") for n in names)
+    assert len(names) == 2 * len(module_sizes())
+    assert sorted(os.listdir(tmp_path)) == ["x"]
+
+
+def test_a_crash_while_writing_leaves_nothing(tmp_path, monkeypatch):
+    def full_disk(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("areal_lora.checkpoint.adapter_io.os.fsync", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        save_peft(tmp_path / "x", spec(), *adapter()[:1], "b", adapter()[1])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_is_never_overwritten(tmp_path):
+    tensors, aliases = adapter()
+    save_peft(tmp_path / "x", spec(), tensors, "b", aliases)
+    with pytest.raises(AdapterError, match="exists"):
+        save_peft(tmp_path / "x", spec(), tensors, "b", aliases)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.3.down_proj.lora_B.weight"), "partner"),
+        (lambda t: t.update({"model.layers.0.self_attn.o_proj.lora_A.weight": torch.zeros(5, 32)}), "rank 4"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(4, 4)}), "lora_A.weight or"),
+        (lambda t: t.clear(), "without tensors"),
+    ],
+)
+def test_broken_adapters_are_not_saved(tmp_path, change, word):
+    tensors, _ = adapter()
+    full = dict(tensors) | {a: tensors[w] for a, w in adapter()[1].items()}
+    change(full)
+    with pytest.raises(AdapterError, match=word):
+        save_peft(tmp_path / "x", spec(), full, "b")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"lora_alpha": 16}, "changed"), ({"r": 8}, "changed"), ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "peft_type"),
+        ({"r": "4"}, "not a readable"),
+    ],
+)
+def test_an_edited_configuration_is_an_error(tmp_path, fields, word):
+    tensors, aliases = adapter()
+    save_peft(tmp_path / "x", spec(), tensors, "b", aliases)
+    path = tmp_path / "x" / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(AdapterError, match=word):
+        load_peft(tmp_path / "x")
+
+
+def test_a_torn_tensor_file_and_a_missing_folder_are_errors(tmp_path):
+    tensors, aliases = adapter()
+    save_peft(tmp_path / "x", spec(), tensors, "b", aliases)
+    path = tmp_path / "x" / TENSOR_FILE
+    path.write_bytes(path.read_bytes()[:-100])
+    for folder in ("x", "nowhere"):
+        with pytest.raises(AdapterError, match="not a readable"):
+            load_peft(tmp_path / folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_stock_peft_is_read(tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=HEAD,
+    )
+    model = get_peft_model(
+        Qwen3ForCausalLM(config), LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"],
+                                             task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "stock")
+    got, tensors = load_peft(tmp_path / "stock")
+    assert (got.name, got.rank, got.alpha, got.target_modules) == ("stock", 4, 16.0, ("linear_fc2", "linear_qkv"))
+    key = "model.layers.1.self_attn.v_proj"
+    module = model.base_model.model.get_submodule(key)
+    assert torch.equal(tensors[f"{key}.lora_A.weight"], module.lora_A["default"].weight.detach())
+    assert len(tensors) == 2 * 2 * 3

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+
+from areal_lora.errors import ManifestError, PublishError
+from areal_lora.weight_sync import transport as tp
+from areal_lora.weight_sync.manifest import Refusal
+from areal_lora.weight_sync.testing import MemoryServer
+
+from .helpers import BASE, RUN, SECRET, shapes_of
+
+
+@pytest.fixture(scope="module")
+def server():
+    def score(model, ids):
+        return [[0.0] + [-0.5] * (len(row) - 1) for row in ids]
+
+    with MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score) as s:
+        yield s
+
+
+def test_info_and_score(server):
+    client = tp.AdminClient(server.endpoint, SECRET)
+    info = client.info(5.0)
+    assert (info.run, info.base_digest, info.workers, info.refs) == (RUN, BASE, 1, [])
+    assert client.score(None, [[1, 2, 3]], 5.0) == [[0.0, -0.5, -0.5]]
+
+
+def test_an_adapter_that_is_not_there_is_not_answered_by_the_base(server):
+    with pytest.raises(PublishError, match="no adapter 'a@v3'"):
+        tp.AdminClient(server.endpoint, SECRET).score("a@v3", [[1, 2]], 5.0)
+
+
+@pytest.mark.parametrize("secret", ["", "wrong", SECRET[:-1], SECRET + "0"])
+def test_a_wrong_secret_is_turned_away_and_not_shown(server, secret):
+    with pytest.raises(PublishError, match="401") as e:
+        tp.AdminClient(server.endpoint, secret).info(5.0)
+    assert SECRET not in str(e.value)
+
+
+def test_authorized():
+    assert tp.authorized(f"Bearer {SECRET}", SECRET)
+    for header in (None, "", SECRET, f"Basic {SECRET}", "Bearer "):
+        assert not tp.authorized(header, SECRET)
+
+
+def test_a_manifest_that_cannot_be_read_is_a_refusal(server):
+    with pytest.raises(ManifestError) as e:
+        tp.AdminClient(server.endpoint, SECRET).publish(b"nonsense", 5.0)
+    assert e.value.reason == Refusal.MALFORMED
+
+
+def test_messages_are_strict():
+    request = tp.JoinRequest(
+        run="r", ranks=[1, 2], timeout_s=3.0,
+        endpoints=[tp.SourceEndpoint(source=0, host="h", port=1, world=3, token="t", bucket_bytes=9)],
+    )
+    assert tp.decode_message(tp.encode_message(request), tp.JoinRequest) == request
+    raw = msgspec.msgpack.decode(tp.encode_message(request))
+    for bad in (raw | {"extra": 1}, raw | {"ranks": ["1"]}, {"run": "r"}):
+        with pytest.raises(msgspec.ValidationError):
+            tp.decode_message(msgspec.msgpack.encode(bad), tp.JoinRequest)
+
+
+def test_a_server_that_is_not_there_and_one_that_is_silent_are_errors_in_time():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        endpoint = tp.ServerEndpoint(host="127.0.0.1", admin_port=s.getsockname()[1], workers=1)
+        with pytest.raises(PublishError, match=str(endpoint)):
+            tp.AdminClient(endpoint, SECRET).info(1.0)
+        s.listen()
+        began = time.monotonic()
+        with pytest.raises(PublishError, match=r"within 0\.5 s"):
+            tp.AdminClient(endpoint, SECRET).info(0.5)
+        assert time.monotonic() - began < 2.0
+
+
+def test_an_answer_that_is_no_message_is_an_error():
+    def answer(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        thread = threading.Thread(target=answer, args=(s,))
+        thread.start()
+        endpoint = tp.ServerEndpoint(host="127.0.0.1", admin_port=s.getsockname()[1], workers=1)
+        with pytest.raises(PublishError, match="malformed"):
+            tp.AdminClient(endpoint, SECRET).info(2.0)
+        thread.join()
+
+
+def test_unknown_routes_are_not_found(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.admin_port, timeout=5)
+    connection.request("GET", "/admin/elsewhere", headers={"Authorization": f"Bearer {SECRET}"})
+    assert connection.getresponse().status == 404
+    connection.close()
