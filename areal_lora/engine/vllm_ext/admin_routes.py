@@ -1,0 +1,166 @@
+"""Admin plane of a rollout server: msgpack over HTTP on a port of its own, run secret required.
+
+Messages and paths of info, join, publish and score are ``weight_sync.transport``'s. Beside them:
+
+=======  ====================  ==================  ==========================================
+method   path                  request body        answer
+=======  ====================  ==================  ==========================================
+GET      ``/admin/modules``    none                200 ``ModulesReply``: what can be adapted
+POST     ``/admin/retire``     ``RetireRequest``   200; 404 unknown; 409 in use or the newest
+POST     ``/admin/drain``      none                200 when no request is running
+POST     ``/admin/shutdown``   none                200, then the server ends
+=======  ====================  ==================  ==========================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
+from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
+from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.transport import (
+    CONTENT_TYPE,
+    INFO_PATH,
+    JOIN_PATH,
+    PUBLISH_PATH,
+    SCORE_PATH,
+    InfoReply,
+    JoinReply,
+    JoinRequest,
+    Message,
+    RefusalReply,
+    ScoreReply,
+    ScoreRequest,
+    authorized,
+    decode_message,
+    encode_message,
+)
+
+MODULES_PATH = "/admin/modules"
+RETIRE_PATH = "/admin/retire"
+DRAIN_PATH = "/admin/drain"
+SHUTDOWN_PATH = "/admin/shutdown"
+DRAIN_POLL_S = 0.05
+
+
+class RetireRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ref: str
+
+
+class ModulesReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``names`` are the wire names of all matrices served; ``slots`` how many versions fit."""
+
+    names: list[str]
+    slots: int
+    max_rank: int
+
+
+class BearerAuth:
+    """Answers 401 to any request without the run secret, before anything else looks at it."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app, self._secret = app, secret
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            if not authorized(header, self._secret):
+                await Response("missing or wrong run secret", status_code=401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _answer(message: Message, status: int = 200) -> Response:
+    return Response(encode_message(message), status_code=status, media_type=CONTENT_TYPE)
+
+
+def _failure(status: int, reason: object) -> Response:
+    return Response(str(reason), status_code=status, media_type="text/plain")
+
+
+class AdminPlane:
+    """The routes. ``info`` is filled by the server; ``stop`` ends it."""
+
+    def __init__(
+        self, adapters: ServedAdapters, generator: Generator, info: InfoReply, modules: ModulesReply,
+        stop: Callable[[], None],
+    ) -> None:
+        self._adapters, self._generator = adapters, generator
+        self._info, self._modules, self._stop = info, modules, stop
+
+    def app(self, secret: str) -> ASGIApp:
+        routes = [
+            Route(INFO_PATH, self.info),
+            Route(MODULES_PATH, self.modules),
+            Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
+            Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
+            Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
+            Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
+            Route(DRAIN_PATH, self.drain, methods=["POST"]),
+            Route(SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
+        ]
+        return BearerAuth(Starlette(routes=routes), secret)
+
+    async def info(self, request: Request) -> Response:
+        return _answer(msgspec.structs.replace(self._info, refs=[str(r) for r in self._adapters.active()]))
+
+    async def modules(self, request: Request) -> Response:
+        return _answer(self._modules)
+
+    async def join(self, request: Request) -> Response:
+        await self._adapters.join(decode_message(await request.body(), JoinRequest))
+        return _answer(JoinReply(workers=self._info.workers))
+
+    async def publish(self, request: Request) -> Response:
+        return _answer(await self._adapters.publish(await request.body()))
+
+    async def score(self, request: Request) -> Response:
+        """Not cached, not sampled: the log-probabilities of given tokens, for the probe (contract C6)."""
+        want = decode_message(await request.body(), ScoreRequest)
+        with self._adapters.lease(want.model if want.model is not None else BASE) as lease:
+            scored = await asyncio.gather(*(self._generator.score(ids, lease) for ids in want.token_ids))
+        return _answer(ScoreReply(logprobs=list(scored)))
+
+    async def retire(self, request: Request) -> Response:
+        want = decode_message(await request.body(), RetireRequest)
+        await self._adapters.retire(AdapterRef.parse(want.ref))
+        return _answer(JoinReply(workers=self._info.workers))
+
+    async def drain(self, request: Request) -> Response:
+        while self._generator.counters.in_flight:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return _failure(200, "drained")
+
+    async def shutdown(self, request: Request) -> Response:
+        self._stop()
+        return _failure(200, "stopping")
+
+
+def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Errors with a meaning as status codes; anything else is a 500 with a traceback in the log."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ManifestError as e:
+            return _answer(RefusalReply(reason=e.reason, detail=e.detail), 409)
+        except UnknownVersionError as e:
+            return _failure(404, e)
+        except (msgspec.MsgspecError, BadRequest) as e:
+            return _failure(400, e)
+        except ValueError as e:
+            return _failure(409, e)
+        except PublishError as e:
+            return _failure(503, e)
+
+    return handle

@@ -1,0 +1,109 @@
+"""Builds the parts of a server from the configuration: engine, adapters, the two apps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from starlette.types import ASGIApp
+from vllm import AsyncEngineArgs
+from vllm.config.lora import MaxLoRARanks
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from areal_lora.config.models import Config
+from areal_lora.engine.vllm_ext.adapters import ReportSocket, ServedAdapters
+from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth, ModulesReply
+from areal_lora.engine.vllm_ext.data_plane import DataPlane
+from areal_lora.engine.vllm_ext.generate import Generator
+from areal_lora.engine.vllm_ext.lora_install import VLLM_MODULES
+from areal_lora.engine.vllm_ext.worker_extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
+from areal_lora.errors import ConfigError
+from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.transport import InfoReply
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    engine: AsyncLLM
+    reports: ReportSocket
+    data_app: ASGIApp
+    admin_app: ASGIApp
+    n_slots: int
+
+    def close(self, timeout_s: float) -> None:
+        self.reports.close()
+        self.engine.shutdown(timeout_s)
+
+
+def engine_args(config: Config) -> AsyncEngineArgs:
+    """Pure. Raises ConfigError for a rank or target that vLLM cannot hold."""
+    rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
+    targets = {t for a in config.adapters for t in a.target_modules}
+    unknown = sorted(targets - VLLM_MODULES.keys())
+    if unknown:
+        raise ConfigError("adapters.target_modules", f"{unknown} cannot be served", f"choose from {sorted(VLLM_MODULES)}")
+    ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rollout.max_lora_rank]
+    if not ranks:
+        raise ConfigError("rollout.max_lora_rank", f"{rollout.max_lora_rank} is above vLLM's limit")
+    extra: dict[str, Any] = {}
+    if on_cpu:
+        if rollout.kv_cache_gib is not None:
+            extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+        if rollout.tp == 1:
+            extra["distributed_executor_backend"] = UniProcExecutor  # one process and its wake-ups less
+    # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
+    max_loras = n_slots(config) + on_cpu
+    return AsyncEngineArgs(
+        model=config.model.path, dtype=config.model.dtype, seed=config.run.seed, tensor_parallel_size=rollout.tp,
+        max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        gpu_memory_utilization=rollout.gpu_memory_utilization, enforce_eager=rollout.enforce_eager or on_cpu,
+        enable_prefix_caching=True, disable_log_stats=True, logprobs_mode="processed_logprobs",
+        enable_lora=True, max_lora_rank=ranks[0], max_loras=max_loras, max_cpu_loras=max_loras,
+        lora_target_modules=sorted({m for t in targets for m in VLLM_MODULES[t]}),
+        worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
+        **extra,
+    )
+
+
+def n_slots(config: Config) -> int:
+    return config.rollout.resident_versions * len(config.adapters)
+
+
+async def assemble(config: Config, run_folder: Path, index: int, secret: str, stop: Callable[[], None]) -> Parts:
+    """Start the engine and connect everything; ready to serve when it returns."""
+    digest = base_digest(config.model.path)
+    engine = AsyncLLM.from_engine_args(engine_args(config))
+    reports = ReportSocket(secret)
+    setup = WorkerSetup(
+        run=config.run.name, run_folder=str(run_folder), base_digest=digest, report_port=reports.port, index=index,
+        declared={a.name: a.spec(config.model.path) for a in config.adapters}, bind=config.cluster.bind,
+    )
+    await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
+    described = [
+        msgspec.msgpack.decode(raw, type=WorkerDescription) for raw in await engine.collective_rpc("al_describe")
+    ]
+    first = described[0]
+    adapters = ServedAdapters(
+        engine, reports, n_workers=len(described), n_slots=n_slots(config), resident=config.rollout.resident_versions,
+        deadline_s=config.weight_sync.deadline_s,
+    )
+    model = engine.model_config
+    generator = Generator(engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size())
+    info = InfoReply(
+        run=config.run.name, model=config.model.path, base_digest=digest, workers=len(described),
+        max_lora_rank=first.max_rank,
+    )
+    modules = ModulesReply(names=first.names, slots=n_slots(config), max_rank=first.max_rank)
+    data_app = DataPlane(adapters, generator, engine.get_tokenizer(), config.rollout.max_num_seqs).app()
+    return Parts(
+        engine=engine, reports=reports, n_slots=n_slots(config),
+        data_app=data_app if config.cluster.bind in LOOPBACK else BearerAuth(data_app, secret),
+        admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),
+    )

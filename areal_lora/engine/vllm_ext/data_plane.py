@@ -1,0 +1,246 @@
+"""Data plane of a rollout server: the OpenAI subset that agents and the controller use.
+
+``POST /v1/completions``, ``POST /v1/chat/completions``, ``GET /v1/models``, ``GET /health``,
+``GET /metrics``. ``model`` is an adapter version ``name@vN``, an adapter ``name`` (its newest
+version; the answer says which) or ``base``; anything else is a 404. A request keeps its
+version resident until it ends; a client that goes away ends its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from transformers import PreTrainedTokenizerBase
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
+from areal_lora.engine.vllm_ext.generate import BadRequest, Generator, prompt_logprobs
+from areal_lora.engine.vllm_ext.openai_api import Answer, ChatBody, Choice, CompletionBody, Usage, error_body
+from areal_lora.errors import UnknownVersionError
+
+Body = CompletionBody | ChatBody
+JSON = "application/json"
+DEFAULT_MAX_TOKENS = 16  # what OpenAI's API uses where a request says nothing
+
+_encode = msgspec.json.Encoder().encode
+
+
+class DataPlane:
+    """The routes. ``render`` turns answers into bodies; the engine is reached through ``generator``."""
+
+    def __init__(
+        self, adapters: ServedAdapters, generator: Generator, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
+    ) -> None:
+        self._adapters, self._generator, self._tokenizer = adapters, generator, tokenizer
+        self._max_num_seqs = max_num_seqs
+        self._ids = itertools.count()
+
+    def app(self) -> ASGIApp:
+        return Starlette(routes=[
+            Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ])
+
+    async def completions(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=CompletionBody)
+        ids = [p if isinstance(p, list) else self._tokenizer.encode(p) for p in body.prompts()]
+        return await self._serve(request, body, ids, body.max_tokens)
+
+    async def chat(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=ChatBody)
+        if not self._tokenizer.chat_template:
+            raise BadRequest("this model's tokenizer has no chat template; use /v1/completions")
+        messages = [{"role": m.role, "content": m.content} for m in body.messages]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        room = self._generator.max_model_len - len(ids)
+        return await self._serve(request, body, [ids], body.max_completion_tokens or body.max_tokens or max(1, room))
+
+    async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
+        params = _sampling(body, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+        if not prompts:
+            raise BadRequest("the prompt is empty")
+        for ids in prompts:
+            self._generator.check_prompt(ids, params.max_tokens or 0)
+        if body.stream:
+            return await self._stream(body, prompts, params)
+        return await _unless_disconnected(request, self._complete(body, prompts, params))
+
+    async def _complete(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
+        with self._adapters.lease(body.model) as lease:
+            if len(prompts) == 1:
+                outputs = [await self._generator.final(prompts[0], params, lease)]
+            else:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._generator.final(ids, params.clone(), lease)) for ids in prompts]
+                outputs = [t.result() for t in tasks]
+        choices = [
+            self._choice(body, lease, output, sample, i * params.n + sample.index)
+            for i, output in enumerate(outputs)
+            for sample in output.outputs
+        ]
+        n_prompt = sum(len(ids) for ids in prompts)
+        n_out = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+        answer = self._answer(body, lease, choices, "")
+        answer.usage = Usage(prompt_tokens=n_prompt, completion_tokens=n_out, total_tokens=n_prompt + n_out)
+        return Response(_encode(answer), media_type=JSON)
+
+    async def _stream(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
+        if len(prompts) != 1 or (isinstance(body, CompletionBody) and body.echo):
+            raise BadRequest("a stream takes one prompt, without echo")
+        params.output_kind = RequestOutputKind.DELTA
+        params.detokenize = True
+        with self._adapters.lease(body.model):
+            pass  # an unknown version must be a 404, not a broken stream
+
+        async def events() -> AsyncIterator[bytes]:
+            with self._adapters.lease(body.model) as lease:
+                async with aclosing(self._generator.stream(prompts[0], params, lease)) as outputs:
+                    async for output in outputs:
+                        for piece in output.outputs:
+                            self._generator.counters.generated_tokens_total += len(piece.token_ids)
+                            choice = self._choice(body, lease, output, piece, piece.index)
+                            yield b"data: " + _encode(self._answer(body, lease, [choice], ".chunk")) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def _answer(self, body: Body, lease: Lease, choices: list[Choice], suffix: str) -> Answer:
+        chat = isinstance(body, ChatBody)
+        return Answer(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{next(self._ids)}",
+            object=f"chat.completion{suffix}" if chat else "text_completion",
+            created=int(time.time()), model=lease.name, choices=choices,
+        )
+
+    def _choice(self, body: Body, lease: Lease, output: RequestOutput, sample: CompletionOutput, index: int) -> Choice:
+        ids = list(sample.token_ids)
+        streamed = body.stream or body.stop  # only then did the engine make the text
+        text = sample.text if streamed else self._tokenizer.decode(ids, skip_special_tokens=True)
+        choice = Choice(index=index, finish_reason=sample.finish_reason)
+        choice.versions = [lease.ref.version if lease.ref else -1] * len(ids)
+        if body.return_token_ids:
+            choice.token_ids = ids
+        if isinstance(body, ChatBody):
+            choice.logprobs = {"content": self._chat_logprobs(sample)} if body.logprobs else None
+            if body.stream:
+                choice.delta = {"role": "assistant", "content": text}
+            else:
+                choice.message = {"role": "assistant", "content": text}
+            return choice
+        values = _chosen(sample) if body.logprobs is not None else []
+        if body.echo and output.prompt_token_ids:
+            text = self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True) + text
+            if body.logprobs is not None:
+                values = prompt_logprobs(output) + values
+            if body.return_token_ids:
+                choice.token_ids = [*output.prompt_token_ids, *ids]
+        choice.text = text
+        if body.logprobs is not None:
+            choice.logprobs = {"token_logprobs": values}
+            if body.logprobs > 0:
+                choice.logprobs["top_logprobs"] = [
+                    {self._tokenizer.decode([t]): p.logprob for t, p in entry.items()} for entry in sample.logprobs or []
+                ]
+        return choice
+
+    def _chat_logprobs(self, sample: CompletionOutput) -> list[dict[str, Any]]:
+        rows = []
+        for token, entry in zip(sample.token_ids, sample.logprobs or [], strict=True):
+            rows.append({
+                "token": self._tokenizer.decode([token]), "logprob": entry[token].logprob,
+                "top_logprobs": [{"token": self._tokenizer.decode([t]), "logprob": p.logprob} for t, p in entry.items()],
+            })
+        return rows
+
+    async def models(self, request: Request) -> Response:
+        names = [BASE, *map(str, self._adapters.active())]
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "areal_lora"} for name in names]
+        return Response(_encode({"object": "list", "data": data}), media_type=JSON)
+
+    async def health(self, request: Request) -> Response:
+        await self._generator.engine.check_health()
+        return Response(b'{"status":"ok"}', media_type=JSON)
+
+    async def metrics(self, request: Request) -> Response:
+        c = self._generator.counters
+        rows = {
+            "areal_lora_sequences_running": ("gauge", min(c.in_flight, self._max_num_seqs)),
+            "areal_lora_sequences_waiting": ("gauge", max(0, c.in_flight - self._max_num_seqs)),
+            "areal_lora_adapter_versions": ("gauge", len(self._adapters.active())),
+            "areal_lora_requests_total": ("counter", c.requests_total),
+            "areal_lora_sequences_aborted_total": ("counter", c.aborted_total),
+            "areal_lora_prompt_tokens_total": ("counter", c.prompt_tokens_total),
+            "areal_lora_generated_tokens_total": ("counter", c.generated_tokens_total),
+        }
+        text = "".join(f"# TYPE {name} {kind}\n{name} {value}\n" for name, (kind, value) in rows.items())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def _sampling(body: Body, max_tokens: int) -> SamplingParams:
+    """Raises BadRequest for values the engine refuses."""
+    echo = isinstance(body, CompletionBody) and body.echo
+    try:
+        return SamplingParams(
+            n=body.n, max_tokens=max_tokens, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
+            seed=body.seed, stop=body.stop, logprobs=body.wants_logprobs, ignore_eos=body.ignore_eos,
+            prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,
+            # Text is made once at the end, not token by token, unless something looks at it.
+            detokenize=bool(body.stop), output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except ValueError as e:
+        raise BadRequest(str(e)) from e
+
+
+def _chosen(sample: CompletionOutput) -> list[float]:
+    """Log-probabilities of the sampled tokens. [A]"""
+    return [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs or [], strict=True)]
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Run ``work``, but cancel it (and so abort in the engine) when the client goes away."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(request.receive())  # the body was read: what comes next is the disconnect
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task})
+        return Response(status_code=499)
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Errors with a meaning as OpenAI error bodies."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except UnknownVersionError as e:
+            status, reason = 404, str(e)
+        except (msgspec.MsgspecError, BadRequest) as e:
+            status, reason = 400, str(e)
+        except EngineDeadError as e:
+            status, reason = 503, f"the engine has ended: {e}"
+        return Response(error_body(status, reason), status_code=status, media_type=JSON)
+
+    return handle

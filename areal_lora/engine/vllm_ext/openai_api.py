@@ -1,0 +1,99 @@
+"""Request and answer bodies of the data plane: the used subset of OpenAI's API, and what is ours.
+
+Ours: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
+version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``.
+Unknown fields are refused: a setting that is silently ignored changes the policy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    return_token_ids: bool = False
+    ignore_eos: bool = False
+    user: str | None = None
+
+
+class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/completions``. ``prompt`` is a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool = False
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    @property
+    def wants_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: str
+    content: str
+
+
+class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``; needs a tokenizer with a chat template."""
+
+    messages: list[ChatMessage]
+    logprobs: bool = False
+    top_logprobs: int = 0
+    max_completion_tokens: int | None = None
+
+    @property
+    def wants_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One answer, or one piece of it in a stream."""
+
+    index: int
+    finish_reason: str | None
+    text: str | None = None
+    message: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    versions: list[int] | None = None
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """``model`` is the version really used."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+def error_body(status: int, message: str) -> bytes:
+    kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}.get(status, "server_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

@@ -1,0 +1,153 @@
+"""A rollout server: ``python -m areal_lora.engine.vllm_ext.server --run-folder DIR --index N``.
+
+One process with vLLM's engine (a child process) behind two HTTP apps on ports of their own::
+
+    agents, controller --> data plane  (openai_api)  --> Generator ------> AsyncLLM ==> EngineCore
+    trainer            --> admin plane (run secret)  --> ServedAdapters -->   RPC   ==> worker extension
+                                                              ^------- reports (zmq) ------'
+
+Ports are bound first, so a taken port is an early error; they are published when requests can
+be served. SIGTERM, SIGINT, ``/admin/shutdown`` or the parent's death end it and its children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import publish_endpoint, read_secret
+from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed
+from areal_lora.obs.log import get_logger, set_status, setup_logging
+
+log = get_logger(__name__)
+
+ROLE = "server"
+PR_SET_PDEATHSIG = 1
+WATCH_S = 0.5
+CLOSE_S = 2  # uvicorn: whole seconds that running requests get at a stop
+ENGINE_STOP_S = 4.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.server", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--index", type=int, required=True)
+    args = parser.parse_args(argv)
+    setup_logging(ROLE, args.index)
+    try:
+        die_with_parent()
+        config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
+        with bound_sockets(config, args.index) as sockets:
+            set_environment(config)
+            return asyncio.run(serve(config, args.run_folder, args.index, sockets))
+    except ArealLoraError as e:
+        log.error("%s", e)
+        return e.exit_code
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM when the launcher dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def bound_sockets(config: Config, index: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Listening data-plane and admin sockets. Raises ConfigError if the port is taken."""
+    data_port = config.rollout.port + index if config.rollout.port else 0
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        for port in (data_port, 0):
+            family = socket.AF_INET6 if ":" in config.cluster.bind else socket.AF_INET
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((config.cluster.bind, port))
+            except OSError as e:
+                raise ConfigError("rollout.port", f"cannot bind {config.cluster.bind}:{port}: {e.strerror}", "use 0") from e
+            sock.listen(1024)
+            sockets.append(sock)
+        yield sockets[0], sockets[1]
+
+
+def set_environment(config: Config) -> None:
+    """What vLLM reads once, when it is imported."""
+    env = {
+        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if Path(config.model.path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if config.cluster.device == "cpu":
+        threads = config.rollout.threads
+        env["OMP_NUM_THREADS"] = str(threads)
+        cores = sorted(os.sched_getaffinity(0))
+        spans = [[cores[(w * threads + t) % len(cores)] for t in range(threads)] for w in range(config.rollout.tp)]
+        # Several workers need disjoint cores by name; a single one is placed by the system.
+        bind = "|".join(",".join(map(str, span)) for span in spans) if config.rollout.tp > 1 else "nobind"
+        env["VLLM_CPU_OMP_THREADS_BIND"] = bind
+    os.environ.update(env)
+
+
+async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[socket.socket, socket.socket]) -> int:
+    """Run until told to stop. Raises ProcessFailed if the engine ends by itself."""
+    from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, stop.set)
+    set_status(run_folder, ROLE, index, "loading the model")
+    secret = read_secret(run_folder)
+    parts = await assemble(config, run_folder, index, secret, stop.set)
+    try:
+        http = [_HttpServer(app, sock) for app, sock in zip((parts.data_app, parts.admin_app), sockets, strict=True)]
+        tasks = [asyncio.create_task(server.serve()) for server in http]
+        ports = {"data": sockets[0].getsockname()[1], "admin": sockets[1].getsockname()[1]}
+        publish_endpoint(run_folder, ROLE, index, ports, config.cluster.bind)
+        set_status(run_folder, ROLE, index, "serving")
+        log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
+        while not stop.is_set() and not parts.engine.errored:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), WATCH_S)
+        died = parts.engine.errored
+        for server in http:
+            server.should_exit = True
+        await asyncio.wait(tasks, timeout=CLOSE_S + 1)
+    finally:
+        parts.close(ENGINE_STOP_S)
+    if died:
+        raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
+    set_status(run_folder, ROLE, index, "stopped")
+    return 0
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: two servers and an engine share this process."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+        super().__init__(uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_S,
+        ))
+        self._sock = sock
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().serve([self._sock])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
