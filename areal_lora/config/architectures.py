@@ -56,7 +56,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes that matter here. ``experts`` is 0 for a dense model; ``dense_layers`` counts layers without experts."""
+    """The sizes that matter here. ``experts`` is 0 for a dense model; ``dense_layers`` have no experts."""
 
     model_type: str
     layers: int
@@ -90,7 +90,10 @@ class ModelShape:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read the fields of a config.json. Raises KeyError naming a field that is missing."""
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-        experts = int(config.get("num_experts") or 0)
+        # Published folders say num_experts; transformers 5 writes num_local_experts.
+        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        if not experts and str(config["model_type"]).endswith("_moe"):
+            raise KeyError("num_experts")
         every = int(config.get("decoder_sparse_step") or 1)
         plain = set(config.get("mlp_only_layers") or [])
         sparse = [i for i in range(layers) if experts and i not in plain and (i + 1) % every == 0]

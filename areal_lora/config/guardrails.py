@@ -106,9 +106,9 @@ def server_ports(config: Config) -> list[int]:
 
 
 def _read_model(path: str) -> tuple[dict[str, Any] | None, str, bool]:
-    folder: Path | None = Path(path).expanduser()
-    if not folder.is_dir():
-        folder = arch.cached_hub_folder(path) if arch.is_hub_name(path) else None
+    given = Path(path).expanduser()
+    cached = arch.cached_hub_folder(path) if arch.is_hub_name(path) else None
+    folder = given if given.is_dir() else cached
     if folder is None:
         known = arch.known_config(path)
         return known, "" if known else f"there is no folder {path!r}, and it is not a model known here", False

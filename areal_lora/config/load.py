@@ -246,7 +246,7 @@ def _local_path(path: schema.Path, data: Any, local: Mapping[str, Any]) -> schem
             return None
         name = _get(data, (*path[:2], "name"))
         single = len(entries) == 1 and len(data["adapters"]) == 1
-        at = next((i for i, e in enumerate(entries) if single or isinstance(e, dict) and e.get("name") == name), None)
+        at = next((i for i, e in enumerate(entries) if single or _is_named(e, name)), None)
         if at is None:
             return None
         path = ("adapters", at, *path[2:])
@@ -254,6 +254,10 @@ def _local_path(path: schema.Path, data: Any, local: Mapping[str, Any]) -> schem
     key = path[-1]
     present = key in holder if isinstance(holder, dict) else isinstance(holder, list) and int(key) < len(holder)
     return path if present else None
+
+
+def _is_named(entry: Any, name: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("name") == name
 
 
 # --- errors ------------------------------------------------------------------------------

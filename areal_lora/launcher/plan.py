@@ -178,7 +178,7 @@ def _servers(config: Config, folder: Path, used: int) -> list[ProcessSpec]:
     specs = []
     for i in range(rollout.servers):
         env = _common_env(config, rollout.threads)
-        node, devices = 0, ()
+        node, devices = 0, tuple[int, ...]()
         if cluster.device == "cpu":
             node = cluster.nodes - 1
         else:
