@@ -1,0 +1,159 @@
+"""What Megatron-core 0.16 and Megatron-Bridge 0.3 need to run without a GPU: a table of patches.
+
+Megatron asks `torch.cuda` for its device, streams and RNG state without looking whether there
+is one. Each row says what is replaced and why; `install_cpu_patches` is called once, before
+anything imports `megatron.bridge`, and only where the device is cpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+class NullStream:
+    """Stands in for a CUDA stream: everything on the CPU is already in order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _TorchOnCpu(types.ModuleType):
+    """`torch` for a module that hard-codes ``device="cuda"`` in calls of `zeros` and `ones`."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **{**kwargs, "device": CPU})
+
+    def ones(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones(*args, **{**kwargs, "device": CPU})
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """RMSNorm built the way Megatron builds norms; takes part in sequence parallelism.
+
+    Right under sequence parallelism because the norm is per token and its weight is frozen
+    here, so no gradient has to be summed over the sequence shards.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps)
+
+
+def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Replace attribute ``name`` of module ``module`` by ``value``, because of ``why``."""
+
+    module: str
+    name: str
+    value: Any
+    why: str
+
+
+TORCH_PATCHES = (
+    Patch("torch.cuda", "current_device", lambda: CPU, "buffers are allocated on torch.cuda.current_device()"),
+    Patch("torch.cuda", "current_stream", lambda *_: NullStream(), "streams are compared and waited for"),
+    Patch("torch.cuda", "Stream", NullStream, "a class, because transformers annotates with torch.cuda.Stream | None"),
+    Patch("torch.cuda", "synchronize", lambda *_: None, "pipeline communication synchronises the device"),
+    Patch("torch.cuda", "get_rng_state", _get_rng_state, "RNG trackers save and restore the device generator"),
+    Patch("torch.cuda", "set_rng_state", _set_rng_state, "RNG trackers save and restore the device generator"),
+    Patch("torch.cuda", "manual_seed", torch.manual_seed, "RNG trackers seed the device generator"),
+)
+
+MEGATRON_PATCHES = (
+    Patch(
+        "megatron.core.tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state,
+        "activation recomputation saves the device generator",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state,
+        "activation recomputation restores the device generator",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", None,
+        "the router reads this name, which exists only with Transformer Engine",
+    ),
+    Patch(
+        "megatron.core.pipeline_parallel.schedules", "torch", _TorchOnCpu(),
+        'the token counter of every schedule is made on device="cuda"',
+    ),
+    Patch("megatron.core.models.backends", "WrappedTorchNorm", RmsNorm, "the stock one rejects sequence parallelism"),
+    Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm, "final norm of the local layer spec"),
+    Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", RmsNorm, "final norm of the block"),
+)  # fmt: skip
+
+
+class _StubModule(types.ModuleType):
+    """Answers `Name` with an empty class and `name` with another stub, so that class bodies can be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StubModule(name) if name.islower() else type(name, (torch.nn.Module,), {})
+
+
+@contextlib.contextmanager
+def _transformer_engine_stub() -> Iterator[None]:
+    """Bridge's PEFT files import Transformer Engine at the top; it exists for the length of that import.
+
+    Megatron-core must have been imported before, so that it has found out that there is none.
+    """
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    for name in names:
+        module = _StubModule(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__path__ = []
+        sys.modules[name] = module
+    sys.modules[names[0]].pytorch = sys.modules[names[1]]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def _apply(patches: tuple[Patch, ...]) -> None:
+    for patch in patches:
+        setattr(importlib.import_module(patch.module), patch.name, patch.value)
+
+
+_installed = False
+
+
+def install_cpu_patches() -> None:
+    """Make Megatron-core and Megatron-Bridge importable and runnable on a machine without GPU. Idempotent."""
+    global _installed
+    if _installed:
+        return
+    _apply(TORCH_PATCHES)
+    _apply(MEGATRON_PATCHES)
+    importlib.import_module("megatron.core.extensions.transformer_engine")
+    with _transformer_engine_stub():
+        importlib.import_module("megatron.bridge")
+    _installed = True
