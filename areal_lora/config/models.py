@@ -111,12 +111,18 @@ class SamplingConfig(Section):
 
 
 class AdapterConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    rank: PositiveInt
-    alpha: PositiveFloat
-    target_modules: list[str] = Field(min_length=1, description="Megatron names: linear_qkv, linear_proj, linear_fc1, linear_fc2.")
-    expert_layout: ExpertLayout = ExpertLayout.PER_EXPERT
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the adapter; versions are served as name@vN."
+    )
+    rank: PositiveInt = Field(description="Inner size of the low-rank product.")
+    alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank.")
+    target_modules: list[str] = Field(
+        min_length=1, description="Megatron names: linear_qkv, linear_proj, linear_fc1, linear_fc2."
+    )
+    expert_layout: ExpertLayout = Field(
+        ExpertLayout.PER_EXPERT, description="One adapter per expert, or one shared by a layer's experts."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapter's input.")
     minibatches: PositiveInt = Field(1, description="Optimizer steps per training batch.")
     task: TaskConfig
     reward: RewardConfig = RewardConfig()
@@ -148,7 +154,9 @@ class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
     max_staleness: NonNegInt = Field(2, description="A trained token is at most this many versions old.")
-    in_flight: Literal["finish"] = Field("finish", description="Running sequences finish on the version they began with.")
+    in_flight: Literal["finish"] = Field(
+        "finish", description="Running sequences finish on the version they began with."
+    )
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_model_len: PositiveInt = 4096
     max_num_seqs: PositiveInt = 256
@@ -157,7 +165,9 @@ class RolloutConfig(Section):
     kv_cache_gib: PositiveFloat | None = Field(None, description="KV cache size on CPU, GiB.")
     enforce_eager: bool = False
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
-    port: NonNegInt = Field(0, description="Data-plane port; 0 lets the system choose and publishes what was bound.")
+    port: NonNegInt = Field(
+        0, description="Data-plane port of server 0, the next ones follow; 0 lets the system choose."
+    )
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
@@ -176,7 +186,9 @@ class WeightSyncConfig(Section):
 
 
 class EvalConfig(Section):
-    every_steps: NonNegInt = Field(20, description="Evaluate the held-out split every this many steps; 0: only first and last.")
+    every_steps: NonNegInt = Field(
+        20, description="Evaluate the held-out split every this many steps; 0: only first and last."
+    )
 
 
 class SlurmConfig(Section):

@@ -1,0 +1,149 @@
+"""The configuration reference, generated from the models.
+
+``python -m areal_lora.config.docs`` rewrites docs/en/configuration.md; a test fails when the
+file is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+
+from areal_lora.config import schema
+from areal_lora.config.models import Config, Section
+
+TARGET = Path("docs/en/configuration.md")
+_PLAIN: dict[type, str] = {str: "text", int: "integer", float: "number", bool: "true/false", Path: "path"}
+
+INTRO = """\
+# Configuration
+
+This page is generated from `areal_lora/config/models.py` by `python -m areal_lora.config.docs`.
+
+A run is one tree of keys. Unknown keys are errors, and the error names the nearest key.
+
+```
+python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 adapters.0.rank=16
+```
+
+- Several `--config` files are merged in order. Maps merge key by key. Other lists replace.
+- Entries of `adapters` merge by `name`. One entry merges with one entry, whatever its name.
+- A section that is chosen by `kind` is replaced as a whole when an overlay changes the kind.
+- `a.b=c` sets one key after all files. Address an adapter by number or by name: `adapters.0.rank=8`.
+- Relative paths of models and data files are looked up next to the YAML file, then in the working folder.
+- `run.root` is relative to the working folder.
+- `target_modules` may hold wildcards, such as `linear_fc*`.
+- With `rollout.port` set, server number i listens on `rollout.port + i`.
+- A run folder that exists is moved to `<name>.1`, `<name>.2`, and so on. Nothing is deleted.
+
+Before anything starts, the launcher checks the configuration against the model and the machine.
+Each problem is one line. The exit code is then 64.
+
+| exit code | meaning |
+|---|---|
+| 0 | the run is done |
+| 64 | the input is wrong; nothing was started |
+| 69 | a program, package or device is missing |
+| 70 | a component failed; its last log lines were printed |
+| 130 | interrupted |
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return INTRO + "".join(_section(Config, "")) + "\n"
+
+
+def _section(section: type[Section], prefix: str) -> Iterator[str]:
+    fields = section.model_fields
+    scalars = {name: field for name, field in fields.items() if not schema.variants(field)}
+    if scalars:
+        yield f"\n## `{prefix.rstrip('.')}`{_chosen_by(section)}\n\n"
+        yield "| key | type | default | meaning |\n|---|---|---|---|\n"
+        for name, field in scalars.items():
+            description = (field.description or "").replace("|", "\\|")
+            yield f"| `{name}` | {_type(field)} | {_default(field)} | {description} |\n"
+    for name, field in fields.items():
+        below = f"{prefix}{name}[]." if get_origin(field.annotation) is list else f"{prefix}{name}."
+        for option in schema.variants(field):
+            yield from _section(option, below)
+
+
+def _chosen_by(section: type[Section]) -> str:
+    """A ``kind`` that names its section has exactly one possible value."""
+    kind = section.model_fields.get("kind")
+    return f" with `kind: {kind.default}`" if kind is not None and len(get_args(kind.annotation)) == 1 else ""
+
+
+def _type(field: FieldInfo) -> str:
+    limits = [text for constraint in _constraints(field) if (text := _limit(constraint))]
+    return _name(field.annotation) + (", " + ", ".join(limits) if limits else "")
+
+
+def _constraints(field: FieldInfo) -> list[Any]:
+    found = list(field.metadata)
+    for option in get_args(field.annotation):
+        # "PositiveFloat | None" keeps its limit on the option.
+        if get_origin(option) is Annotated:
+            found += get_args(option)[1:]
+    return [limit for item in found for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
+
+
+def _name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if origin in (Union, UnionType):
+        return " or ".join(_name(option) for option in get_args(annotation))
+    if origin is list:
+        return f"list of {_name(get_args(annotation)[0])}"
+    if origin is not None:
+        return _name(get_args(annotation)[0])
+    if annotation is type(None):
+        return "null"
+    if issubclass(annotation, Enum):
+        return " or ".join(f"`{member.value}`" for member in annotation)
+    return _PLAIN[annotation]
+
+
+def _limit(constraint: Any) -> str:
+    match constraint:
+        case Gt(gt=bound):
+            return f"> {bound}"
+        case Ge(ge=bound):
+            return f">= {bound}"
+        case Lt(lt=bound):
+            return f"< {bound}"
+        case Le(le=bound):
+            return f"<= {bound}"
+        case MinLen(min_length=bound):
+            return f"at least {bound}"
+    return ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, Enum):
+        value = value.value
+    text = str(value) if isinstance(value, (str, Path)) else json.dumps(value)
+    # Line breaks would end the table's row.
+    return "`" + text.replace("\n", "\\n") + "`"
+
+
+def main() -> None:
+    TARGET.parent.mkdir(parents=True, exist_ok=True)
+    TARGET.write_text(render(), encoding="utf-8")
+    print(f"wrote {TARGET}")
+
+
+if __name__ == "__main__":
+    main()
