@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from areal_lora.config.models import Config
-from areal_lora.engine.vllm_ext.adapters import ReportSocket, ServedAdapters
+from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ReportSocket, ServedAdapters
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth, ModulesReply
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.generate import Generator
@@ -53,6 +53,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         raise ConfigError("rollout.max_lora_rank", f"{rollout.max_lora_rank} is above vLLM's limit")
     extra: dict[str, Any] = {}
     if on_cpu:
+        # vLLM's default of 128 hides short prompts from the prefix cache; its CPU attention needs multiples of 32.
+        extra["block_size"] = 32
         if rollout.kv_cache_gib is not None:
             extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         if rollout.tp == 1:
@@ -96,6 +98,7 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     )
     model = engine.model_config
     generator = Generator(engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size())
+    await generator.score([0, 0], Lease(name=BASE, ref=None, lora=None))  # the first request takes seconds
     info = InfoReply(
         run=config.run.name, model=config.model.path, base_digest=digest, workers=len(described),
         max_lora_rank=first.max_rank,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
@@ -44,11 +45,11 @@ from areal_lora.errors import AdapterError
 class CpuLoraLinear(PunicaWrapperCPU):
     """Per-batch adapter slots, and the LoRA of linear layers on CPU."""
 
-    batch = BatchSlots(slots=torch.empty(0, dtype=torch.long).numpy(), segments=())
+    batch = BatchSlots.of(np.empty(0, dtype=np.int64))
 
     def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any) -> None:
         super().update_metadata(mapping, lora_index_to_id, *args, **kwargs)
-        self.batch = BatchSlots.of(self.token_lora_indices.numpy().copy())
+        self.batch = BatchSlots.of(self.token_lora_indices.numpy())
 
     def add_lora_linear(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float,
@@ -115,9 +116,9 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         if activation != MoEActivation.SILU or apply_router_weight_on_input:
             raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")
         ids = topk_ids if expert_map is None else expert_map[topk_ids]
-        n_tokens = topk_ids.shape[0]
-        slots = self._lora_context.punica_wrapper.batch.slots[:n_tokens]
-        moe_lora(output, hidden_states, w1, w2, topk_weights, ids.numpy(), self._adapters, slots)
+        batch = self._lora_context.punica_wrapper.batch
+        group_of = batch.group_of[: topk_ids.shape[0]]
+        moe_lora(output, hidden_states, w1, w2, topk_weights, ids.numpy(), self._adapters, batch.groups, group_of)
 
 
 def install_cpu_lora() -> None:

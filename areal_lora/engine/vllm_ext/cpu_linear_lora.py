@@ -23,20 +23,27 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSlots:
-    """Adapter slots of the T tokens of a batch; ``slots`` [T] is negative where there is none."""
+    """Adapter slots of the T tokens of a batch.
 
-    slots: np.ndarray
+    Token t uses slot ``groups[group_of[t]]``, none where that is negative; ``segments`` holds
+    the others.
+    """
+
+    groups: np.ndarray  # [G] int64, sorted
+    group_of: np.ndarray  # [T] int64
     segments: tuple[Segment, ...]
 
     @classmethod
     def of(cls, slots: np.ndarray) -> BatchSlots:
+        """``slots`` [T] int, negative for tokens without an adapter."""
+        groups, group_of = np.unique(slots, return_inverse=True)
         segments = []
-        for slot in np.unique(slots[slots >= 0]).tolist():
+        for slot in groups[groups >= 0].tolist():
             rows = np.flatnonzero(slots == slot)
             first, last = int(rows[0]), int(rows[-1])
             run = last - first + 1 == len(rows)
             segments.append(Segment(slot=slot, rows=slice(first, last + 1) if run else torch.from_numpy(rows)))
-        return cls(slots=slots, segments=tuple(segments))
+        return cls(groups=groups, group_of=group_of, segments=tuple(segments))
 
 
 def add_lora(

@@ -46,18 +46,18 @@ def moe_lora(
     w2: torch.Tensor,
     routing: torch.Tensor,
     expert_ids: np.ndarray,
-    adapters: ExpertAdapters | None,
-    slots: np.ndarray,
+    adapters: ExpertAdapters,
+    groups: np.ndarray,
+    group_of: np.ndarray,
 ) -> None:
     """Write the layer's output for T tokens into ``out`` [T, H].
 
     ``x`` [T, H]; ``w1`` [E, 2I, H] (gate rows, then up rows); ``w2`` [E, H, I]; ``routing``
-    [T, K]; ``expert_ids`` [T, K] int, negative for experts of another rank; ``slots`` [T] int,
-    negative for tokens without an adapter.
+    [T, K]; ``expert_ids`` [T, K] int, negative for experts of another rank; token t uses adapter
+    slot ``groups[group_of[t]]``, none if that is negative (``np.unique`` of the slots makes both).
     """
     n_experts = w1.shape[0]
     top_k = expert_ids.shape[1]
-    groups, group_of = np.unique(slots, return_inverse=True)
     # Pairs sorted by (expert, slot): both forms below see each expert's tokens side by side.
     key = expert_ids.reshape(-1).astype(np.int64) * len(groups) + group_of.repeat(top_k)
     order = key.argsort(kind="stable")
@@ -92,12 +92,12 @@ def moe_lora(
 
 
 def _padded(
-    block: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, adapters: ExpertAdapters | None, used: list[int], cap: int
+    block: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, adapters: ExpertAdapters, used: list[int], cap: int
 ) -> torch.Tensor:
     """All pairs at once; ``block`` [E, groups * cap, H] holds group g in rows g*cap..(g+1)*cap."""
     inter = w2.shape[2]
     h = torch.bmm(block, w1.transpose(1, 2))  # [E, groups * cap, 2I]
-    lora = [(s, slice(g * cap, (g + 1) * cap)) for g, s in enumerate(used) if s >= 0] if adapters else []
+    lora = [(s, slice(g * cap, (g + 1) * cap)) for g, s in enumerate(used) if s >= 0]
     for slot, rows in lora:
         xs = block[:, rows]
         _add_bmm(h[:, rows, :inter], xs, adapters.gate_a[slot], adapters.gate_b[slot])
@@ -116,7 +116,8 @@ def _add_bmm(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tenso
 
 
 def _by_expert(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, adapters: ExpertAdapters | None, used: list[int], counts: np.ndarray
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, adapters: ExpertAdapters, used: list[int],
+    counts: np.ndarray,
 ) -> torch.Tensor:
     """One product per expert and per (expert, slot); ``x`` [P, H] sorted so, ``counts`` [E, groups]."""
     inter = w2.shape[2]
@@ -128,7 +129,7 @@ def _by_expert(
     for expert, row in enumerate(counts.tolist()):
         begin = at
         for slot, n in zip(used, row):
-            if n and slot >= 0 and adapters is not None:
+            if n and slot >= 0:
                 cells.append((expert, slot, slice(at, at + n)))
             at += n
         if at > begin:

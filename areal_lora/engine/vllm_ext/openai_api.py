@@ -30,16 +30,19 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``. ``prompt`` is a text, texts, token ids, or lists of token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool = False
 
     def prompts(self) -> list[str] | list[list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        """One entry per prompt. Raises msgspec.ValidationError for a mixture."""
+        parts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        texts = [p for p in parts if isinstance(p, str)]
+        numbers = [p for p in parts if isinstance(p, int)]
+        lists = [p for p in parts if isinstance(p, list)]
+        if len(parts) not in (len(texts), len(numbers), len(lists)):
+            raise msgspec.ValidationError("prompt mixes texts, token ids and lists of token ids")
+        return [numbers] if numbers else texts or lists
 
     @property
     def wants_logprobs(self) -> int | None:

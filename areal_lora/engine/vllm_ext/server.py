@@ -31,7 +31,7 @@ from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 
-log = get_logger(__name__)
+log = get_logger("areal_lora.engine.vllm_ext.server")  # __name__ is __main__ here
 
 ROLE = "server"
 PR_SET_PDEATHSIG = 1
