@@ -99,14 +99,13 @@ class RunView:
         return max(0, total_steps - self.steps_done) * max(0.0, pace)
 
     def sync_p50(self) -> tuple[float, dict[str, float]] | None:
-        """Median total and median of each phase over the last publishes, ms."""
+        """Median total and median of each phase in its sequence over the last publishes, ms."""
         recent = self.publishes[-WINDOW:]
         totals = [p.total_ms for p in recent if p.total_ms is not None]
         if not totals:
             return None
-        names = dict.fromkeys(name for p in recent for name in p.phases_ms)
-        values = {name: [v for p in recent if (v := p.phases_ms.get(name)) is not None] for name in names}
-        return statistics.median(totals), {name: statistics.median(v) for name, v in values.items() if v}
+        rows = [p.sequence_ms() for p in recent]
+        return statistics.median(totals), {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 class LiveConsole:
@@ -136,7 +135,7 @@ class LiveConsole:
             self.view.add(record)
         self._statuses = read_statuses(self._folder)
         if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
 
     def tick(self) -> None:
@@ -153,9 +152,9 @@ class LiveConsole:
             self._print_plain(records, statuses)
 
     def stop(self) -> None:
-        """Show the last state and leave the terminal as it was. May be called twice."""
+        """Show what came last and leave the terminal as it was. May be called twice."""
+        self.tick()
         if self._live is not None:
-            self.tick()
             self._live.stop()
             self._live = None
 

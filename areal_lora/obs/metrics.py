@@ -17,6 +17,8 @@ from areal_lora.obs.sinks import JsonlSink, TensorBoardSink
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+SEQUENCE = ("pack", "manifest", "wire", "verify", "write", "commit_wait")
+"""Phases of a publish that follow one another: trainer main thread, then the slowest server."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
@@ -25,7 +27,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     ``version`` is the version the step started from; ``staleness`` counts trained tokens by
     ``version - token version``; ``behaviour_mean_abs`` is mean |prox - rollout| logprob over
     trained tokens; ``time_s`` is the wall time since the start of the run; ``dropped`` counts
-    groups by reason since the step before.
+    groups by reason since the run began.
     """
 
     step: int
@@ -58,8 +60,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="publish"):
-    """One adapter version that reached the servers. ``phases_ms`` keeps the order of the phases.
+    """One adapter version that reached the servers.
 
+    ``total_ms`` runs from the first copy on the trainer to the last server's acknowledgement.
+    ``phases_ms`` may overlap; ``SEQUENCE`` names those that follow one another within the total.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     """
 
@@ -71,6 +75,11 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     probe_mean_abs: float | None = None
     probe_max_abs: float | None = None
     differs_from_base: bool = False
+
+    def sequence_ms(self) -> dict[str, float]:
+        """Phases that add up to ``total_ms``, in order; what no phase covers is ``other``."""
+        parts = {name: self.phases_ms.get(name) or 0.0 for name in SEQUENCE}
+        return {**parts, "other": max(0.0, (self.total_ms or 0.0) - sum(parts.values()))}
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):

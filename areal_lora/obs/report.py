@@ -169,8 +169,8 @@ def _step_layers(steps: Sequence[StepRecord]) -> dict[str, Sequence[float]]:
 
 
 def _publish_layers(publishes: Sequence[PublishRecord]) -> dict[str, Sequence[float]]:
-    names = dict.fromkeys(name for p in publishes for name in p.phases_ms)
-    return {name: [p.phases_ms.get(name) or 0.0 for p in publishes] for name in names}
+    rows = [p.sequence_ms() for p in publishes]
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
 
 def _headline(label: str, value: str) -> str:

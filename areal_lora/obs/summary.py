@@ -60,10 +60,12 @@ def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path |
     config, digest = read_config(folder)
     metrics = read_metrics(folder)
     staleness: Counter[int] = Counter()
-    dropped: Counter[str] = Counter()
     for step in metrics.steps:
         staleness.update(step.staleness)
-        dropped.update(step.dropped)
+    # Counts since the start: the last record of each adapter has them all.
+    dropped: Counter[str] = Counter()
+    for counts in {step.adapter: step.dropped for step in metrics.steps}.values():
+        dropped.update(counts)
     evals = metrics.evals
     summary = Summary(
         run=config.run.name,

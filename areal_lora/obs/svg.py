@@ -13,15 +13,15 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 44
-N_COLOURS = 6
+N_COLOURS = 7
 CHARACTER_PX = 7.0
 """Width of a legend character at 12 px, on the generous side."""
 
 STYLE = """
-:root { --c0: #2563eb; --c1: #d97706; --c2: #0f9d74; --c3: #b13d8e; --c4: #7c5cd6; --c5: #64748b;
+:root { --c0: #2563eb; --c1: #d97706; --c2: #0f9d74; --c3: #b13d8e; --c4: #7c5cd6; --c5: #64748b; --c6: #b45309;
   --ink: #1f2937; --soft: #6b7280; --grid: #e5e7eb; --paper: #ffffff; }
 @media (prefers-color-scheme: dark) {
-  :root { --c0: #6ea8fe; --c1: #f0ab4a; --c2: #4fd1a5; --c3: #e58bc7; --c4: #b09df2; --c5: #94a3b8;
+  :root { --c0: #6ea8fe; --c1: #f0ab4a; --c2: #4fd1a5; --c3: #e58bc7; --c4: #b09df2; --c5: #94a3b8; --c6: #f59e0b;
     --ink: #e5e7eb; --soft: #9ca3af; --grid: #313a48; --paper: #161b22; } }
 .plot text { font: 12px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif; fill: var(--soft); }
 .plot .legend { fill: var(--ink); } .plot .grid { stroke: var(--grid); stroke-width: 1; }

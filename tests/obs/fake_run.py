@@ -14,7 +14,7 @@ from areal_lora.obs.metrics import (
 )
 
 ADAPTER = "toy"
-PHASES = ("collect", "manifest", "wire", "commit", "probe")
+PHASES = {"pack": 4, "manifest": 1, "wire": 3, "verify": 2, "write": 0.5, "commit_wait": 8}
 
 
 def make_config() -> Config:
@@ -82,7 +82,7 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
             train_s=0.8,
             publish_join_s=0.05,
             rollout_tokens_per_s=rng.gauss(4000, 300),
-            dropped={"timeout": 1} if step == 3 else {},
+            dropped={"timeout": 1} if step >= 3 else {},
         )
     )
     if step % 5 == 0:
@@ -96,14 +96,14 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
 
 
 def _write_publish(writer: MetricsWriter, rng: random.Random, version: int) -> None:
-    phases = {name: abs(rng.gauss(mean, mean / 6)) for name, mean in zip(PHASES, (4, 1, 3, 0.4, 12))}
+    phases = {name: abs(rng.gauss(mean, mean / 6)) for name, mean in PHASES.items()}
     probe = 10 ** rng.uniform(-7, -6)
     writer.write(
         PublishRecord(
             version=version,
-            total_ms=sum(phases.values()),
+            total_ms=sum(phases.values()) + 1.0,
             adapter=ADAPTER,
-            phases_ms=phases,
+            phases_ms={**phases, "ack": 14.0, "probe": 30.0},
             nbytes=350_000,
             probe_mean_abs=probe,
             probe_max_abs=probe * 5,

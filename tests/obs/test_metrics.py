@@ -1,0 +1,118 @@
+"""Records come back as written, torn and repeated lines are dealt with, TensorBoard agrees."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from areal_lora.errors import ConfigError
+from areal_lora.obs.metrics import (
+    METRICS_FILE,
+    TENSORBOARD_FOLDER,
+    EvalRecord,
+    MetricsTail,
+    MetricsWriter,
+    PublishRecord,
+    RolloutSampleRecord,
+    SampleRecord,
+    StepRecord,
+    read_metrics,
+)
+
+STEP = StepRecord(
+    step=3, version=3, time_s=9.5, adapter="toy", reward_mean=0.5, rollout_tokens_per_s=4000.0, train_s=0.8,
+    staleness={0: 7, 2: 1}, dropped={"stale": 2}, extra={"capped_fraction": 0.25},
+)  # fmt: skip
+PUBLISH = PublishRecord(version=4, total_ms=20.0, adapter="toy", phases_ms={"pack": 1.5, "wire": 2.5, "ack": 18.0})
+EVAL = EvalRecord(
+    version=4, step=4, accuracy=0.75, n=8, adapter="toy",
+    samples=[SampleRecord(prompt="p\n", completion="é\u2028", gold="1", reward=1.0)],
+)  # fmt: skip
+SAMPLE = RolloutSampleRecord(
+    step=3, prompt="a\r\nb", completion="</script>", reward=0.0, adapter="toy", versions=[2, 3]
+)
+
+
+def test_every_record_comes_back_as_written(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for record in (STEP, PUBLISH, EVAL, SAMPLE):
+            writer.write(record)
+            # Another process sees the whole line at once, before the writer is closed.
+            assert (tmp_path / METRICS_FILE).read_bytes().endswith(b"\n")
+    metrics = read_metrics(tmp_path)
+    assert (metrics.steps, metrics.publishes, metrics.evals, metrics.samples) == ([STEP], [PUBLISH], [EVAL], [SAMPLE])
+    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [row["kind"] for row in rows] == ["step", "publish", "eval", "sample"]
+    assert rows[0]["staleness"] == {"0": 7, "2": 1}
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for record in (STEP, PUBLISH, EVAL):
+            writer.write(record)
+    events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER))
+    events.Reload()
+    seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert seen["toy/train/reward_mean"] == [(3, 0.5)]
+    assert seen["toy/train/rollout_tokens_per_s"] == [(3, 4000.0)]
+    assert seen["toy/time/train_s"] == [(3, pytest.approx(0.8))]
+    assert seen["toy/train/max_staleness"] == [(3, 2.0)]
+    assert seen["toy/extra/capped_fraction"] == [(3, 0.25)]
+    assert seen["toy/publish/total_ms"] == [(4, 20.0)]
+    assert seen["toy/publish/wire_ms"] == [(4, 2.5)]
+    assert seen["toy/eval/accuracy"] == [(4, 0.75)]
+    assert "toy/train/loss" not in seen
+
+
+def test_values_that_are_not_finite_come_back_as_none(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepRecord(step=0, version=0, time_s=1.0, loss=math.nan, grad_norm=math.inf, lr=0.1))
+    step = read_metrics(tmp_path).steps[0]
+    assert (step.loss, step.grad_norm, step.lr) == (None, None, 0.1)
+
+
+def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepRecord(step=0, version=0, time_s=1.0, reward_mean=0.1))
+        writer.write(StepRecord(step=1, version=1, time_s=2.0, reward_mean=0.2))
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b'{"kind":"step","step":2,"ver')
+    assert [s.step for s in read_metrics(tmp_path).steps] == [0, 1]
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.9))
+        writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.4, adapter="other"))
+    assert [(s.adapter, s.step, s.reward_mean) for s in read_metrics(tmp_path).steps] == [
+        ("", 0, 0.1), ("", 1, 0.9), ("other", 1, 0.4),
+    ]  # fmt: skip
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(STEP)
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b'{"kind":"step","step":"four"}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a metrics record"):
+        read_metrics(tmp_path)
+
+
+def test_the_tail_reads_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    tail = MetricsTail(tmp_path)
+    assert tail.read_new() == []
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(STEP)
+        assert tail.read_new() == [STEP]
+        assert tail.read_new() == []
+        writer.write(PUBLISH)
+    whole = (tmp_path / METRICS_FILE).read_bytes()
+    (tmp_path / METRICS_FILE).write_bytes(whole[:-5])
+    assert tail.read_new() == []
+    (tmp_path / METRICS_FILE).write_bytes(whole)
+    assert tail.read_new() == [PUBLISH]
+
+
+def test_the_sequence_of_a_publish_adds_up_to_its_total() -> None:
+    sequence = PUBLISH.sequence_ms()
+    assert sequence["other"] == 16.0
+    assert sum(sequence.values()) == PUBLISH.total_ms

@@ -1,0 +1,125 @@
+"""Plots are well-formed, inside their frame and true to the values."""
+
+import math
+import random
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+
+import pytest
+
+from areal_lora.obs import svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def elements(chart: str, tag: str) -> list[ET.Element]:
+    return list(ET.fromstring(svg.standalone(chart)).iter(SVG + tag))
+
+
+def xy(chart: str) -> Iterator[list[tuple[float, float]]]:
+    for line in elements(chart, "polyline"):
+        yield [(float(x), float(y)) for x, y in (p.split(",") for p in line.attrib["points"].split())]
+
+
+def bars(chart: str) -> list[tuple[float, float, float, float]]:
+    rects = [r for r in elements(chart, "rect") if float(r.get("y", 0)) >= svg.TOP]
+    return [tuple(float(r.attrib[k]) for k in ("x", "y", "width", "height")) for r in rects]  # type: ignore[misc]
+
+
+def test_a_line_maps_values_to_pixels_linearly() -> None:
+    chart = svg.line_chart([svg.Series(name="a", points=[(0, 0.0), (5, 0.5), (10, 1.0)])], x_label="x", y_range=(0, 1))
+    (points,) = xy(chart)
+    bottom, top = svg.HEIGHT - svg.BOTTOM, svg.TOP
+    assert points == [
+        (svg.LEFT, bottom),
+        (pytest.approx((svg.LEFT + svg.WIDTH - svg.RIGHT) / 2, abs=0.1), (bottom + top) / 2),
+        (svg.WIDTH - svg.RIGHT, top),
+    ]
+
+
+def test_a_log_axis_puts_decades_at_equal_distances_and_drops_zero() -> None:
+    series = svg.Series(name="a", points=[(0, 0.0), (1, 1e-6), (2, 1e-5), (3, 1e-4)])
+    (points,) = xy(svg.line_chart([series], x_label="x", log_y=True))
+    heights = [y for _, y in points]
+    assert len(heights) == 3
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+
+
+def test_random_lines_stay_inside_the_frame() -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(200):
+        n, scale = rng.randint(1, 30), 10 ** rng.uniform(-9, 9)
+        points = [(float(i), rng.gauss(0, scale)) for i in range(n)]
+        chart = svg.line_chart([svg.Series(name="a", points=points)], x_label="x", log_y=rng.random() < 0.3)
+        for line in xy(chart):
+            for x, y in line:
+                assert svg.LEFT - 0.1 <= x <= svg.WIDTH - svg.RIGHT + 0.1
+                assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
+
+
+def test_bars_are_as_high_as_their_values() -> None:
+    drawn = bars(svg.bar_chart([("0", 30.0), ("1", 60.0), ("2", 10.0)], x_label="lag"))
+    heights = [h for _, _, _, h in drawn]
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
+    assert heights[1] == pytest.approx(6 * heights[2], abs=0.5)
+    shares = [t.text for t in elements(svg.bar_chart([("0", 30.0), ("1", 60.0), ("2", 10.0)], x_label="lag"), "text")]
+    assert {"30.0 %", "60.0 %", "10.0 %"} <= set(shares)
+
+
+def test_stacked_layers_touch_and_many_bars_are_averaged() -> None:
+    drawn = bars(svg.stacked_bars([0, 1], {"a": [1.0, 2.0], "b": [3.0, 1.0]}, x_label="x"))
+    lower, upper = drawn[0], drawn[2]
+    assert lower[0] == upper[0]
+    assert upper[1] + upper[3] == pytest.approx(lower[1], abs=0.2)
+    assert upper[3] == pytest.approx(3 * lower[3], abs=0.3)
+    many = list(range(1000))
+    assert len(bars(svg.stacked_bars(many, {"a": [1.0] * 1000}, x_label="x", most=80))) <= 80
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        svg.line_chart([], x_label="x"),
+        svg.line_chart([svg.Series(name="a", points=[(0, math.nan)])], x_label="x"),
+        svg.bar_chart([], x_label="x"),
+        svg.stacked_bars([], {}, x_label="x"),
+    ],
+)
+def test_nothing_to_draw_says_so(chart: str) -> None:
+    assert [t.text for t in elements(chart, "text")] == ["nothing recorded"]
+
+
+def test_names_are_escaped() -> None:
+    chart = svg.line_chart([svg.Series(name="<a&b>", points=[(0, 1.0)])], x_label="<x>")
+    assert {"<a&b>", "<x>"} <= {t.text for t in elements(chart, "text")}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.25, "0.25"), (5000, "5000"), (15000, "15k"), (2.5e6, "2.5M"), (1e-6, "1e-06"), (3e9, "3G")],
+)
+def test_tick_labels(value: float, text: str) -> None:
+    assert svg.label(value) == text
+
+
+def test_axes_end_on_round_ticks_that_cover_the_data() -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(500):
+        low = rng.uniform(-1, 1) * 10 ** rng.uniform(-6, 6)
+        high = low + 10 ** rng.uniform(-6, 6)
+        axis = svg.linear_axis(low, high, 0, 100)
+        unseen = 1e-8 * (axis.high - axis.low)
+        assert axis.low <= low + unseen
+        assert axis.high >= high - unseen
+        assert 2 <= len(axis.ticks) <= 8
+
+
+def test_moving_mean_is_the_mean_of_the_neighbours() -> None:
+    points = [(float(i), float(i * i)) for i in range(6)]
+    smooth = svg.moving_mean(points, 3)
+    assert smooth[0] == (0.0, 0.5)
+    assert smooth[2] == (2.0, pytest.approx((1 + 4 + 9) / 3))
