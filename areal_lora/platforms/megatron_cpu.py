@@ -58,6 +58,15 @@ class RmsNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
 
+_scatter = torch.distributed.scatter
+
+
+def _scatter_contiguous(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, **options: Any) -> Any:
+    """`torch.distributed.scatter` for lists that hold views: gloo sends their memory as if it were contiguous."""
+    whole = None if scatter_list is None else [part.contiguous() for part in scatter_list]
+    return _scatter(tensor, whole, **options)
+
+
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -83,6 +92,7 @@ TORCH_PATCHES = (
     Patch("torch.cuda", "synchronize", lambda *_: None, "pipeline communication synchronises the device"),
     Patch("torch.cuda", "get_rng_state", _get_rng_state, "RNG trackers save and restore the device generator"),
     Patch("torch.cuda", "set_rng_state", _set_rng_state, "RNG trackers save and restore the device generator"),
+    Patch("torch.distributed", "scatter", _scatter_contiguous, "Bridge scatters column slices of row-parallel weights"),
     Patch("torch.cuda", "manual_seed", torch.manual_seed, "RNG trackers seed the device generator"),
 )
 
@@ -107,6 +117,12 @@ MEGATRON_PATCHES = (
     Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm, "final norm of the local layer spec"),
     Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", RmsNorm, "final norm of the block"),
 )  # fmt: skip
+
+
+BRIDGE_PATCHES = tuple(
+    Patch(f"megatron.bridge.peft.{module}", "HAVE_TE", False, "the stand-in's classes are no layers to match")
+    for module in ("utils", "module_matcher")
+)
 
 
 class _StubModule(types.ModuleType):
@@ -156,4 +172,5 @@ def install_cpu_patches() -> None:
     importlib.import_module("megatron.core.extensions.transformer_engine")
     with _transformer_engine_stub():
         importlib.import_module("megatron.bridge")
+    _apply(BRIDGE_PATCHES)
     _installed = True

@@ -1,0 +1,19 @@
+"""Megatron adapter tensors to Hugging Face names and back, one file per model family.
+
+To add a family: write its file with a ``FAMILY`` and name it in ``FAMILIES``.
+"""
+
+from areal_lora.engine.megatron_utils.convert import qwen3, qwen3_moe
+from areal_lora.engine.megatron_utils.convert.registry import Family
+from areal_lora.errors import ConfigError
+
+FAMILIES = {kind: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY) for kind in family.model_types}
+
+
+def family_for(model_type: str) -> Family:
+    """The family of a Hugging Face ``model_type``. Raises ConfigError for one nobody has written yet."""
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            "model.path", f"no adapter converter for model type {model_type!r}", f"known: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]

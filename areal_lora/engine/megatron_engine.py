@@ -1,0 +1,210 @@
+"""The Megatron engine: one rank of a Megatron-core model with a LoRA adapter.
+
+A batch goes through Megatron's own pipeline schedule as rows [b, s]; see `rows` for why the
+results do not depend on the padding. Layout, conversion, optimizer and the frozen base have
+files of their own in `megatron_utils`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.data.packing import plan_microbatches
+from areal_lora.engine.base import AdapterPlan, LossFn
+from areal_lora.errors import AdapterError, ConfigError
+from areal_lora.platforms.megatron_cpu import install_cpu_patches
+from areal_lora.types import AdapterSpec, ExpertLayout, StepStats, TrainBatch
+from areal_lora.weight_sync.digests import base_digest
+
+
+@dataclass(slots=True, kw_only=True)
+class _Resident:
+    """The adapter that is attached to the model."""
+
+    spec: AdapterSpec
+    sites: list[Any]
+    plan: AdapterPlan
+    optimizer: Any
+
+
+class MegatronEngine:
+    """`TrainEngine` on Megatron-core. Joins torch.distributed if the caller has not."""
+
+    def __init__(self, model: ModelConfig, trainer: TrainerConfig, device: torch.device) -> None:
+        if device.type == "cpu":
+            install_cpu_patches()
+        # Importing these loads Megatron, which must find the patches in place.
+        from areal_lora.engine.megatron_utils import gather, initialize, layout, lora, rows, schedule
+        from areal_lora.engine.megatron_utils import model as base
+        from areal_lora.engine.megatron_utils import optimizer as optim
+        from areal_lora.engine.megatron_utils.convert import family_for
+
+        self._gather, self._lora, self._rows, self._schedule, self._optim = gather, lora, rows, schedule, optim
+        initialize.initialize_parallel(trainer, device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._device, self._trainer, self._path = device, trainer, model.path
+        hf = base.read_hf_config(model.path)
+        dims = base.read_dims(hf)
+        self._layout = layout.Layout.of(trainer, layers=hf["num_hidden_layers"], experts=dims.experts)
+        self._converter = gather.Converter(family=family_for(hf["model_type"]), dims=dims, layout=self._layout)
+        self._model: nn.Module = base.build_model(model, trainer, self._layout, device)
+        self._resident: _Resident | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def is_source(self) -> bool:
+        return self._resident is not None and self.rank in self._resident.plan.sources
+
+    def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, total_steps: int, seed: int) -> None:
+        if self._resident is not None:
+            raise ConfigError(
+                "adapters", f"{spec.name!r} is a second adapter; the Megatron engine holds one at a time", "list one adapter"
+            )
+        if spec.expert_layout is not ExpertLayout.PER_EXPERT:
+            raise ConfigError("adapters.expert_layout", f"{spec.expert_layout} is not available yet", "per_expert")
+        layout = self._layout
+        self._model = self._lora.attach(self._model, spec)
+        sites = self._lora.find_sites(
+            self._model, first_layer=layout.first_layer(self.rank), first_expert=layout.first_expert(self.rank)
+        )
+        plan = self._converter.plan(spec, self._lora.match_targets(spec.target_modules))
+        self._resident = _Resident(
+            spec=spec, sites=sites, plan=plan,
+            optimizer=self._optim.AdapterOptimizer(optimizer, total_steps, sites, layout, self.rank),
+        )
+        self.load_adapter(spec.name, initial_tensors(plan, seed))
+
+    def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
+        if adapter is not None:
+            self._adapter(adapter)
+        self._lora.set_enabled(self._model, adapter is not None)
+        try:
+            with torch.no_grad():
+                pieces = self._run(batch, None, temperature)
+        finally:
+            self._lora.set_enabled(self._model, True)
+        packed = torch.zeros(batch.n_tokens)
+        bounds = batch.cu_seqlens.tolist()
+        for rows, values in pieces:
+            at = 0
+            for sequence in rows.sequences:
+                a, b = bounds[sequence], bounds[sequence + 1]
+                packed[a:b] = values[at : at + b - a].cpu()
+                at += b - a
+        # Every token was computed by one data-parallel rank of the last stage (and its tensor-parallel copies).
+        if self.rank not in self._reporting_ranks():
+            packed.zero_()
+        dist.all_reduce(packed)
+        return packed
+
+    def forward_backward(
+        self, batch: TrainBatch, loss_fn: LossFn, *, temperature: float = 1.0, need_entropy: bool = False
+    ) -> dict[str, float]:
+        names = set(batch.adapters)
+        if len(names) != 1:
+            raise AdapterError(f"a batch names the adapters {sorted(names)}; the Megatron engine trains one at a time")
+        self._adapter(next(iter(names)))
+        sums: Counter[str] = Counter()
+        for _, stats in self._run(batch, loss_fn, temperature, need_entropy=need_entropy):
+            sums.update({name: float(value) for name, value in stats.items()})
+        return self._sum_over_ranks(sums)
+
+    def optim_step(self, adapter: str, denominator: float) -> StepStats:
+        return self._adapter(adapter).optimizer.step(denominator)
+
+    def export_adapter(self, adapter: str) -> list[tuple[str, Tensor]]:
+        resident = self._adapter(adapter)
+        tensors = self._gather.export(self._converter, resident.sites, self.rank)
+        return [(t.name, tensors[t.name]) for t in resident.plan.sources.get(self.rank, ())]
+
+    def adapter_plan(self, adapter: str) -> AdapterPlan:
+        return self._adapter(adapter).plan
+
+    def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
+        resident = self._adapter(adapter)
+        self._gather.load(self._converter, resident.sites, resident.plan, tensors)
+
+    def base_digest(self) -> str:
+        return base_digest(self._path)
+
+    def state_dict(self, adapter: str) -> dict[str, Tensor]:
+        return self._adapter(adapter).optimizer.state_dict()
+
+    def load_state_dict(self, adapter: str, state: Mapping[str, Tensor]) -> None:
+        self._adapter(adapter).optimizer.load_state_dict(dict(state))
+
+    def _adapter(self, name: str) -> _Resident:
+        if self._resident is None or self._resident.spec.name != name:
+            raise AdapterError(f"adapter {name!r} is not resident in this engine")
+        return self._resident
+
+    def _reporting_ranks(self) -> set[int]:
+        """One rank per data-parallel part that sees the loss: last stage, tensor-parallel rank 0."""
+        first = self._layout.first_rank_of_last_stage()
+        return {r for r in range(first, self.world_size) if self._layout.tp_rank(r) == 0}
+
+    def _run(
+        self, batch: TrainBatch, loss_fn: LossFn | None, temperature: float, *, need_entropy: bool = False
+    ) -> list[tuple[Any, Any]]:
+        """Every micro-batch through the schedule; (rows, result) on the last pipeline stage, else nothing."""
+        layout = self._layout
+        lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
+        plans = plan_microbatches(
+            lengths, dp=layout.dp, token_budget=self._trainer.max_tokens_per_microbatch,
+            multiple=layout.tp, uniform=layout.pp > 1,
+        )
+        dp_rank = layout.dp_rank(self.rank)
+
+        def micro_batches() -> Iterator[Any]:
+            for plan in plans:
+                yield self._rows.make_rows(batch, plan, dp_rank, self._device)
+
+        return self._schedule.run_schedule(
+            self._model, micro_batches(), plans, loss_fn, temperature=temperature, need_entropy=need_entropy
+        )
+
+    def _sum_over_ranks(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Add up what the reporting ranks saw. Every rank learns the names from rank 0 of the last stage."""
+        source = self._layout.first_rank_of_last_stage()
+        names = _broadcast_names(sorted(sums), source, self.rank)
+        reports = self.rank in self._reporting_ranks()
+        values = torch.tensor([sums.get(n, 0.0) if reports else 0.0 for n in names], dtype=torch.float64)
+        dist.all_reduce(values)
+        return dict(zip(names, values.tolist(), strict=True))
+
+
+def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
+    text = "\n".join(names).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    dist.broadcast(size, source)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if rank == source else torch.zeros(int(size), dtype=torch.uint8)
+    dist.broadcast(data, source)
+    return data.numpy().tobytes().decode().split("\n")
+
+
+def initial_tensors(plan: AdapterPlan, seed: int) -> dict[str, Tensor]:
+    """lora_A kaiming-uniform (a = sqrt 5, PEFT's choice), lora_B zero; a function of seed and name only."""
+    tensors = {}
+    for owned in plan.sources.values():
+        for planned in owned:
+            tensor = torch.zeros(planned.shape)
+            if planned.name.endswith("lora_A.weight"):
+                digest = hashlib.sha256(f"{seed}/{planned.name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                bound = math.sqrt(1.0 / planned.shape[1])
+                tensor.uniform_(-bound, bound, generator=generator)
+            tensors[planned.name] = tensor
+    return tensors

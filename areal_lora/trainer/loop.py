@@ -1,0 +1,99 @@
+"""THE loop. Every trainer rank runs the same straight line; rank 0 talks to the others::
+
+    controller --groups--> rank 0 --broadcast--> all ranks
+         ^                                          |  collate, assert staleness (C7)
+         |                                          v
+      announce <--activated-- servers <--publish-- annotate, learn   (version k -> k + 1)
+                                    (in the background: joined by the next publish)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_lora.config.models import Config
+from areal_lora.data.collate import assert_staleness, collate
+from areal_lora.engine.base import TrainEngine
+from areal_lora.obs.trace import Spans
+from areal_lora.trainer.annotate import annotate
+from areal_lora.trainer.batches import share_groups
+from areal_lora.trainer.export import export_adapter
+from areal_lora.trainer.learn import learn
+from areal_lora.trainer.publishing import AdapterPublishing
+from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.tenant import Tenant
+from areal_lora.types import TrainBatch
+from areal_lora.weight_sync.exchange import Exchange
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """What a rank holds for a whole run. ``recorder`` talks to the controller and the disk: rank 0 only."""
+
+    config: Config
+    engine: TrainEngine
+    tenants: list[Tenant]
+    publishing: AdapterPublishing
+    recorder: Recorder | None
+    control: Exchange
+
+    def close(self) -> None:
+        """Say goodbye to the controller and the servers' groups."""
+        self.publishing.close()
+        if self.recorder:
+            self.recorder.close()
+
+
+def train(trainer: Trainer) -> None:
+    """Run every step of every adapter, then wait for the last version and its evaluation."""
+    for tenant in trainer.tenants:
+        trainer.publishing.publish(tenant)
+        evaluate(trainer, tenant, "before")
+    for _ in range(trainer.config.run.steps):
+        for tenant in trainer.tenants:
+            train_step(trainer, tenant)
+    for tenant in trainer.tenants:
+        trainer.publishing.join(tenant)
+        evaluate(trainer, tenant, "after")
+        export_adapter(trainer.engine, tenant, trainer.control, trainer.config.run_folder)
+    if trainer.recorder:
+        trainer.recorder.finish(trainer.tenants)
+    trainer.control.all_gather_bytes(b"done")
+
+
+def train_step(trainer: Trainer, tenant: Tenant) -> None:
+    """Consume one batch, improve the adapter by one version, hand the version to the servers."""
+    spans = Spans()
+    with spans.span("wait_batch"):
+        batch, histogram = next_batch(trainer, tenant)
+    with spans.span("annotate"):
+        batch = annotate(trainer.engine, tenant, batch)
+    with spans.span("train"):
+        report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
+    tenant.version += 1
+    with spans.span("publish_join"):
+        trainer.publishing.join(tenant)
+    with spans.span("publish_pack"):
+        trainer.publishing.publish(tenant)
+    if trainer.recorder:
+        trainer.recorder.step(tenant, batch, report, histogram, spans)
+    every = trainer.config.eval.every_steps
+    if every and tenant.version % every == 0 and tenant.version < trainer.config.run.steps:
+        evaluate(trainer, tenant, "during")
+
+
+def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
+    """The groups of the next step on every rank, and their staleness histogram in tokens.
+
+    Raises:
+        StalenessError: a token is older than ``max_staleness`` (contract C7).
+    """
+    groups = trainer.recorder.next_groups(tenant) if trainer.recorder else None
+    batch = collate(share_groups(groups, trainer.control))
+    return batch, assert_staleness(batch, tenant.version, trainer.config.rollout.max_staleness)
+
+
+def evaluate(trainer: Trainer, tenant: Tenant, tag: str) -> None:
+    """Ask for a held-out evaluation of the tenant's version; rollouts go on meanwhile."""
+    if trainer.recorder:
+        trainer.recorder.request_eval(tenant, tag)

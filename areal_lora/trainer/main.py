@@ -1,0 +1,81 @@
+"""One trainer rank: ``RANK=0 WORLD_SIZE=2 python -m areal_lora.trainer.main --run-folder DIR``.
+
+Rank 0 hosts the store that the ranks meet at, on a port the system chooses, and publishes it
+as ``trainer-0`` in the run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import publish_endpoint, wait_endpoint
+from areal_lora.errors import ArealLoraError
+from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.platforms.device import platform_of
+
+ROLE = "trainer"
+STARTUP_TIMEOUT_S = 600.0
+
+log = get_logger(__name__)
+
+
+def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> None:
+    """Initialise torch.distributed over a store that listens on the configured address only."""
+    host = config.cluster.bind
+    if host.startswith("127."):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = timedelta(seconds=STARTUP_TIMEOUT_S)
+    if rank == 0:
+        # TCPStore by address would listen on all interfaces; a socket bound here does not.
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        publish_endpoint(run_folder, ROLE, 0, {"store": port}, host=host)
+    else:
+        endpoint = wait_endpoint(run_folder, ROLE, 0, STARTUP_TIMEOUT_S)
+        store = dist.TCPStore(
+            endpoint.host, endpoint.ports["store"], world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    backend = platform_of(config.cluster.device).collective
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="One trainer rank; started by areal_lora.launch.")
+    parser.add_argument("--run-folder", type=Path, required=True)
+    run_folder: Path = parser.parse_args(argv).run_folder
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    setup_logging(ROLE, rank)
+    config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(config.trainer.threads)
+    set_status(run_folder, ROLE, rank, "importing Megatron")
+    # Heavy imports wait until the arguments are known to be right.
+    from areal_lora.trainer.build import build_trainer
+    from areal_lora.trainer.loop import train
+
+    try:
+        join_world(config, run_folder, rank, world_size)
+        trainer = build_trainer(config, run_folder, rank)
+        train(trainer)
+        trainer.close()
+    except ArealLoraError as error:
+        log.error("%s: %s", type(error).__name__, error, exc_info=True)
+        return error.exit_code
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What rank 0 does for all: it asks the controller for batches and evaluations and writes the records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_lora.config.models import Config
+from areal_lora.obs.log import get_logger, set_status
+from areal_lora.obs.metrics import (
+    EvalRecord,
+    MetricsWriter,
+    PublishRecord,
+    RolloutSampleRecord,
+    SampleRecord,
+    StepRecord,
+)
+from areal_lora.obs.trace import Spans
+from areal_lora.rollout.messages import Batch, EvalResult, RolloutSample, Stats
+from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.trainer.learn import LearnReport
+from areal_lora.trainer.tenant import Tenant
+from areal_lora.types import TrainBatch, TrajectoryGroup
+from areal_lora.weight_sync.publisher import PublishReport
+
+log = get_logger(__name__)
+
+
+class Recorder:
+    """Rank 0 only. Holds the controller's client and the metrics writer."""
+
+    def __init__(self, config: Config, run_folder: Path, client: RolloutClient, started_s: float) -> None:
+        self._config = config
+        self._run_folder = run_folder
+        self._client = client
+        self._writer = MetricsWriter(run_folder)
+        self._started_s = started_s
+        self._stats: Stats | None = None
+        self._last_tokens = 0
+        self._last_step_s = time.monotonic()
+
+    def status(self, text: str) -> None:
+        set_status(self._run_folder, "trainer", 0, text)
+
+    def next_groups(self, tenant: Tenant) -> list[TrajectoryGroup]:
+        """Wait for the tenant's next batch; evaluations that finished meanwhile are recorded."""
+        self.status(f"step {tenant.version}: waiting for rollouts of {tenant.name}")
+        batch: Batch = self._client.next_batch(tenant.name, step=tenant.version, version=tenant.version)
+        self.status(f"step {tenant.version}: training {tenant.name}")
+        self._stats = batch.stats
+        self._record_evals(batch.events)
+        self._record_samples(tenant, batch.samples)
+        return list(batch.groups)
+
+    def request_eval(self, tenant: Tenant, tag: str) -> None:
+        self._client.request_eval(tenant.ref, tag)
+
+    def wait_eval(self, tenant: Tenant, tag: str) -> None:
+        self.status(f"waiting for the {tag} evaluation of {tenant.ref}")
+        self._record_evals([self._client.wait_eval(tenant.ref, tag)])
+
+    def published(self, tenant: Tenant, report: PublishReport) -> None:
+        self._writer.write(
+            PublishRecord(
+                adapter=tenant.name, version=report.ref.version, total_ms=_total_ms(report.phases),
+                phases_ms=dict(report.phases),
+                nbytes=report.nbytes, probe_mean_abs=report.probe_mean_abs, probe_max_abs=report.probe_max_abs,
+                differs_from_base=report.ref.version > 0,  # the probe has checked it
+            )
+        )
+
+    def step(
+        self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans
+    ) -> None:
+        """Write the record of a step that has just been taken (``tenant.version`` is the new version)."""
+        stats = self._stats
+        now = time.monotonic()
+        tokens_per_s = (stats.tokens_generated - self._last_tokens) / (now - self._last_step_s) if stats else None
+        self._last_step_s, self._last_tokens = now, stats.tokens_generated if stats else 0
+        seconds = spans.seconds
+        answers = float(batch.loss_mask.sum()) / batch.n_sequences
+        self._writer.write(
+            StepRecord(
+                adapter=tenant.name, step=tenant.version - 1, version=tenant.version - 1, time_s=now - self._started_s,
+                reward_mean=float(batch.rewards.mean()), reward_std=float(batch.rewards.std(correction=0)),
+                loss=report.per_token("loss"), grad_norm=report.grad_norm, lr=report.lr,
+                clip_fraction=report.per_token("clipped"), behaviour_mean_abs=report.per_token("behaviour_abs"),
+                kl=report.per_token("kl"), entropy=report.per_token("entropy"),
+                n_tokens=batch.n_tokens, n_sequences=batch.n_sequences, mean_answer_tokens=answers,
+                staleness=histogram, step_s=spans.total_s, wait_batch_s=seconds["wait_batch"],
+                annotate_s=seconds["annotate"], train_s=seconds["train"], publish_join_s=seconds["publish_join"],
+                rollout_tokens_per_s=tokens_per_s,
+                groups_ready=stats.ready if stats else 0, groups_running=stats.running if stats else 0,
+                dropped=stats.dropped if stats else {}, extra=_extra(report, seconds),
+            )
+        )
+
+    def _record_evals(self, results: Sequence[EvalResult]) -> None:
+        for result in results:
+            if result.error:
+                log.warning("evaluation %s of %s@v%d failed: %s", result.tag, result.adapter, result.version, result.error)
+                continue
+            samples = [
+                SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward)
+                for s in result.samples
+            ]
+            self._writer.write(
+                EvalRecord(
+                    adapter=result.adapter, version=result.version, step=result.version,
+                    accuracy=result.accuracy, n=result.n, tag=result.tag, samples=samples,
+                )
+            )
+
+    def _record_samples(self, tenant: Tenant, samples: Sequence[RolloutSample]) -> None:
+        for s in samples:
+            self._writer.write(
+                RolloutSampleRecord(
+                    adapter=tenant.name, step=tenant.version, prompt=s.prompt, completion=s.completion,
+                    gold=s.answer, reward=s.reward, versions=[s.version],
+                )
+            )
+
+    def close(self) -> None:
+        self._client.shutdown()
+        self._client.close()
+        self._writer.close()
+
+
+def _total_ms(phases: dict[str, float]) -> float:
+    """From the first copy to the last server's acknowledgement; the probe comes after."""
+    return phases["pack"] + phases["manifest"] + phases["ack"]
+
+
+def _extra(report: LearnReport, seconds: dict[str, float]) -> dict[str, float | None]:
+    sums = report.sums
+    extra: dict[str, float | None] = {
+        "skipped": report.skipped,
+        "capped_fraction": report.per_token("capped"),
+        "publish_pack_s": seconds["publish_pack"],
+    }
+    for kind in ("fresh", "stale"):
+        count = sums[f"{kind}_tokens"]
+        extra[f"mismatch_{kind}"] = sums[f"{kind}_gap"] / count if count else None
+    return extra
