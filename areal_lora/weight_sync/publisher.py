@@ -17,84 +17,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import torch
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, ManifestError, ParityError, PublishError
-from areal_lora.types import AdapterRef, AdapterShard, AdapterSpec, ShardManifest
+from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.buckets import PackBuffer
 from areal_lora.weight_sync.digests import manifest_digest
 from areal_lora.weight_sync.exchange import Exchange
 from areal_lora.weight_sync.groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Refusal, build_manifest, encode
+from areal_lora.weight_sync.outcome import Failure, Outcome, Part, PublishReport, ServerAck
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 from areal_lora.weight_sync.transport import AdminClient, JoinRequest, PublishReply, ServerEndpoint, SourceEndpoint
 
 GRACE_S = 2.0  # servers get this much longer than the wire, so that their own diagnosis arrives first
-
-
-class ServerAck(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's acknowledgement; ``probe_*`` are |logp trainer - logp server|, None without a probe."""
-
-    server: str
-    digest: str
-    phases: dict[str, float]
-    probe_mean_abs: float | None = None
-    probe_max_abs: float | None = None
-
-
-class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed publish. ``phases`` in milliseconds: ``pack``, ``manifest`` (this trainer's main
-    threads), ``send`` and ``ack`` (background), ``wire``, ``verify``, ``write``, ``commit`` (the slowest
-    server), ``probe``."""
-
-    ref: AdapterRef
-    digest: str
-    nbytes: int
-    phases: dict[str, float]
-    acks: list[ServerAck]
-    probe_mean_abs: float | None = None
-    probe_max_abs: float | None = None
-
-
-class _Part(msgspec.Struct, kw_only=True):
-    """What one rank brings to the manifest."""
-
-    ref: AdapterRef
-    shard: AdapterShard | None
-    aliases: dict[str, str]
-    pack_ms: float
-    failure: _Failure | None = None
-
-
-class _Failure(msgspec.Struct, kw_only=True):
-    """An error in a form that every rank can raise again."""
-
-    kind: str
-    reason: str = ""
-    message: str = ""
-
-    @classmethod
-    def of(cls, e: ArealLoraError) -> _Failure:
-        if isinstance(e, ManifestError):
-            return cls(kind="refused", reason=e.reason, message=e.detail)
-        return cls(kind="parity" if isinstance(e, ParityError) else "failed", message=str(e))
-
-    def error(self) -> ArealLoraError:
-        if self.kind == "refused":
-            return ManifestError(self.reason, self.message)
-        return ParityError(self.message) if self.kind == "parity" else PublishError(self.message)
-
-
-class _Outcome(msgspec.Struct, kw_only=True):
-    """How the background part of one rank ended. Only rank 0 has a report."""
-
-    send_ms: float = 0.0
-    failure: _Failure | None = None
-    report: PublishReport | None = None
 
 
 class Publisher:
@@ -138,7 +78,7 @@ class Publisher:
             )
         gathered = self._exchange.all_gather_bytes(msgspec.msgpack.encode(listener and listener.endpoint))
         endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
-        failure: _Failure | None = None
+        failure: Failure | None = None
         with ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="admin-join") as pool:
             joins = [
                 pool.submit(client.join, request, timeout_s + GRACE_S)
@@ -148,13 +88,13 @@ class Publisher:
                 if listener is not None:
                     self._group = listener.accept()
             except PublishError as e:
-                failure = _Failure.of(e)
+                failure = Failure.of(e)
             for join in joins:
                 try:
                     join.result()
                 except (PublishError, ManifestError) as e:
-                    failure = _Failure.of(e)  # a server's own words say more than the source's time-out
-        self._agree(_Outcome(failure=failure))
+                    failure = Failure.of(e)  # a server's own words say more than the source's time-out
+        self._agree(Outcome(failure=failure))
         self._connected = True
 
     def publish(
@@ -176,7 +116,7 @@ class Publisher:
         started = time.perf_counter()
         part = self._pack(ref, owned, aliases)
         raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(part))
-        parts = [msgspec.msgpack.decode(r, type=_Part) for r in raw]
+        parts = [msgspec.msgpack.decode(r, type=Part) for r in raw]
         manifest = self._manifest(ref, parent, spec, base_digest, parts)
         phases = {"pack": max(p.pack_ms for p in parts)}
         phases["manifest"] = (time.perf_counter() - started) * 1e3 - part.pack_ms
@@ -197,21 +137,21 @@ class Publisher:
             first += server.workers
         return requests
 
-    def _pack(self, ref: AdapterRef, owned: Sequence[tuple[str, torch.Tensor]], aliases: Mapping[str, str]) -> _Part:
+    def _pack(self, ref: AdapterRef, owned: Sequence[tuple[str, torch.Tensor]], aliases: Mapping[str, str]) -> Part:
         started = time.perf_counter()
-        part = _Part(ref=ref, shard=None, aliases=dict(aliases), pack_ms=0.0)
+        part = Part(ref=ref, shard=None, aliases=dict(aliases), pack_ms=0.0)
         try:
             if self._is_source:
                 part.shard = self._buffer.pack(owned)
             elif owned:
                 raise PublishError(f"trainer rank {self._rank} owns {owned[0][0]} but is not among the sources")
         except ArealLoraError as e:
-            part.failure = _Failure.of(e)
+            part.failure = Failure.of(e)
         part.pack_ms = (time.perf_counter() - started) * 1e3
         return part
 
     def _manifest(
-        self, ref: AdapterRef, parent: AdapterRef | None, spec: AdapterSpec, base_digest: str, parts: list[_Part]
+        self, ref: AdapterRef, parent: AdapterRef | None, spec: AdapterSpec, base_digest: str, parts: list[Part]
     ) -> ShardManifest:
         """The same on every rank, or the same error."""
         aliases: dict[str, str] = {}
@@ -228,46 +168,56 @@ class Publisher:
             shards=[p.shard for p in parts if p.shard is not None],
         )
 
-    def run(self, manifest: ShardManifest, probe: ProbeExpectation | None) -> _Outcome:
+    def run(self, manifest: ShardManifest, probe: ProbeExpectation | None) -> Outcome:
         """The background part of this rank; called by ``PublishHandle`` from its thread."""
         started = time.perf_counter()
-        outcome = _Outcome()
+        outcome = Outcome()
         try:
-            transfer = None
-            if self._group is not None:
-                transfer = self._group.start(self._buffer.flat, time.monotonic() + self._config.deadline_s)
-            replies: list[PublishReply] = []
-            if self._rank == 0:
-                replies = self._acknowledged(manifest, started)
-            if transfer is not None:
-                transfer.wait()
-            outcome.send_ms = (time.perf_counter() - started) * 1e3
+            with ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="admin-publish") as pool:
+                posts = self._post(manifest, pool) if self._rank == 0 else []
+                lost = self._send()
+                outcome.send_ms = (time.perf_counter() - started) * 1e3
+                replies = self._acknowledged(manifest, posts)
+            if lost is not None:
+                raise lost
             if self._rank == 0:
                 outcome.report = self._report(manifest, replies, probe, started)
                 if self._on_active is not None:
                     self._on_active(manifest.ref)
         except ArealLoraError as e:
-            outcome.failure = _Failure.of(e)
+            outcome.failure = Failure.of(e)
         return outcome
 
-    def _acknowledged(self, manifest: ShardManifest, started: float) -> list[PublishReply]:
+    def _post(self, manifest: ShardManifest, pool: ThreadPoolExecutor) -> list[Future[PublishReply]]:
+        body, timeout_s = encode(manifest), self._config.deadline_s + GRACE_S
+        return [pool.submit(client.publish, body, timeout_s) for client in self._clients]
+
+    def _send(self) -> PublishError | None:
+        """Broadcast this rank's shard. A failure is returned: the servers' answers may tell its cause."""
+        if self._group is None:
+            return None
+        try:
+            self._group.start(self._buffer.flat, time.monotonic() + self._config.deadline_s).wait()
+        except PublishError as e:
+            return e
+        return None
+
+    def _acknowledged(self, manifest: ShardManifest, posts: list[Future[PublishReply]]) -> list[PublishReply]:
         """Every server's answer; raises the most telling failure after all have answered."""
-        body, timeout_s, want = encode(manifest), self._config.deadline_s + GRACE_S, manifest_digest(manifest)
+        want = manifest_digest(manifest)
         replies: list[PublishReply] = []
         failures: list[ArealLoraError] = []
-        with ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="admin-publish") as pool:
-            posts = [pool.submit(client.publish, body, timeout_s) for client in self._clients]
-            for server, post in zip(self._servers, posts, strict=True):
-                try:
-                    reply = post.result()
-                    if (reply.ref, reply.digest) != (str(manifest.ref), want):
-                        raise PublishError(
-                            f"server {server} acknowledged {reply.ref} {reply.digest}, published was "
-                            f"{manifest.ref} {want}; it serves other numbers than were sent"
-                        )
-                    replies.append(reply)
-                except (ManifestError, PublishError) as e:
-                    failures.append(e)
+        for client, post in zip(self._clients, posts):
+            try:
+                reply = post.result()
+                if (reply.ref, reply.digest) != (str(manifest.ref), want):
+                    raise PublishError(
+                        f"server {client.server} acknowledged {reply.ref} {reply.digest}, published was "
+                        f"{manifest.ref} {want}; it serves other numbers than were sent"
+                    )
+                replies.append(reply)
+            except (ManifestError, PublishError) as e:
+                failures.append(e)
         refused = [f for f in failures if isinstance(f, ManifestError) and f.reason != Refusal.WIRE]
         if refused:
             raise refused[0]
@@ -281,7 +231,8 @@ class Publisher:
         self, manifest: ShardManifest, replies: list[PublishReply], probe: ProbeExpectation | None, started: float
     ) -> PublishReport:
         acked = time.perf_counter()
-        probes = [self._probe(manifest.ref, client, probe) if probe else None for client in self._clients]
+        deadline = time.monotonic() + self._config.deadline_s
+        probes = [self._probe(manifest.ref, client, probe, deadline) if probe else None for client in self._clients]
         phases = {name: max(r.phases.get(name, 0.0) for r in replies) for r in replies for name in r.phases}
         phases["ack"] = (acked - started) * 1e3
         phases["probe"] = (time.perf_counter() - acked) * 1e3
@@ -299,18 +250,21 @@ class Publisher:
             probe_max_abs=max((p.max_abs for p in done), default=None),
         )
 
-    def _probe(self, ref: AdapterRef, client: AdminClient, probe: ProbeExpectation) -> ProbeResult:
-        timeout_s, server = self._config.deadline_s, str(client.server)
+    def _probe(self, ref: AdapterRef, client: AdminClient, probe: ProbeExpectation, deadline: float) -> ProbeResult:
+        def score(model: str | None) -> list[list[float]]:
+            return client.score(model, probe.token_ids, max(deadline - time.monotonic(), GRACE_S))
+
+        server = str(client.server)
         key = (server, repr(probe.token_ids))
         if key not in self._base_logprobs:
-            self._base_logprobs[key] = client.score(None, probe.token_ids, timeout_s)
-        served = client.score(str(ref), probe.token_ids, timeout_s)
+            self._base_logprobs[key] = score(None)
+        served = score(str(ref))
         return check_probe(ref, server, probe, served, self._base_logprobs[key], self._config.probe_tolerance)
 
-    def _agree(self, mine: _Outcome) -> tuple[float, PublishReport | None]:
+    def _agree(self, mine: Outcome) -> tuple[float, PublishReport | None]:
         """Exchange outcomes; (slowest send in ms, report), or the same error on every rank."""
         raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(mine))
-        outcomes = [msgspec.msgpack.decode(r, type=_Outcome) for r in raw]
+        outcomes = [msgspec.msgpack.decode(r, type=Outcome) for r in raw]
         failures = [o.failure for o in outcomes if o.failure is not None]
         if failures:
             self.close()  # members may be out of step; the next publish connects anew
@@ -326,7 +280,7 @@ class PublishHandle:
     ) -> None:
         self.ref = manifest.ref
         self._publisher, self._phases = publisher, phases
-        self._outcome = _Outcome(failure=_Failure(kind="failed", message=f"{self.ref}: publish thread ended early"))
+        self._outcome = Outcome(failure=Failure(kind="failed", message=f"{self.ref}: publish thread ended early"))
         self._answer: PublishReport | ArealLoraError | None = None
         self._thread = threading.Thread(
             target=self._run, args=(manifest, probe), name=f"publish-{self.ref}", daemon=True
@@ -345,9 +299,9 @@ class PublishHandle:
     def join(self) -> PublishReport:
         """Wait for every server's acknowledgement and the probe.
 
-        Bounded by the configured deadline (transfer and acknowledgement) and again by it for
-        each scoring. Raises ManifestError (refused), PublishError (deadline, dead peer) or
-        ParityError, the same on all ranks.
+        Bounded by the configured deadline (transfer and acknowledgement) and again by it (all
+        scoring), so an ``Exchange`` must wait three of them. Raises ManifestError (refused),
+        PublishError (deadline, dead peer) or ParityError, the same on all ranks.
         """
         if self._answer is None:
             self._thread.join()

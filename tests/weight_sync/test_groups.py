@@ -15,17 +15,17 @@ from areal_lora.weight_sync.groups import GroupListener, join_group
 pytestmark = pytest.mark.slow
 
 
-def listen(world=2, bucket_bytes=1000, timeout_s=10.0, source=0):
+def listen(world=2, bucket_bytes=1000, timeout_s=10.0, bind="127.0.0.1"):
     return GroupListener(
-        source=source, bind="127.0.0.1", world=world, bucket_bytes=bucket_bytes, backend="gloo", timeout_s=timeout_s
+        source=0, bind=bind, world=world, bucket_bytes=bucket_bytes, backend="gloo", timeout_s=timeout_s
     )
 
 
-def meet(world=2, **options):
+def meet(world=2, bind="127.0.0.1", **options):
     """[source, receiver 1, ...] as threads of this process."""
-    listener = listen(world, **options)
+    listener = listen(world, bind=bind, **options)
     with ThreadPoolExecutor(world) as pool:
-        joins = [pool.submit(join_group, listener.endpoint, r, "127.0.0.1", 10.0) for r in range(1, world)]
+        joins = [pool.submit(join_group, listener.endpoint, r, bind, 10.0) for r in range(1, world)]
         source = listener.accept()
         return [source, *(j.result() for j in joins)]
 
@@ -63,11 +63,18 @@ def test_a_drained_transfer_leaves_the_group_in_step():
     receiver.close()
 
 
-def test_nothing_listens_beyond_loopback():
-    groups = meet(2)
-    mine = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert mine
-    assert {c.laddr.ip for c in mine} <= {"127.0.0.1", "::1"}, mine
+def listening():
+    connections = psutil.Process().net_connections("tcp")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_store_and_pairs_listen_on_the_given_address_only():
+    """127.0.0.2 is loopback too, but nobody's default: whoever picks an address by itself shows."""
+    before = listening()
+    groups = meet(2, bind="127.0.0.2")
+    opened = listening() - before
+    assert len(opened) == 3, opened  # the store, and each member's pairs
+    assert {ip for ip, _ in opened} == {"127.0.0.2"}, opened
     for grp in groups:
         grp.close()
 
