@@ -120,7 +120,7 @@ def print_closing(run_folder: Path | str, console: Console) -> None:
         f"metrics      {folder / METRICS_FILE}",
         f"TensorBoard  tensorboard --logdir {shlex.quote(str(folder / TENSORBOARD_FOLDER))}",
         "",
-        *_how_to_use(config, summary),
+        *_how_to_use(folder, config, summary),
         "",
         *(f"{key}: {json.dumps(value)}" for key, value in msgspec.to_builtins(summary, str_keys=True).items()),
     ]
@@ -129,16 +129,18 @@ def print_closing(run_folder: Path | str, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _how_to_use(config: Config, summary: Summary) -> list[str]:
+def _how_to_use(folder: Path, config: Config, summary: Summary) -> list[str]:
     name = config.adapters[0].name
     model, adapter = shlex.quote(summary.model), shlex.quote(summary.adapter_path)
     cpu = " --enforce-eager" if config.cluster.device == "cpu" else ""
     return [
-        "Talk to it with stock vLLM (then POST /v1/completions with the model name below):",
+        f"Talk to it with stock vLLM (then POST /v1/completions, model {name}):",
         f"  vllm serve {model} --dtype {config.model.dtype}{cpu} --enable-lora"
         f" --max-lora-rank {config.rollout.max_lora_rank} --lora-modules {name}={adapter}",
         "Load it with stock peft:",
         "  from peft import PeftModel; from transformers import AutoModelForCausalLM",
         f"  model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({summary.model!r}),",
         f"                                    {summary.adapter_path!r})",
+        "Evaluate it again, from a checkout of areal_lora:",
+        f"  python examples/math/evaluate.py {shlex.quote(str(folder))}",
     ]

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics import (
