@@ -168,6 +168,9 @@ class ServedAdapters:
                 return self._slots.reserve(ref)
             except ManifestError as e:
                 left = give_up - time.monotonic()
+                if e.reason == Refusal.SLOT and (spare := self._slots.retirable(1)):
+                    await self._retire(spare[0])  # a straggler holds an older one: the oldest unused goes instead
+                    continue
                 if e.reason != Refusal.SLOT or left <= 0:
                     log.warning("%s", e)
                     return None

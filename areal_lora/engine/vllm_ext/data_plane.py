@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -194,18 +195,15 @@ class DataPlane:
 
 
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
-    """Raises BadRequest for values the engine refuses."""
+    """Raises VLLMClientError for values the engine refuses."""
     echo = isinstance(body, CompletionBody) and body.echo
-    try:
-        return SamplingParams(
-            n=body.n, max_tokens=max_tokens, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
-            seed=body.seed, stop=body.stop, logprobs=body.wants_logprobs, ignore_eos=body.ignore_eos,
-            prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,
-            # Text is made once at the end, not token by token, unless something looks at it.
-            detokenize=bool(body.stop), output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-    except ValueError as e:
-        raise BadRequest(str(e)) from e
+    return SamplingParams(
+        n=body.n, max_tokens=max_tokens, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
+        seed=body.seed, stop=body.stop, logprobs=body.wants_logprobs, ignore_eos=body.ignore_eos,
+        prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,
+        # Text is made once at the end, not token by token, unless something looks at it.
+        detokenize=bool(body.stop), output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _chosen(sample: CompletionOutput) -> list[float]:
@@ -237,7 +235,7 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
             return await handler(request)
         except UnknownVersionError as e:
             status, reason = 404, str(e)
-        except (msgspec.MsgspecError, BadRequest) as e:
+        except (msgspec.MsgspecError, BadRequest, VLLMClientError) as e:
             status, reason = 400, str(e)
         except EngineDeadError as e:
             status, reason = 503, f"the engine has ended: {e}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -28,13 +27,13 @@ from starlette.types import ASGIApp
 
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
+from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 
 log = get_logger("areal_lora.engine.vllm_ext.server")  # __name__ is __main__ here
 
 ROLE = "server"
-PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
 CLOSE_S = 2  # uvicorn: whole seconds that running requests get at a stop
 ENGINE_STOP_S = 4.0
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
     try:
-        die_with_parent()
+        die_with_parent(signal.SIGTERM)
         config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
         with bound_sockets(config, args.index) as sockets:
             set_environment(config)
@@ -55,11 +54,6 @@ def main(argv: list[str] | None = None) -> int:
     except ArealLoraError as e:
         log.error("%s", e)
         return e.exit_code
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies, however it dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -85,7 +79,7 @@ def set_environment(config: Config) -> None:
     """What vLLM reads once, when it is imported."""
     env = {
         "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        "TOKENIZERS_PARALLELISM": "false", SERVER_PID: str(os.getpid()),
     }
     if Path(config.model.path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"

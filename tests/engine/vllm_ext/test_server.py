@@ -1,0 +1,323 @@
+"""A real server, a real trainer-side publisher, Hugging Face as the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import torch
+
+from areal_lora.engine.vllm_ext import admin_routes
+from areal_lora.errors import ManifestError
+from areal_lora.weight_sync import transport
+
+from .serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, token_logprobs, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def largest(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b))
+
+
+def test_published_versions_score_like_merged_hugging_face(server: RunningServer) -> None:
+    tensors = adapter(1)
+    before = server.admin.score(None, [PROMPT], 10.0)[0]
+    assert largest(before, token_logprobs(hf_logits(server.model, None, PROMPT), PROMPT)) < 1e-4
+
+    zero = server.publish(adapter(1, b_scale=0.0))
+    assert server.admin.score(str(zero.ref), [PROMPT], 10.0)[0] == pytest.approx(before, abs=1e-6)
+    report = server.publish(tensors)
+    want = token_logprobs(hf_logits(server.model, tensors, PROMPT), PROMPT)
+    got = server.admin.score(str(report.ref), [PROMPT], 10.0)[0]
+    assert largest(got, want) < 1e-4
+    assert largest(got, before) > 0.1, "the adapter must show"
+    assert server.admin.score(None, [PROMPT], 10.0)[0] == pytest.approx(before, abs=1e-6)
+    assert report.phases["commit"] < 20.0, "ms that generation waits; far less on an idle machine"
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.experts.5.down_proj.lora_B.weight", "model.layers.3.self_attn.k_proj.lora_B.weight"])
+def test_one_flipped_tensor_shows(server: RunningServer, name: str) -> None:
+    """The parity test above can fail: a single matrix with the wrong sign is far outside its tolerance."""
+    tensors = adapter(1)
+    wrong = tensors | {name: -tensors[name]}
+    want = hf_logits(server.model, tensors, PROMPT)
+    report = server.publish(wrong)
+    got = server.admin.score(str(report.ref), [PROMPT], 10.0)[0]
+    assert largest(got, token_logprobs(want, PROMPT)) > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_those_of_the_behaviour_policy(server: RunningServer, temperature: float) -> None:
+    tensors = adapter(2)
+    ref = server.publish(tensors).ref
+
+    async def sample() -> Any:
+        async with aiohttp.ClientSession() as session:
+            return await server.post(
+                session, model="math", prompt=PROMPT, n=3, max_tokens=12, temperature=temperature, logprobs=0, seed=5,
+                return_token_ids=True,
+            )
+
+    status, answer = asyncio.run(sample())
+    assert status == 200, answer
+    assert answer["model"] == str(ref), "a bare name is the newest version"
+    assert len(answer["choices"]) == 3
+    assert len({tuple(c["token_ids"]) for c in answer["choices"]}) > 1
+    for choice in answer["choices"]:
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        assert choice["versions"] == [ref.version] * len(ids)
+        assert choice["finish_reason"] in ("stop", "length")
+        want = token_logprobs(hf_logits(server.model, tensors, PROMPT + ids), PROMPT + ids, temperature)
+        assert largest(logprobs, want[len(PROMPT):]) < 1e-4
+
+
+def test_mixed_batch_equals_each_alone_and_base_is_untouched(server: RunningServer) -> None:
+    first, second = server.publish(adapter(3)).ref, server.publish(adapter(4)).ref
+    jobs = [(m, [10 + i, 20, 30, 40 + i]) for i in range(6) for m in ("base", str(first), str(second))]
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        async with aiohttp.ClientSession() as session:
+            alone = [await server.greedy(session, m, p) for m, p in jobs]
+            return alone, await asyncio.gather(*(server.greedy(session, m, p) for m, p in jobs))
+
+    alone, mixed = asyncio.run(both())
+    for (model, _), (ids, lp), (mixed_ids, mixed_lp) in zip(jobs, alone, mixed):
+        assert mixed_ids == ids
+        assert largest(mixed_lp, lp) < (1e-6 if model == "base" else 1e-5)
+    assert alone[1][0] != alone[2][0], "the two versions must differ"
+
+
+def test_publish_during_generation_leaves_running_requests_alone(server: RunningServer) -> None:
+    old = server.publish(adapter(5)).ref
+    prompts = [[10 + k, 20, 30, 40 + k] for k in range(8)]
+
+    async def run() -> tuple[list[Any], list[Any], list[str]]:
+        async with aiohttp.ClientSession() as session:
+            reference = [await server.greedy(session, str(old), p, 150) for p in prompts]
+            running = [asyncio.create_task(server.greedy(session, str(old), p, 150)) for p in prompts]
+            await asyncio.sleep(0.02)
+            report = await asyncio.to_thread(server.publish, adapter(6))
+            in_flight = sum(not t.done() for t in running)
+            await server.greedy(session, str(report.ref), prompts[0], 20)
+            assert in_flight > 0, "the publish must overlap generation"
+            return reference, await asyncio.gather(*running), [str(report.ref)]
+
+    reference, during, _ = asyncio.run(run())
+    assert [ids for ids, _ in during] == [ids for ids, _ in reference]
+    assert max(largest(a[1], b[1]) for a, b in zip(during, reference)) < 1e-5
+
+
+def test_refused_publish_changes_nothing_and_the_next_one_works(server: RunningServer) -> None:
+    good = server.publish(adapter(7)).ref
+    before = server.admin.score(str(good), [PROMPT], 10.0)
+    refs = server.admin.info(10.0).refs
+    missing = {k: v for k, v in adapter(8).items() if ".layers.2." not in k}
+    poisoned = adapter(8)
+    poisoned["model.layers.1.mlp.experts.3.up_proj.lora_A.weight"][0, 0] = float("nan")
+    bad = {
+        "alpha": (adapter(8), replace(server.spec, alpha=2 * server.spec.alpha)),
+        "missing_tensor": (missing, None),
+        "non_finite": (poisoned, None),
+        "prefix": ({f"base_model.model.{k}": v for k, v in adapter(8).items()}, None),
+    }
+    for reason, (tensors, spec) in bad.items():
+        with pytest.raises(ManifestError) as e:
+            server.publish(tensors, spec=spec)
+        assert e.value.reason == reason
+        server.publisher.close()
+    after = server.admin.info(10.0).refs
+    assert set(after) <= set(refs), "nothing new (an old version may have made room)"
+    assert str(good) in after
+    assert server.admin.score(str(good), [PROMPT], 10.0) == before
+    tensors = adapter(9)
+    ref = server.publish(tensors).ref
+    want = token_logprobs(hf_logits(server.model, tensors, PROMPT), PROMPT)
+    assert largest(server.admin.score(str(ref), [PROMPT], 10.0)[0], want) < 1e-4
+
+
+def test_old_versions_retire_but_not_under_a_request(server: RunningServer) -> None:
+    held = server.publish(adapter(10)).ref
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            body = {"model": str(held), "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+            async with session.post(server.url("/v1/completions"), json=body) as response:
+                await response.content.readline()
+                for seed in range(6):
+                    await asyncio.to_thread(server.publish, adapter(seed))
+                    async with session.get(server.url("/metrics")) as metrics:
+                        if "sequences_running 1" in await metrics.text():
+                            assert str(held) in server.admin.info(10.0).refs
+                async for _ in response.content:
+                    pass
+            for seed in range(2):
+                await asyncio.to_thread(server.publish, adapter(seed))
+            status, answer = await server.post(session, model=str(held), prompt=PROMPT)
+            assert status == 404, answer
+
+    asyncio.run(run())
+    refs = server.admin.info(10.0).refs
+    assert len(refs) <= server.config.rollout.resident_versions
+    assert str(server.newest) in refs
+
+
+@pytest.mark.parametrize("model", ["nobody", "math@v9999", "math@v", "nobody@v0", "", "/etc", "tiny"])
+def test_unknown_models_are_404_never_the_base(server: RunningServer, model: str) -> None:
+    server.publish(adapter(1))
+
+    async def ask() -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session:
+            return await server.post(session, model=model, prompt=PROMPT)
+
+    status, answer = asyncio.run(ask())
+    assert status == 404
+    assert "choices" not in answer
+    assert "math@v" in answer["error"]["message"], "the message must say what is served"
+
+
+BAD_REQUESTS = {
+    "empty": {"prompt": []}, "empty text": {"prompt": ""}, "too long": {"prompt": [5] * 250, "max_tokens": 16},
+    "outside": {"prompt": [288]}, "negative": {"prompt": [-1]}, "mixed": {"prompt": ["a", 5]},
+    "unknown field": {"prompt": "a", "best_of": 4}, "no prompt": {}, "temperature": {"prompt": "a", "temperature": -1.0},
+    "n": {"prompt": "a", "n": 0}, "stream two": {"prompt": ["a", "b"], "stream": True},
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_bad_requests_are_400(server: RunningServer, case: str) -> None:
+    async def ask() -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session:
+            return await server.post(session, model="base", **BAD_REQUESTS[case])
+
+    status, answer = asyncio.run(ask())
+    assert status == 400, answer
+    assert answer["error"]["message"]
+
+
+def test_forms_of_prompts_and_answers(server: RunningServer) -> None:
+    server.publish(adapter(1))
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            ids = [2 + b for b in (3, 4, 5, 6)]
+            status, many = await server.post(
+                session, model="math", prompt=[ids, PROMPT], n=2, max_tokens=5, return_token_ids=True, top_k=1
+            )
+            assert status == 200, many
+            assert [c["index"] for c in many["choices"]] == [0, 1, 2, 3]
+            assert many["choices"][0]["token_ids"] == many["choices"][1]["token_ids"]
+            assert many["usage"]["prompt_tokens"] == len(ids) + len(PROMPT)
+            _, text = await server.post(session, model="math", prompt="1+1=", max_tokens=5, temperature=0.0)
+            _, echo = await server.post(
+                session, model="math", prompt="1+1=", max_tokens=5, temperature=0.0, echo=True, logprobs=0
+            )
+            assert echo["choices"][0]["text"] == "1+1=" + text["choices"][0]["text"]
+            assert len(echo["choices"][0]["logprobs"]["token_logprobs"]) == 9
+            _, top = await server.post(session, model="math", prompt="1+1=", max_tokens=2, temperature=0.0, logprobs=3)
+            assert len(top["choices"][0]["logprobs"]["top_logprobs"]) == 2
+            _, chat = await server.post(
+                session, "/v1/chat/completions", model="math", messages=[{"role": "user", "content": "hi"}],
+                max_tokens=5, logprobs=True, temperature=0.0,
+            )
+            assert chat["choices"][0]["message"]["role"] == "assistant"
+            assert len(chat["choices"][0]["logprobs"]["content"]) == 5
+            async with session.post(
+                server.url("/v1/completions"),
+                json={"model": "math", "prompt": "1+1=", "max_tokens": 5, "temperature": 0.0, "stream": True},
+            ) as response:
+                lines = [line async for line in response.content if line.strip()]
+            assert lines[-1].strip() == b"data: [DONE]"
+            assert len(lines) > 2
+            async with session.get(server.url("/v1/models")) as response:
+                names = [m["id"] for m in (await response.json())["data"]]
+            assert names == ["base", *server.admin.info(10.0).refs]
+            async with session.get(server.url("/health")) as response:
+                assert response.status == 200
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
+    async def run() -> None:
+        async def counter(name: str) -> int:
+            async with session.get(server.url("/metrics")) as response:
+                rows = dict(line.split() for line in (await response.text()).splitlines() if line[0] != "#")
+            return int(rows[f"areal_lora_{name}"])
+
+        async with aiohttp.ClientSession() as session:
+            aborted = await counter("sequences_aborted_total")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await server.post(session, model="base", prompt=PROMPT, n=4, max_tokens=200, ignore_eos=True)
+            for _ in range(100):
+                if await counter("sequences_running") == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert await counter("sequences_running") == 0
+            assert await counter("sequences_aborted_total") == aborted + 4
+
+    asyncio.run(run())
+
+
+ADMIN_PATHS = [
+    ("GET", transport.INFO_PATH), ("GET", admin_routes.MODULES_PATH), ("POST", transport.JOIN_PATH),
+    ("POST", transport.PUBLISH_PATH), ("POST", transport.SCORE_PATH), ("POST", admin_routes.RETIRE_PATH),
+    ("POST", admin_routes.DRAIN_PATH), ("POST", admin_routes.SHUTDOWN_PATH), ("GET", "/openapi.json"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
+@pytest.mark.parametrize("header", [None, "Bearer " + "0" * 64, "Bearer", ""])
+def test_admin_plane_without_the_secret_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=5)
+    connection.request(method, path, b"", {} if header is None else {"Authorization": header})
+    assert connection.getresponse().status == 401
+    connection.close()
+    assert server.process.poll() is None
+
+
+def test_ports_listen_on_loopback_only(server: RunningServer) -> None:
+    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    listening = {c.laddr.ip for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1"}, listening
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Signals) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    process = start(tmp_path / "run", tiny_model)
+    running = connect(tmp_path / "run", tiny_model, process)
+    running.publish(adapter(1))
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "the engine is a child process"
+    process.send_signal(sig)
+    process.wait(15)
+    running.publisher.close()
+    if sig == signal.SIGTERM:
+        assert process.returncode == 0, (tmp_path / "run" / "log").read_text()[-2000:]
+    wait_until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10.0, "their end")
+    assert not (set(os.listdir("/dev/shm")) - shm)
+
+
+def test_port_in_use_is_an_early_error(server: RunningServer, tmp_path: Path) -> None:
+    taken = server.config.model_copy(
+        update={"rollout": server.config.rollout.model_copy(update={"port": server.endpoint.ports["data"]})}
+    )
+    (tmp_path / "config.json").write_text(taken.model_dump_json(), encoding="utf-8")
+    from areal_lora.engine.vllm_ext.server import main
+
+    assert main(["--run-folder", str(tmp_path), "--index", "0"]) == 64
+
+
+def test_logits_oracle_is_deterministic(tiny_model: Path) -> None:
+    assert torch.equal(hf_logits(tiny_model, adapter(1), PROMPT), hf_logits(tiny_model, adapter(1), PROMPT))
