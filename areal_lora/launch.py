@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from areal_lora.config.guardrails import Facts, Severity, check, gather_facts, resolve_targets
+from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import create_secret

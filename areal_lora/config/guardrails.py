@@ -1,23 +1,20 @@
 """Rules that a configuration must satisfy before anything starts.
 
-``gather_facts`` looks at the machine (files, ports, devices); ``check`` is pure: it judges a
-configuration against facts. Each rule is one function that yields what it found.
+``check`` is pure: it judges a configuration against facts gathered elsewhere. Each rule is one
+function that yields what it found.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
-import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
 
 from areal_lora.config import architectures as arch
+from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 
@@ -43,30 +40,16 @@ class Finding:
         return ConfigError(self.path, self.reason, self.fix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the rules need to know about the world outside the configuration.
-
-    ``hf_config`` is the model's config.json, None where there is none; ``model_problem`` says
-    why. ``devices`` is the number of accelerators seen here, None where that does not matter
-    (CPU, or a cluster). ``memory_bytes`` is None where unknown.
-    """
-
-    hf_config: Mapping[str, Any] | None
-    model_problem: str = ""
-    model_is_local: bool = True
-    ports_in_use: frozenset[int] = frozenset()
-    devices: int | None = None
-    memory_bytes: int | None = None
-
-
 Rule = Callable[[Config, Facts], Iterator[Finding]]
 
 
 def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
-    """Every rule's findings, errors first."""
-    findings = [finding for rule in RULES for finding in rule(config, facts)]
-    return tuple(sorted(findings, key=lambda finding: finding.severity))
+    """What is wrong, errors first; of several findings about one key only the first."""
+    findings: dict[tuple[str, Severity], Finding] = {}
+    for rule in RULES:
+        for finding in rule(config, facts):
+            findings.setdefault((finding.path, finding.severity), finding)
+    return tuple(sorted(findings.values(), key=lambda finding: finding.severity))
 
 
 def resolve_targets(config: Config) -> Config:
@@ -82,68 +65,6 @@ def resolve_targets(config: Config) -> Config:
         for adapter in config.adapters
     ]
     return config.model_copy(update={"adapters": adapters})
-
-
-# --- facts -------------------------------------------------------------------------------
-
-
-def gather_facts(config: Config, *, runs_here: bool) -> Facts:
-    """Look at the model folder and, where the run would start on this machine, its ports and devices."""
-    hf_config, problem, is_local = _read_model(config.model.path)
-    return Facts(
-        hf_config=hf_config,
-        model_problem=problem,
-        model_is_local=is_local,
-        ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
-        devices=_visible_devices(config.cluster.device) if runs_here else None,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if runs_here else None,
-    )
-
-
-def server_ports(config: Config) -> list[int]:
-    """The fixed data-plane port of each server (consecutive from ``rollout.port``); empty if the system chooses."""
-    return [config.rollout.port + i for i in range(config.rollout.servers)] if config.rollout.port else []
-
-
-def _read_model(path: str) -> tuple[dict[str, Any] | None, str, bool]:
-    given = Path(path).expanduser()
-    cached = arch.cached_hub_folder(path) if arch.is_hub_name(path) else None
-    folder = given if given.is_dir() else cached
-    if folder is None:
-        known = arch.known_config(path)
-        return known, "" if known else f"there is no folder {path!r}, and it is not a model known here", False
-    try:
-        return arch.read_hf_config(folder), "", True
-    except FileNotFoundError:
-        return None, f"the folder {path!r} has no config.json", True
-    except (OSError, ValueError) as error:
-        return None, f"config.json in {path!r} cannot be read: {error}", True
-
-
-def _ports_in_use(config: Config) -> frozenset[int]:
-    used = set()
-    for port in server_ports(config):
-        with socket.socket() as probe:
-            # A port in TIME_WAIT can be bound by the server, so it must not count as used.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.cluster.bind, port))
-            except (OSError, OverflowError):
-                used.add(port)
-    return frozenset(used)
-
-
-def _visible_devices(device: str) -> int | None:
-    if device == "cpu":
-        return None
-    variable, pattern = {
-        "cuda": ("CUDA_VISIBLE_DEVICES", "nvidia[0-9]*"),
-        "npu": ("ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*"),
-    }[device]
-    chosen = os.environ.get(variable)
-    if chosen is not None:
-        return len([part for part in chosen.split(",") if part.strip()])
-    return len(list(Path("/dev").glob(pattern)))
 
 
 # --- rules: model ------------------------------------------------------------------------
@@ -416,7 +337,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
     needed += int(config.rollout.servers * (config.rollout.kv_cache_gib or 4.0) * 2**30)
     if needed > facts.memory_bytes:
         yield Finding(
-            path="model.path",
+            path="rollout.kv_cache_gib",
             reason=f"about {needed / 2**30:.0f} GiB are needed and this machine has {facts.memory_bytes / 2**30:.0f}",
             fix="use a smaller model, fewer processes or a smaller rollout.kv_cache_gib",
             severity=Severity.WARNING,

@@ -164,9 +164,7 @@ def _apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], So
     merged_adapters = [merged_entry if i == at else old for i, old in enumerate(adapters)]
     # Sources look an entry up by name, so that the error names the command line and not a file.
     nested = {"adapters": [{"name": merged_entry.get("name"), **entry}]}
-    return {**data, "adapters": merged_adapters}, Source(
-        label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd()
-    )
+    return {**data, "adapters": merged_adapters}, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
 
 
 def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:

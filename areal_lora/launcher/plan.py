@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.config import architectures as arch
-from areal_lora.config.guardrails import Facts, server_ports
+from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 

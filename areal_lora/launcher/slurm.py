@@ -94,7 +94,7 @@ def _step(config: Config, specs: Iterable[ProcessSpec]) -> list[str]:
         "esac",
         "END_OF_TASK",
         f'SLURM_HOSTFILE="$RUN/hosts-{role}" srun --overlap --kill-on-bad-exit=1 --distribution=arbitrary \\',
-        f'  --nodes={len(nodes)} --ntasks={len(specs)} --cpus-per-task={max(s.cpus for s in specs)} \\',
+        f"  --nodes={len(nodes)} --ntasks={len(specs)} --cpus-per-task={max(s.cpus for s in specs)} \\",
         f'  --nodelist="{nodelist}" --output="$RUN/logs/{role}-%t.log" --open-mode=append \\',
         f'  bash "$RUN/task-{role}.sh" &',
         f"{role.upper()}=$!",

@@ -1,0 +1,90 @@
+"""Model and adapter sizes against published figures, and against counting real modules."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.architectures import TARGETS, ModelShape, adapter_size, known_config, known_models
+
+TINY = Path(__file__).resolve().parents[2] / "examples" / "math" / "tiny_model"
+
+
+def shape_of(name: str) -> ModelShape:
+    config = known_config(name)
+    assert config is not None
+    return ModelShape.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen/Qwen3-0.6B", 0.60), ("Qwen/Qwen3-8B", 8.19), ("Qwen/Qwen3-32B", 32.76), ("Qwen/Qwen3-30B-A3B-Base", 30.53),
+     ("Qwen/Qwen3-235B-A22B", 235.09)],
+)  # fmt: skip
+def test_base_sizes_are_the_published_ones(name: str, billions: float) -> None:
+    assert shape_of(name).parameters / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_every_known_model_can_be_read() -> None:
+    assert all(shape_of(name).layers for name in known_models())
+
+
+def test_names_of_the_30b_adapter() -> None:
+    # 48 layers x (4 attention projections + 128 experts x 3) x (A and B); 1.69 GB in bf16 at rank 16.
+    size = adapter_size(shape_of("Qwen/Qwen3-30B-A3B"), 16, TARGETS)
+    assert size.names == 37_248
+    assert size.file_parameters * 2 / 1e9 == pytest.approx(1.69, abs=0.005)
+    assert size.tensors == 48 * (4 + 2 + 128 * 5)
+
+
+def hf_linears(shape: ModelShape) -> list[tuple[str, str, int, int]]:
+    """(Megatron target, Hugging Face name, in, out) of every adaptable linear, one by one."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    rows = []
+    for layer in range(shape.layers):
+        attention = [("q", query), ("k", key), ("v", key)]
+        rows += [("linear_qkv", f"{layer}.{n}", shape.hidden, out) for n, out in attention]
+        rows.append(("linear_proj", f"{layer}.o", query, shape.hidden))
+        for expert in range(shape.experts):
+            for n in ("gate", "up"):
+                rows.append(("linear_fc1", f"{layer}.{expert}.{n}", shape.hidden, shape.expert_ffn))
+            rows.append(("linear_fc2", f"{layer}.{expert}.down", shape.expert_ffn, shape.hidden))
+    return rows
+
+
+@pytest.mark.parametrize("targets", [t for n in range(1, 5) for t in itertools.combinations(TARGETS, n)])
+def test_adapter_size_equals_counting_one_by_one(targets: tuple[str, ...]) -> None:
+    shape = ModelShape.from_hf(json.loads((TINY / "config.json").read_text()))
+    rank = 8
+    rows = [row for row in hf_linears(shape) if row[0] in targets]
+    # A lora_A is shared by the projections that are fused into one Megatron module.
+    shared = {(target, name.rpartition(".")[0], n_in) for target, name, n_in, _ in rows}
+    size = adapter_size(shape, rank, targets)
+    assert size.names == 2 * len(rows)
+    assert size.tensors == len(rows) + len(shared)
+    assert size.file_parameters == sum(rank * (n_in + n_out) for _, _, n_in, n_out in rows)
+    assert size.parameters == sum(rank * n_out for *_, n_out in rows) + sum(rank * n_in for *_, n_in in shared)
+
+
+def test_tiny_model_size_equals_its_weights() -> None:
+    safetensors = pytest.importorskip("safetensors")
+    shape = ModelShape.from_hf(json.loads((TINY / "config.json").read_text()))
+    assert shape.experts == 8, "transformers 5 spells it num_local_experts"
+    with safetensors.safe_open(TINY / "model.safetensors", framework="numpy") as file:
+        counted = 0
+        for name in file.keys():  # noqa: SIM118
+            n = 1
+            for length in file.get_slice(name).get_shape():
+                n *= length
+            counted += n
+    assert shape.parameters == counted
+
+
+def test_mixture_without_expert_count_is_incomplete() -> None:
+    config = dict(known_config("Qwen/Qwen3-30B-A3B") or {})
+    del config["num_experts"]
+    with pytest.raises(KeyError):
+        ModelShape.from_hf(config)

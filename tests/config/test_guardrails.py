@@ -1,0 +1,142 @@
+"""Each rule on facts made by hand; the machine is not asked except where a test says so."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.architectures import known_config
+from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.guardrails import Severity, check, resolve_targets
+from areal_lora.config.load import load_config
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
+MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
+DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]
+EMBEDDED = [*MOE, EXAMPLES / "embedded.yaml"]
+
+FACTS = {
+    "moe": Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")),
+    "dense": Facts(hf_config=known_config("Qwen/Qwen3-8B")),
+    "embedded": Facts(hf_config=json.loads((EXAMPLES / "tiny_model" / "config.json").read_text())),
+}
+PATHS = {"moe": MOE, "dense": DENSE, "embedded": EMBEDDED}
+
+
+@pytest.mark.parametrize("job", PATHS)
+def test_shipped_configurations_pass(job: str) -> None:
+    assert check(load_config(PATHS[job]), FACTS[job]) == ()
+
+
+# job, overrides, facts to change, key to be named, words of the line
+# fmt: off
+# ruff: noqa: E501
+TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
+    ("embedded", ["trainer.ep=3", "trainer.world_size=3"], {}, "trainer.ep", ["3 does not divide", "8 experts", "4, 8"]),
+    ("embedded", ["trainer.tp=3"], {}, "trainer.tp", ["4 attention heads"]),
+    ("embedded", ["trainer.pp=3"], {}, "trainer.pp", ["4 layers"]),
+    ("embedded", ["trainer.etp=3"], {}, "trainer.etp", ["64 columns of an expert"]),
+    ("embedded", ["trainer.world_size=3"], {}, "trainer.world_size", ["etp x ep x pp = 2", "multiple of 2"]),
+    ("moe", ["trainer.world_size=6", "trainer.ep=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
+    ("dense", ["trainer.ep=2"], {}, "trainer.ep", ["dense"]),
+    ("embedded", ["rollout.tp=3"], {}, "rollout.tp", ["4 attention heads"]),
+    ("moe", ["rollout.tp=16", "rollout.servers=1", "cluster.nodes=4"], {}, "rollout.tp", ["node of 8"]),
+    ("embedded", ["adapters.0.target_modules=[linear_qvk]"], {}, "adapters.0.target_modules", ["linear_qvk", "linear_qkv,"]),
+    ("embedded", ["adapters.0.target_modules=[q_proj]"], {}, "adapters.0.target_modules", ["Megatron calls it linear_qkv"]),
+    ("embedded", ["adapters.0.target_modules=[linear_fc3*]"], {}, "adapters.0.target_modules", ["matches no module"]),
+    ("embedded", ["adapters.0.rank=16"], {}, "adapters.0.rank", ["16", "max_lora_rank = 8"]),
+    ("embedded", ["rollout.max_lora_rank=12"], {}, "rollout.max_lora_rank", ["8, 16"]),
+    ("embedded", ["adapters.0.sampling.max_new_tokens=256"], {}, "adapters.0.sampling.max_new_tokens", ["no room for a prompt"]),
+    ("embedded", ["rollout.max_model_len=1024"], {}, "rollout.max_model_len", ["512 positions"]),
+    ("embedded", ["trainer.max_tokens_per_microbatch=128"], {}, "trainer.max_tokens_per_microbatch", ["256"]),
+    ("embedded", ["weight_sync.probe_tokens=300"], {}, "weight_sync.probe_tokens", ["256"]),
+    ("embedded", ["adapters.0.sampling.n_samples=1"], {}, "adapters.0.sampling.n_samples", ["grpo", "at least 2"]),
+    ("embedded", ["adapters.0.minibatches=65"], {}, "adapters.0.minibatches", ["64 prompts"]),
+    ("embedded", ["rollout.port=4000", "rollout.servers=2"], {"ports_in_use": frozenset({4001})}, "rollout.port", ["4001"]),
+    ("embedded", ["rollout.port=70000"], {}, "rollout.port", ["not a port number"]),
+    ("embedded", ["cluster.nodes=2"], {}, "cluster.nodes", ["this machine"]),
+    ("moe", ["cluster.nodes=2"], {}, "cluster.nodes", ["24 devices are needed", "16 are declared"]),
+    ("moe", ["cluster.bind=127.0.0.1"], {}, "cluster.bind", ["cannot reach"]),
+    ("dense", [], {"devices": 4}, "cluster.device", ["8 cuda devices", "4 are visible"]),
+    ("embedded", [], {"hf_config": None, "model_problem": "there is no folder 'x'"}, "model.path", ["no folder 'x'"]),
+    ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["'gpt2' has no converter", "qwen3_moe"]),
+    ("embedded", [], {"hf_config": {"model_type": "qwen3"}}, "model.path", ["lacks sizes"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "changes", "key", "words"), TABLE, ids=[f"{row[3]}:{row[4][0]}" for row in TABLE]
+)
+def test_rule(job: str, overrides: list[str], changes: dict, key: str, words: list[str]) -> None:
+    findings = check(load_config(PATHS[job], overrides), replace(FACTS[job], **changes))
+    assert [f.path for f in findings] == [key], "one mistake, one line"
+    line = str(findings[0].error())
+    assert findings[0].severity is Severity.ERROR
+    assert "\n" not in line
+    for word in words:
+        assert word in line
+
+
+def test_same_adapter_name_twice() -> None:
+    config = load_config(EMBEDDED)
+    config = config.model_copy(update={"adapters": [config.adapters[0]] * 2})
+    assert [f.path for f in check(config, FACTS["embedded"])] == ["adapters"]
+
+
+def test_warnings_are_not_errors_and_come_last() -> None:
+    facts = replace(FACTS["embedded"], model_is_local=False, memory_bytes=2**20)
+    findings = check(load_config(EMBEDDED, ["adapters.0.rank=16"]), facts)
+    assert [f.severity for f in findings] == [Severity.ERROR, Severity.WARNING, Severity.WARNING]
+
+
+def test_wildcards_become_plain_names() -> None:
+    config = load_config(EMBEDDED, ["adapters.0.target_modules=[linear_fc*, linear_qkv]"])
+    assert check(config, FACTS["embedded"]) == ()
+    assert resolve_targets(config).adapters[0].target_modules == ["linear_qkv", "linear_fc1", "linear_fc2"]
+
+
+# --- facts from the machine ---------------------------------------------------------------
+
+
+def test_a_listening_port_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        config = load_config(EMBEDDED, [f"rollout.port={port}"])
+        assert gather_facts(config, runs_here=True).ports_in_use == {port}
+        assert gather_facts(config, runs_here=False).ports_in_use == frozenset()
+    assert gather_facts(config, runs_here=True).ports_in_use == frozenset()
+
+
+def test_model_folder_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def facts(path: str) -> Facts:
+        return gather_facts(load_config(EMBEDDED, [f"model.path={path}"]), runs_here=False)
+
+    assert "no folder" in facts("some/where").model_problem
+    (tmp_path / "m").mkdir()
+    assert "no config.json" in facts(str(tmp_path / "m")).model_problem
+    (tmp_path / "m" / "config.json").write_text("{")
+    assert "cannot be read" in facts(str(tmp_path / "m")).model_problem
+    known = facts("Qwen/Qwen3-8B")
+    assert known.hf_config is not None
+    assert not known.model_is_local
+    snapshot = tmp_path / "hub" / "models--some--where" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
+    cached = facts("some/where")
+    assert cached.hf_config == {"model_type": "qwen3"}
+    assert cached.model_is_local
+
+
+def test_visible_devices_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert gather_facts(load_config(DENSE), runs_here=True).devices == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gather_facts(load_config(DENSE), runs_here=True).devices == 0
+    assert gather_facts(load_config(EMBEDDED), runs_here=True).devices is None

@@ -1,0 +1,72 @@
+"""Rendezvous files, the run secret and the keys derived from it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config import rendezvous
+from areal_lora.errors import EnvironmentError_, ProcessFailed
+
+
+def test_what_is_published_is_read(tmp_path: Path) -> None:
+    rendezvous.publish_endpoint(tmp_path, "server", 1, {"data": 1234, "admin": 1235})
+    endpoint = rendezvous.wait_endpoint(tmp_path, "server", 1, timeout_s=1)
+    assert (endpoint.host, endpoint.ports, endpoint.pid) == ("127.0.0.1", {"data": 1234, "admin": 1235}, os.getpid())
+    assert [p.name for p in (tmp_path / "rendezvous").iterdir()] == ["server-1.json"]
+
+
+def test_waiting_ends_when_it_appears(tmp_path: Path) -> None:
+    timer = threading.Timer(0.2, rendezvous.publish_endpoint, (tmp_path, "trainer", 0, {"store": 7}))
+    timer.start()
+    assert rendezvous.wait_endpoint(tmp_path, "trainer", 0, timeout_s=10).ports == {"store": 7}
+    timer.join()
+
+
+def test_timeout_and_death_name_the_process(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailed, match=r"server-3 did not publish .* logs/server-3\.log"):
+        rendezvous.wait_endpoint(tmp_path, "server", 3, timeout_s=0.1)
+    start = time.monotonic()
+    with pytest.raises(ProcessFailed, match="server-3 ended before"):
+        rendezvous.wait_endpoint(tmp_path, "server", 3, timeout_s=30, still_alive=lambda: False)
+    assert time.monotonic() - start < 5
+
+
+def test_waiting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rendezvous, "REMIND_S", 0.05)
+    with pytest.raises(ProcessFailed):
+        rendezvous.wait_endpoint(tmp_path, "server", 0, timeout_s=0.3)
+    assert "waiting for server-0" in capsys.readouterr().err
+
+
+def test_secret_is_private_random_and_never_replaced(tmp_path: Path) -> None:
+    path = rendezvous.create_secret(tmp_path)
+    secret = rendezvous.read_secret(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(bytes.fromhex(secret)) == 32
+    with pytest.raises(FileExistsError):
+        rendezvous.create_secret(tmp_path)
+    (tmp_path / "other").mkdir()
+    rendezvous.create_secret(tmp_path / "other")
+    assert rendezvous.read_secret(tmp_path / "other") != secret
+
+
+def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    rendezvous.create_secret(tmp_path).chmod(0o640)
+    with pytest.raises(EnvironmentError_, match="readable by others"):
+        rendezvous.read_secret(tmp_path)
+    with pytest.raises(EnvironmentError_, match="no run secret"):
+        rendezvous.read_secret(tmp_path / "nowhere")
+
+
+def test_curve_keys_are_pairs_that_depend_on_secret_and_role() -> None:
+    zmq = pytest.importorskip("zmq")
+    public, private = rendezvous.zmq_curve_keys("aa", "controller")
+    assert zmq.curve_public(private) == public
+    assert rendezvous.zmq_curve_keys("aa", "controller") == (public, private)
+    assert rendezvous.zmq_curve_keys("aa", "trainer")[1] != private
+    assert rendezvous.zmq_curve_keys("ab", "controller")[1] != private

@@ -1,0 +1,40 @@
+"""Runs processes given as JSON through the real ``run_local``; the tests start it as a process of its own.
+
+``python -m tests.launcher.drive RUN_FOLDER GRACE_S '[["trainer", 0, "print(1)"], ...]'``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_lora.config.architectures import known_config
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.launcher.local import run_local
+from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
+
+
+def main() -> int:
+    folder, grace_s, processes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
+        [f"run.root={folder.parent}", f"run.name={folder.name}", f"run.stop_grace_s={grace_s}"],
+    )
+    plan = make_plan(config, Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")))
+    specs = tuple(
+        ProcessSpec(role=role, index=index, argv=(sys.executable, "-u", "-c", code), env={})
+        for role, index, code in processes
+    )
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    dummy = JobPlan(run_folder=folder, nodes=1, processes=specs, ports=(), files=(), ranks=(), estimates=plan.estimates)
+    return run_local(config, dummy, Console())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

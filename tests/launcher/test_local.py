@@ -1,0 +1,200 @@
+"""Supervision with small real processes: what is reported, what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+FOREVER = "import time; time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
+
+
+class Run:
+    """One launcher process and everything whose environment carries its mark."""
+
+    def __init__(self, folder: Path, grace_s: float, processes: list[tuple[str, int, str]]) -> None:
+        self.folder = folder
+        self.mark = f"AREAL_LORA_TEST={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launcher.drive", str(folder), str(grace_s), json.dumps(processes)],
+            env=os.environ | {name: value}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=Path(__file__).resolve().parents[2],
+        )  # fmt: skip
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of this run, found by their environment: also those that no parent knows any more."""
+        name, _, value = self.mark.partition("=")
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"never happened; launcher: {self.process.poll()}"
+            time.sleep(0.05)
+
+    def log(self, name: str) -> str:
+        path = self.folder / "logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def end(self, timeout_s: float = 20) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(*processes: tuple[str, int, str], grace_s: float = 3.0) -> Run:
+        runs.append(Run(tmp_path / "run", grace_s, list(processes)))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for process in run.alive():
+            process.kill()
+        run.process.wait()
+
+
+def test_trainer_rank_0_ending_well_ends_the_run(begin: Callable[..., Run]) -> None:
+    run = begin(("server", 0, FOREVER), ("controller", 0, FOREVER), ("trainer", 0, "print('done')"))
+    code, output = run.end()
+    assert code == 0, output
+    assert run.log("trainer-0") == "done\n"
+    assert run.alive() == []
+
+
+def test_another_rank_may_end_before_rank_0(begin: Callable[..., Run]) -> None:
+    run = begin(("trainer", 0, "import time; time.sleep(0.8)"), ("trainer", 1, ""), ("controller", 0, ""))
+    assert run.end()[0] == 0
+
+
+def test_first_failure_is_reported_with_its_last_lines(begin: Callable[..., Run]) -> None:
+    noisy = "import sys\nfor i in range(100): print('line', i)\nsys.exit('[bold]the reason[/]')"
+    run = begin(("server", 0, FOREVER), ("controller", 0, noisy), ("trainer", 0, FOREVER))
+    code, output = run.end()
+    assert code == 70
+    assert "controller-0 exited with code 1" in output
+    assert "[bold]the reason[/]" in output, "text of a log is not markup"
+    assert "line 71" in output
+    assert "line 70" not in output, "30 lines"
+    assert run.alive() == []
+
+
+def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None:
+    run = begin(("server", 0, "import os; print(os.getpid()); import time; time.sleep(600)"), ("trainer", 0, FOREVER))
+    run.wait_for(lambda: run.log("server-0").strip().isdecimal())
+    os.kill(int(run.log("server-0")), signal.SIGKILL)
+    code, output = run.end()
+    assert code == 70
+    assert "server-0 was killed by SIGKILL" in output
+
+
+def test_missing_interpreter_is_one_line_and_stops_the_others(tmp_path: Path) -> None:
+    from areal_lora.errors import EnvironmentError_
+    from areal_lora.launcher.plan import ProcessSpec
+    from areal_lora.launcher.supervise import Supervisor
+
+    good = ProcessSpec(role="server", index=0, argv=(sys.executable, "-c", FOREVER), env={})
+    bad = ProcessSpec(role="trainer", index=0, argv=("/no/such/python",), env={})
+    with Supervisor(tmp_path, 3.0) as supervisor:
+        with pytest.raises(EnvironmentError_, match=r"trainer-0 cannot be started with /no/such/python"):
+            supervisor.start([good, bad])
+    assert [p for p in psutil.Process().children() if FOREVER in p.cmdline()] == []
+
+
+# A process whose child leaves the session, ignores SIGTERM and outlives its parent.
+GRANDPARENT = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_leaves_nothing_behind(begin: Callable[..., Run], number: signal.Signals) -> None:
+    run = begin(("server", 0, GRANDPARENT), ("trainer", 0, STUBBORN), grace_s=1.0)
+    run.wait_for(lambda: "ready" in run.log("server-0"))
+    start = time.monotonic()
+    run.process.send_signal(number)
+    code, output = run.end(timeout_s=10)
+    assert code == 130
+    assert time.monotonic() - start < 10
+    assert "Interrupted" in output
+    assert run.alive() == []
+
+
+def test_second_interrupt_kills_at_once(begin: Callable[..., Run]) -> None:
+    run = begin(("trainer", 0, STUBBORN), grace_s=60.0)
+    run.wait_for(lambda: "ready" in run.log("trainer-0"))
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.process.poll() is None, "the first one is polite"
+    run.process.send_signal(signal.SIGINT)
+    assert run.end(timeout_s=5)[0] == 130
+    assert run.alive() == []
+
+
+def test_polite_stop_lets_a_process_finish(begin: Callable[..., Run]) -> None:
+    tidy = (
+        "import signal, sys, time\n"
+        "def bye(*_): time.sleep(0.3); print('tidied'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, bye); print('ready'); time.sleep(600)"
+    )
+    run = begin(("server", 0, tidy), ("trainer", 0, FOREVER))
+    run.wait_for(lambda: "ready" in run.log("server-0"))
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert "tidied" in run.log("server-0")
+
+
+def test_killed_launcher_leaves_nothing_either(begin: Callable[..., Run]) -> None:
+    grandparent = GRANDPARENT.replace("start_new_session=True", "")
+    run = begin(("server", 0, STUBBORN), ("trainer", 0, grandparent))
+    run.wait_for(lambda: "ready" in run.log("server-0") and "ready" in run.log("trainer-0"))
+    run.process.kill()
+    run.wait_for(lambda: run.alive() == [], timeout_s=15)
+
+
+def test_shared_memory_of_killed_processes_is_removed(begin: Callable[..., Run]) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here")
+    name = f"areal_lora_test_{uuid.uuid4().hex}"
+    other = Path("/dev/shm") / f"{name}_other"
+    hold = f"import mmap, time\nf = open('/dev/shm/{name}', 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)\n"
+    run = begin(("server", 0, hold + STUBBORN), ("trainer", 0, FOREVER), grace_s=0.3)
+    try:
+        run.wait_for(lambda: "ready" in run.log("server-0"))
+        other.write_bytes(b"not of this run")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end()[0] == 130
+        assert not (Path("/dev/shm") / name).exists()
+        assert other.exists()
+    finally:
+        other.unlink(missing_ok=True)
+
+
+def test_rank_variables_of_the_caller_do_not_leak(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    run = begin(("trainer", 0, "import os; print(sorted({'RANK', 'MASTER_PORT'} & set(os.environ)))"))
+    assert run.end()[0] == 0
+    assert run.log("trainer-0") == "[]\n"
