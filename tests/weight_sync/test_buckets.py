@@ -102,12 +102,12 @@ def test_37k_tiny_tensors_take_no_seconds():
     tensors = [(f"model.layers.{i}.lora_A.weight", torch.full((16, 24), float(i))) for i in range(37_248)]
     buffer = PackBuffer(0, "bfloat16")
     buffer.pack(tensors)
-    began = time.perf_counter()
+    began = time.process_time()
     shard = buffer.pack(tensors)
-    packed_s = time.perf_counter() - began
-    began = time.perf_counter()
+    packed_s = time.process_time() - began
+    began = time.process_time()
     verify_shard(buffer.flat.numpy(), shard)
-    verified_s = time.perf_counter() - began
+    verified_s = time.process_time() - began
     print(f"pack {packed_s * 1e3:.0f} ms, verify {verified_s * 1e3:.0f} ms")
     assert packed_s < 3.0
     assert verified_s < 2.0

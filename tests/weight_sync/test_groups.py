@@ -90,7 +90,7 @@ def test_a_receiver_that_never_comes_is_an_error_in_time():
     began = time.monotonic()
     with pytest.raises(PublishError, match="not complete"):
         listener.accept()
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 8.0
 
 
 def test_a_source_that_is_not_there_is_an_error_in_time():
@@ -100,7 +100,7 @@ def test_a_source_that_is_not_there_is_an_error_in_time():
     began = time.monotonic()
     with pytest.raises(PublishError, match="cannot be reached"):
         join_group(endpoint, 1, "127.0.0.1", 1.0)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 8.0
 
 
 def test_who_does_not_know_the_token_is_not_a_member():
@@ -127,7 +127,7 @@ def test_a_late_member_is_an_error_at_the_deadline():
     began = time.monotonic()
     with pytest.raises(PublishError, match="source rank 0"):
         receiver.start(torch.zeros(10, dtype=torch.uint8), soon(0.5)).wait()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 6.0
     source.close()
     receiver.close()
 
@@ -139,5 +139,5 @@ def test_closing_one_member_wakes_the_other_before_the_deadline():
     threading.Timer(0.2, source.close).start()
     with pytest.raises(PublishError):
         transfer.wait()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 8.0
     receiver.close()

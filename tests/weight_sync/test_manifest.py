@@ -73,6 +73,7 @@ def test_plan_places_every_tensor_once_aligned_and_apart(per_source, dtype):
         assert taken.count(0) < ALIGN_BYTES * max(1, len(tensors))
 
 
+@settings(deadline=None)
 @given(nbytes=st.integers(0, 10_000), bucket=st.integers(1, 3_000))
 def test_bucket_ranges_tile_the_buffer(nbytes, bucket):
     ranges = bucket_ranges(nbytes, bucket)
@@ -205,7 +206,7 @@ def test_successor_rules():
 def test_manifest_of_a_30b_adapter_encodes_in_time():
     shapes = {f"model.layers.{i % 48}.mlp.experts.{i // 48}.down_proj.lora_A.weight": (1, 8) for i in range(18_000)}
     owned = [(n, torch.zeros(s)) for n, s in shapes.items()]
-    began = time.perf_counter()
+    began = time.process_time()
     manifest = packed(owned)[1]
     check_cover(decode(encode(manifest)), shapes)
-    assert time.perf_counter() - began < 4.0
+    assert time.process_time() - began < 4.0

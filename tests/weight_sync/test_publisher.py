@@ -144,7 +144,7 @@ def test_a_hung_server_fails_the_publish_in_time_and_the_next_one_connects_anew(
         os.kill(pid, signal.SIGCONT)
     assert answers[0][0] == "PublishError", answers
     assert str(cluster.endpoints[1]) in answers[0][1][1]
-    assert max(a[2] for a in answers) < DEADLINE_S + 4.0
+    assert max(a[2] for a in answers) < DEADLINE_S + 8.0
     time.sleep(1.0)
     cluster.next(4)
     cluster.assert_served(cluster.version, 4)
@@ -166,7 +166,7 @@ def test_a_killed_server_fails_the_publish_in_time_on_every_rank(cluster):
     cluster.version += 1
     answers = cluster.publish(cluster.version, 3)
     assert answers[0][0] == "PublishError", answers
-    assert max(a[2] for a in answers) < DEADLINE_S + 4.0
+    assert max(a[2] for a in answers) < DEADLINE_S + 8.0
     answers = cluster.open((0, 1), deadline_s=1.5)
     assert answers[0][0] == "PublishError", answers
-    assert max(a[2] for a in answers) < DEADLINE_S + 4.0
+    assert max(a[2] for a in answers) < DEADLINE_S + 8.0

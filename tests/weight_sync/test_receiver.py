@@ -225,7 +225,7 @@ def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_wo
     with pytest.raises(PublishError, match="busy"):
         bench.receiver.begin(manifest, 1, 0.5)
     result = bench.results.get(timeout=5.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 5.0
     assert (result.ok, result.reason) == (False, Refusal.WIRE)
     assert bench.writer.touched == set()
     bench.connect()
