@@ -1,8 +1,8 @@
 """Ends the processes of a run whose launcher was itself killed (SIGKILL, out of memory).
 
-Reads process ids from standard input, one a line. The end of the input means that the
-launcher is gone: whatever is still alive in the sessions of those processes is killed. A
-launcher that has stopped everything in order leaves nothing to do.
+Reads process ids from standard input, one a line. The end of the input without a last line
+``done`` means that the launcher is gone: whatever is still alive in the sessions of those
+processes is killed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import time
 
 import psutil
 
-GRACE_S = 5.0
+DONE = "done"
+GRACE_S = 3.0
 
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sessions = {int(line) for line in sys.stdin if line.strip()}
+    lines = sys.stdin.read().split()
+    if lines[-1:] == [DONE]:
+        return 0
+    sessions = {int(line) for line in lines}
     deadline = time.monotonic() + GRACE_S
     while members_of(sessions) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -22,6 +22,7 @@ from types import TracebackType
 import psutil
 
 from areal_lora.errors import EnvironmentError_
+from areal_lora.launcher import guardian
 from areal_lora.launcher.plan import ProcessSpec
 
 KILL_WAIT_S = 1.5
@@ -62,7 +63,7 @@ class Supervisor:
         if sys.platform == "linux":
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._guardian = subprocess.Popen(
-            [sys.executable, "-m", "areal_lora.launcher.guardian"], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", guardian.__name__], stdin=subprocess.PIPE, start_new_session=True
         )
         return self
 
@@ -87,9 +88,7 @@ class Supervisor:
                         f" (fix: check {spec.role}'s `python`)"
                     ) from None
             self._running.append((spec, process))
-            if self._guardian is not None and self._guardian.stdin is not None:
-                self._guardian.stdin.write(f"{process.pid}\n".encode())
-                self._guardian.stdin.flush()
+            self._tell_guardian(str(process.pid))
 
     def log_path(self, spec: ProcessSpec) -> Path:
         return self._logs / f"{spec.name}.log"
@@ -147,19 +146,28 @@ class Supervisor:
 
     def _descendants(self) -> list[psutil.Process]:
         """Living processes below this one that came after the supervisor, its guardian aside."""
-        guardian = self._guardian.pid if self._guardian else None
+        watcher = self._guardian.pid if self._guardian else None
         alive = []
         for process in psutil.Process().children(recursive=True):
-            if process in self._not_ours or process.pid == guardian:
+            if process in self._not_ours or process.pid == watcher:
                 continue
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
         return alive
 
+    def _tell_guardian(self, word: str) -> None:
+        if self._guardian is not None and self._guardian.stdin is not None:
+            # One killed from outside cannot protect us any more, and must not stop us.
+            with contextlib.suppress(BrokenPipeError):
+                self._guardian.stdin.write(f"{word}\n".encode())
+                self._guardian.stdin.flush()
+
     def _release_guardian(self) -> None:
         if self._guardian is not None and self._guardian.stdin is not None:
-            self._guardian.stdin.close()
+            self._tell_guardian(guardian.DONE)
+            with contextlib.suppress(BrokenPipeError):
+                self._guardian.stdin.close()
             self._guardian.wait()
             self._guardian = None
 
