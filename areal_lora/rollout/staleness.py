@@ -1,12 +1,12 @@
 """The staleness budget: how many groups may be under way, and which may still be trained on.
 
-Step ``k`` of the trainer consumes at version ``k`` and publishes version ``k + 1``. A group
-issued at version ``V`` may be consumed at the latest by step ``V + max_staleness``. With ``B``
+A training step consumes at version ``k`` and publishes version ``k + 1``. A group issued at
+version ``V`` may be consumed at the latest by the step at version ``V + max_staleness``. With ``B``
 groups a step, admission therefore keeps (AReaL, arXiv:2505.24298, "staleness-aware training", in groups)::
 
     consumed + ready + running <= (V + max_staleness + 1) * B
 
-where ``consumed = next_step * B``. Admission is only the means: it assumes that groups are
+where ``consumed = next_version * B``. Admission is only the means: it assumes that groups are
 consumed in the order they were issued, which stragglers break. What holds is :meth:`verdict`,
 applied to every group at hand-over (contract C7).
 """
@@ -27,22 +27,23 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessBudget:
-    """Pure arithmetic of one adapter's budget; versions and steps count from 0.
+    """Pure arithmetic of one adapter's budget.
 
-    ``last_step`` is the number of the last training step: nothing is issued for steps after it.
+    ``last_version`` is the version at which the last training step consumes: nothing is issued
+    for steps after it.
     """
 
     max_staleness: int
     prompts_per_step: int
-    last_step: int
+    last_version: int
 
-    def capacity(self, *, newest: int, next_step: int, live: int) -> int:
+    def capacity(self, *, newest: int, next_version: int, live: int) -> int:
         """How many groups may be issued now.
 
-        ``newest`` is the newest version announced active, ``next_step`` the step that will be
-        served next, ``live`` the groups issued and neither handed over nor dropped.
+        ``newest`` is the newest version announced active, ``next_version`` the one at which the
+        next batch will be consumed, ``live`` the groups held for that step and later ones.
         """
-        steps = min(newest + self.max_staleness, self.last_step) + 1 - next_step
+        steps = min(newest + self.max_staleness, self.last_version) + 1 - next_version
         return max(0, steps * self.prompts_per_step - live)
 
     def verdict(self, *, oldest: int, consume_version: int) -> Verdict:

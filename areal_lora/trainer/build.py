@@ -47,7 +47,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     set_status(run_folder, "trainer", rank, "connecting the weight-sync groups")
     publisher.connect()
     return Trainer(
-        config=config, engine=engine, tenants=tenants, publishing=publishing, recorder=recorder, control=control
+        config=config, run_folder=run_folder, engine=engine, tenants=tenants, publishing=publishing, recorder=recorder, control=control
     )
 
 
@@ -73,6 +73,6 @@ def _publisher(
 
     return Publisher(
         run=config.run.name, sources=sources, rank=rank, servers=servers, secret=read_secret(run_folder),
-        config=config.weight_sync, exchange=GroupExchange(timeout_s=2 * config.weight_sync.deadline_s),
+        config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
         bind=config.cluster.bind, on_active=announce,
     )

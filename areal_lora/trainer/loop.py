@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.data.collate import assert_staleness, collate
@@ -17,7 +18,7 @@ from areal_lora.engine.base import TrainEngine
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.batches import share_groups
-from areal_lora.trainer.export import export_adapter
+from areal_lora.trainer.export import adapter_folder, export_adapter
 from areal_lora.trainer.learn import learn
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
@@ -31,6 +32,7 @@ class Trainer:
     """What a rank holds for a whole run. ``recorder`` talks to the controller and the disk: rank 0 only."""
 
     config: Config
+    run_folder: Path
     engine: TrainEngine
     tenants: list[Tenant]
     publishing: AdapterPublishing
@@ -48,22 +50,24 @@ def train(trainer: Trainer) -> None:
     """Run every step of every adapter, then wait for the last version and its evaluation."""
     for tenant in trainer.tenants:
         trainer.publishing.publish(tenant)
-        evaluate(trainer, tenant, "before")
     for _ in range(trainer.config.run.steps):
         for tenant in trainer.tenants:
             train_step(trainer, tenant)
     for tenant in trainer.tenants:
-        trainer.publishing.join(tenant)
-        evaluate(trainer, tenant, "after")
-        export_adapter(trainer.engine, tenant, trainer.control, trainer.config.run_folder)
+        activate(trainer, tenant)
+        export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
+        if trainer.recorder:
+            trainer.recorder.wait_eval(tenant)
     if trainer.recorder:
-        trainer.recorder.finish(trainer.tenants)
+        trainer.recorder.finish(adapter_folder(trainer.run_folder, trainer.tenants[0]))
     trainer.control.all_gather_bytes(b"done")
 
 
 def train_step(trainer: Trainer, tenant: Tenant) -> None:
     """Consume one batch, improve the adapter by one version, hand the version to the servers."""
     spans = Spans()
+    with spans.span("publish_join"):
+        activate(trainer, tenant)
     with spans.span("wait_batch"):
         batch, histogram = next_batch(trainer, tenant)
     with spans.span("annotate"):
@@ -71,15 +75,22 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
     with spans.span("train"):
         report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
     tenant.version += 1
-    with spans.span("publish_join"):
-        trainer.publishing.join(tenant)
     with spans.span("publish_pack"):
         trainer.publishing.publish(tenant)
     if trainer.recorder:
         trainer.recorder.step(tenant, batch, report, histogram, spans)
-    every = trainer.config.eval.every_steps
-    if every and tenant.version % every == 0 and tenant.version < trainer.config.run.steps:
-        evaluate(trainer, tenant, "during")
+
+
+def activate(trainer: Trainer, tenant: Tenant) -> None:
+    """Join the publish of the tenant's version, and have the version evaluated where the plan says so.
+
+    The evaluation runs on the servers beside the rollouts; nothing waits for it here.
+    """
+    trainer.publishing.join(tenant)
+    every, last = trainer.config.eval.every_steps, trainer.config.run.steps
+    due = tenant.version in (0, last) or (every and tenant.version % every == 0)
+    if trainer.recorder and due:
+        trainer.recorder.request_eval(tenant)
 
 
 def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
@@ -91,9 +102,3 @@ def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, 
     groups = trainer.recorder.next_groups(tenant) if trainer.recorder else None
     batch = collate(share_groups(groups, trainer.control))
     return batch, assert_staleness(batch, tenant.version, trainer.config.rollout.max_staleness)
-
-
-def evaluate(trainer: Trainer, tenant: Tenant, tag: str) -> None:
-    """Ask for a held-out evaluation of the tenant's version; rollouts go on meanwhile."""
-    if trainer.recorder:
-        trainer.recorder.request_eval(tenant, tag)

@@ -16,6 +16,8 @@ from areal_lora.obs.metrics import (
     SampleRecord,
     StepRecord,
 )
+from areal_lora.obs.report import write_report
+from areal_lora.obs.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.rollout.messages import Batch, EvalResult, RolloutSample, Stats
 from areal_lora.rollout.trainer_client import RolloutClient
@@ -25,6 +27,8 @@ from areal_lora.types import TrainBatch, TrajectoryGroup
 from areal_lora.weight_sync.publisher import PublishReport
 
 log = get_logger(__name__)
+
+EVAL_TAG = "held-out"
 
 
 class Recorder:
@@ -53,12 +57,14 @@ class Recorder:
         self._record_samples(tenant, batch.samples)
         return list(batch.groups)
 
-    def request_eval(self, tenant: Tenant, tag: str) -> None:
-        self._client.request_eval(tenant.ref, tag)
+    def request_eval(self, tenant: Tenant) -> None:
+        """Ask for a held-out evaluation of the tenant's version, which must be active."""
+        self._client.request_eval(tenant.ref, EVAL_TAG)
 
-    def wait_eval(self, tenant: Tenant, tag: str) -> None:
-        self.status(f"waiting for the {tag} evaluation of {tenant.ref}")
-        self._record_evals([self._client.wait_eval(tenant.ref, tag)])
+    def wait_eval(self, tenant: Tenant) -> None:
+        self.status(f"waiting for the evaluation of {tenant.ref}")
+        self._record_evals([self._client.wait_eval(tenant.ref, EVAL_TAG)])
+        self._record_evals(self._client.poll_evals(tenant.name))
 
     def published(self, tenant: Tenant, report: PublishReport) -> None:
         self._writer.write(
@@ -121,8 +127,17 @@ class Recorder:
                 )
             )
 
-    def close(self) -> None:
+    def finish(self, adapter: Path) -> None:
+        """Stop the controller, write the report and, last, the summary."""
+        self.status("writing the report")
         self._client.shutdown()
+        self._writer.close()
+        report = write_report(self._run_folder)
+        wall_s = time.monotonic() - self._started_s
+        write_summary(self._run_folder, wall_s=wall_s, adapter_path=adapter, report_path=report)
+        self.status("done")
+
+    def close(self) -> None:
         self._client.close()
         self._writer.close()
 

@@ -1,0 +1,71 @@
+"""The control socket: a zmq ROUTER behind CURVE, keys derived from the run secret."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from areal_lora.config.rendezvous import zmq_curve_keys
+from areal_lora.errors import ArealLoraError
+from areal_lora.obs.log import get_logger
+from areal_lora.rollout.messages import Failed, Reply, Request, decode_request, encode
+
+SERVER_ROLE = "controller"
+CLIENT_ROLE = "trainer"
+
+log = get_logger(__name__)
+Handler = Callable[[Request], Awaitable[Reply]]
+
+
+class _OnlyTheTrainer:
+    """CURVE credentials: exactly the client key that the run secret gives."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+class ControlSocket:
+    """Answers each request in a task of its own, so that a long poll holds up nobody."""
+
+    def __init__(self, host: str, secret: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        client_public, _ = zmq_curve_keys(secret, CLIENT_ROLE)
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyTheTrainer(client_public))
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, SERVER_ROLE)
+        self._socket.linger = 500  # ms
+        self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+
+    async def serve(self, handler: Handler, tasks: asyncio.TaskGroup) -> None:
+        """Receive for ever. ArealLoraError becomes a Failed reply; anything else ends the task group."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) == 3:
+                tasks.create_task(self._answer(handler, *frames))
+
+    async def _answer(self, handler: Handler, client: bytes, request_id: bytes, payload: bytes) -> None:
+        reply: Reply
+        try:
+            reply = await handler(decode_request(payload))
+        except msgspec.DecodeError as error:
+            reply = Failed(reason=f"request is not understood: {error}")
+        except ArealLoraError as error:
+            log.error("request refused: %s", error)
+            reply = Failed(reason=str(error))
+        await self._socket.send_multipart([client, request_id, encode(reply)])
+
+    def close(self) -> None:
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()

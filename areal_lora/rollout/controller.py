@@ -1,0 +1,214 @@
+"""The rollout controller: one task per group in flight, one handler per trainer request.
+
+    trainer --announce--> feed.admit -> task: begin -> workflow -> finish | back off and retry
+    trainer --get batch-> feed.take  <- ready groups, oldest issue first
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from areal_lora.errors import RolloutError
+from areal_lora.obs.log import get_logger
+from areal_lora.rollout import messages as m
+from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.evaluation import Evaluator
+from areal_lora.rollout.feed import AdapterFeed, Lease, Ticket
+from areal_lora.rollout.prompts import Prompt
+from areal_lora.rollout.routing import Router
+from areal_lora.rollout.workflow import Workflow, first_fault
+from areal_lora.types import AdapterRef
+
+N_SAMPLES = 2  # readable examples in a batch
+NO_VERSION_WAIT_S = 0.2
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterRuntime:
+    """Everything that belongs to one adapter."""
+
+    feed: AdapterFeed
+    workflow: Workflow
+    evaluator: Evaluator
+    events: list[m.EvalResult] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def expire(self, ticket: Ticket) -> None:
+        self.running[ticket.seq].cancel()
+
+    def notify(self) -> None:
+        """Wake everybody who waits for the present state to change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Controller:
+    """Serves trainer requests and keeps the feeds' groups in flight inside ``tasks``.
+
+    An error that is not a rollout fault ends the task group, and with it the process.
+    """
+
+    def __init__(
+        self, adapters: Mapping[str, AdapterRuntime], router: Router, *, seed: int, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._adapters, self._router, self._seed, self._tasks = adapters, router, seed, tasks
+        self.stopped = asyncio.Event()
+
+    # ------------------------------------------------------------ requests
+
+    async def handle(self, request: m.Request) -> m.Reply:
+        match request:
+            case m.Hello():
+                return self._hello(request)
+            case m.AnnounceVersion():
+                return self._announce(request)
+            case m.GetBatch():
+                return await self._get_batch(request)
+            case m.Evaluate():
+                return self._evaluate(request)
+            case m.GetEvents():
+                return await self._get_events(request)
+            case m.GetStats():
+                return self._adapter(request.adapter).feed.stats()
+            case m.Shutdown():
+                self.stopped.set()
+                return m.Done()
+
+    def _adapter(self, name: str) -> AdapterRuntime:
+        runtime = self._adapters.get(name)
+        if runtime is None:
+            raise RolloutError(f"adapter {name!r} is not in this run (it has: {', '.join(self._adapters)})")
+        return runtime
+
+    def _hello(self, request: m.Hello) -> m.Welcome:
+        if request.protocol != m.PROTOCOL:
+            raise RolloutError(f"trainer speaks protocol {request.protocol}, this controller {m.PROTOCOL}")
+        for runtime in self._adapters.values():
+            runtime.feed.hello()
+        return m.Welcome(adapters=tuple(self._adapters))
+
+    def _announce(self, request: m.AnnounceVersion) -> m.Done:
+        runtime = self._adapter(request.adapter)
+        runtime.feed.announce(request.version)
+        self._router.announce(AdapterRef(name=request.adapter, version=request.version))
+        self._admit(runtime)
+        runtime.notify()
+        return m.Done()
+
+    async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.NotReady:
+        runtime = self._adapter(request.adapter)
+        feed = runtime.feed
+        lease: Lease | None = None
+
+        def take() -> bool:
+            nonlocal lease
+            lease = feed.take(request.step, request.version)
+            self._admit(runtime)
+            return lease is not None
+
+        await self._wait(runtime, take, request.timeout_s)
+        stats = feed.stats()
+        if lease is None:
+            return m.NotReady(
+                ready=stats.ready, needed=feed.budget.prompts_per_step, running=stats.running,
+                dropped=sum(stats.dropped.values()), note=feed.last_fault,
+            )
+        return m.Batch(
+            adapter=request.adapter, step=request.step, groups=lease.groups, stats=stats,
+            samples=_examples(lease), events=self._drain_events(runtime),
+        )
+
+    def _evaluate(self, request: m.Evaluate) -> m.Done:
+        runtime = self._adapter(request.adapter)
+        ref = AdapterRef(name=request.adapter, version=request.version)
+
+        async def evaluate() -> None:
+            # The trainer may ask before its publish in the background has been announced.
+            while not runtime.feed.has_announced(request.version):
+                await runtime.changed.wait()
+            result = await runtime.evaluator.run(ref, request.tag)
+            log.info("evaluation %s of %s: %s", result.tag, ref, result.error or f"{result.accuracy:.3f} of {result.n}")
+            runtime.events.append(result)
+            runtime.notify()
+
+        self._tasks.create_task(evaluate())
+        return m.Done()
+
+    async def _get_events(self, request: m.GetEvents) -> m.Events:
+        runtime = self._adapter(request.adapter)
+        await self._wait(runtime, lambda: bool(runtime.events), request.timeout_s)
+        return m.Events(events=self._drain_events(runtime))
+
+    def _drain_events(self, runtime: AdapterRuntime) -> tuple[m.EvalResult, ...]:
+        events = tuple(runtime.events)
+        runtime.events.clear()
+        return events
+
+    async def _wait(self, runtime: AdapterRuntime, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return when ``ready`` says so, checked at every change, or after ``timeout_s``."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while not ready():
+            remaining_s = deadline_s - asyncio.get_running_loop().time()
+            if remaining_s <= 0:
+                return
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await runtime.changed.wait()
+            except TimeoutError:
+                return
+
+    # ------------------------------------------------------------ groups
+
+    def _admit(self, runtime: AdapterRuntime) -> None:
+        while (ticket := runtime.feed.admit()) is not None:
+            task = self._tasks.create_task(self._roll_out(runtime, ticket))
+            runtime.running[ticket.seq] = task
+            task.add_done_callback(lambda _, seq=ticket.seq: runtime.running.pop(seq))
+
+    async def _roll_out(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
+        """One issued group until it is ready or dropped. Cancelled when it has become too old."""
+        feed = runtime.feed
+        back_off_s: float | None = 0.0
+        while back_off_s is not None:
+            await asyncio.sleep(back_off_s)
+            ref = feed.begin(ticket)
+            if ref is None:
+                back_off_s = NO_VERSION_WAIT_S
+                continue
+            try:
+                seed = request_seed(self._seed, ticket.prompt, ticket.issue, ticket.tries)
+                episode = await runtime.workflow.run(ticket.prompt, ref, seed)
+            except GenerationFault as fault:
+                back_off_s = feed.retry(ticket, fault.kind, fault.detail, retryable=fault.retryable)
+                continue
+            bad = first_fault(episode.group)
+            if bad is not None:
+                back_off_s = feed.retry(ticket, FaultKind.SCORER, f"{bad.outcome}: {bad.detail}")
+                continue
+            feed.finish(ticket, episode)
+            back_off_s = None
+        self._admit(runtime)
+        runtime.notify()
+
+
+def request_seed(run_seed: int, prompt: Prompt, issue: int, attempt: int) -> int:
+    """31-bit sampling seed of one request: the same run asks the same question in the same way."""
+    text = f"{run_seed}:{prompt.uid}:{issue}:{attempt}".encode()
+    return int.from_bytes(blake2b(text, digest_size=4).digest(), "little") >> 1
+
+
+def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:
+    return tuple(
+        m.RolloutSample(
+            uid=trajectory.uid, prompt=ticket.prompt.sample.prompt, completion=episode.texts[0],
+            answer=ticket.prompt.sample.answer, reward=trajectory.reward, version=trajectory.adapter.version,
+        )
+        for ticket, episode in lease.episodes[:N_SAMPLES]
+        for trajectory in episode.group.trajectories[:1]
+    )

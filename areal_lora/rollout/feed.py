@@ -1,0 +1,292 @@
+"""The book-keeping of one adapter: which groups are issued, which are ready, which are handed over.
+
+Pure and synchronous: no sockets, no tasks, a clock that is passed in. The controller drives it
+from real requests, the property test from a simulation.
+
+    prompts -> admit -> begin -> finish -> take -> (next take commits)
+                 ^        ^ retry |           |
+                 |________________|___________|  dropped as stale: the prompt is issued again
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from areal_lora.errors import RolloutError, StalenessError
+from areal_lora.rollout.ledger import GroupState, Ledger
+from areal_lora.rollout.messages import Stats
+from areal_lora.rollout.prompts import Prompt, PromptStream
+from areal_lora.rollout.staleness import StalenessBudget, Verdict
+from areal_lora.rollout.workflow import Episode
+from areal_lora.types import AdapterRef, TrajectoryGroup
+
+MAX_TRIES = 8  # requests of one issue
+MAX_ISSUES = 4  # issues of one prompt, when groups are dropped as stale
+MIN_LOST_IN_A_ROW = 16
+BACK_OFF_S = 0.1
+MAX_BACK_OFF_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Ticket:
+    """One issued group. ``version`` is None while it waits for a retry."""
+
+    seq: int
+    prompt: Prompt
+    issue: int
+    tries: int = 0
+    version: int | None = None
+    begun_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The groups of one step, handed over and not yet known to be committed."""
+
+    step: int
+    version: int
+    episodes: tuple[tuple[Ticket, Episode], ...]
+
+    @property
+    def groups(self) -> tuple[TrajectoryGroup, ...]:
+        return tuple(episode.group for _, episode in self.episodes)
+
+
+class AdapterFeed:
+    """Admission, staleness and exactly-once of one adapter.
+
+    ``on_expire(ticket)`` is called for a running group that can no longer be consumed; the
+    caller abandons its request and must not report about that ticket again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        budget: StalenessBudget,
+        prompts: PromptStream,
+        ledger: Ledger,
+        max_running: int,
+        on_expire: Callable[[Ticket], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.name, self.budget, self.max_running = name, budget, max_running
+        self.last_fault = ""
+        self._prompts, self._ledger, self._on_expire, self._clock = prompts, ledger, on_expire, clock
+        self._newest: int | None = None
+        self._next_version = -1
+        self._position: int | None = None
+        self._again: deque[tuple[Prompt, int]] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._ready: dict[int, tuple[Ticket, Episode]] = {}
+        self._lease: Lease | None = None
+        self._retried: Counter[str] = Counter()
+        self._staleness: Counter[int] = Counter()
+        self._lost_in_a_row = 0
+        self._tokens = 0
+        self._generation_s = 0.0
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
+
+    # ------------------------------------------------------------ versions
+
+    def hello(self) -> None:
+        """A trainer (re)starts: issue nothing until it announces where it stands."""
+        self._newest = None
+
+    def announce(self, version: int) -> None:
+        """``version`` is active on the servers; the first one after :meth:`hello` is the next to consume at."""
+        if self._newest is None:
+            self._next_version = version
+            if self._position is None:
+                # A resumed run goes on where the steps before it stopped reading prompts.
+                self._position = version * self.budget.prompts_per_step
+            self._idle_since = None if self._running else self._clock()
+            self._sweep()
+        elif version < self._newest:
+            raise RolloutError(f"{self.name}@v{version} announced after v{self._newest}")
+        self._newest = version
+
+    def has_announced(self, version: int) -> bool:
+        return self._newest is not None and self._newest >= version
+
+    # ------------------------------------------------------------ issuing
+
+    def admit(self) -> Ticket | None:
+        """Issue the next group if budget and concurrency allow it."""
+        if self._newest is None or self._position is None or len(self._running) >= self.max_running:
+            return None
+        live = len(self._running) + len(self._ready) + self._leased_for(self._next_version)
+        if not self.budget.capacity(newest=self._newest, next_version=self._next_version, live=live):
+            return None
+        while True:
+            if self._again:
+                prompt, issue = self._again.popleft()
+            else:
+                prompt, issue = self._prompts.at(self._position), 1
+                self._position += 1
+            seq = self._ledger.issue(prompt.uid, prompt.position)
+            if self._prompts.fits(prompt):
+                break
+            self._ledger.drop(seq, "prompt_too_long")
+        ticket = Ticket(seq=seq, prompt=prompt, issue=issue)
+        self._close_idle()
+        self._running[seq] = ticket
+        return ticket
+
+    def begin(self, ticket: Ticket) -> AdapterRef | None:
+        """The version to ask for now; None while no version is announced."""
+        if self._newest is None:
+            return None
+        self._ledger.run(ticket.seq, self._newest)
+        ticket.version = self._newest
+        ticket.tries += 1
+        ticket.begun_s = self._clock()
+        return AdapterRef(name=self.name, version=self._newest)
+
+    def finish(self, ticket: Ticket, episode: Episode) -> None:
+        """All trajectories of the group are ``ok``; it is ready unless it came too late."""
+        self._forget_running(ticket)
+        self._ledger.finish(ticket.seq)
+        self._lost_in_a_row = 0
+        self._tokens += sum(sum(t.loss_mask) for t in episode.group.trajectories)
+        self._generation_s += self._clock() - ticket.begun_s
+        oldest = episode.group.oldest_version
+        if self.budget.verdict(oldest=oldest, consume_version=self._next_version) is Verdict.STALE:
+            self._drop_and_reissue(ticket, Verdict.STALE)
+        else:
+            self._ready[ticket.seq] = (ticket, episode)
+
+    def retry(self, ticket: Ticket, kind: str, detail: str, *, retryable: bool = True) -> float | None:
+        """Seconds to wait before the next :meth:`begin`, or None: the group is dropped for good.
+
+        Raises RolloutError when two steps' worth of groups in a row were lost this way.
+        """
+        self.last_fault = f"{kind}: {detail}"
+        if retryable and ticket.tries < MAX_TRIES:
+            self._ledger.requeue(ticket.seq)
+            ticket.version = None
+            self._retried[kind] += 1
+            return min(BACK_OFF_S * 2 ** (ticket.tries - 1), MAX_BACK_OFF_S)
+        self._forget_running(ticket)
+        self._ledger.drop(ticket.seq, kind)
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= max(MIN_LOST_IN_A_ROW, 2 * self.budget.prompts_per_step):
+            raise RolloutError(
+                f"{self.name}: {self._lost_in_a_row} groups in a row were dropped after failures; last: "
+                f"{self.last_fault} (fix: see the rollout servers' logs)"
+            )
+        return None
+
+    # ------------------------------------------------------------ handing over
+
+    def take(self, step: int, version: int) -> Lease | None:
+        """The groups of ``step``, or None while fewer than a batch are ready.
+
+        Steps before ``step`` count as committed. The step served last is served again
+        unchanged. Raises StalenessError if a group beyond the budget would be handed over.
+        """
+        lease = self._lease
+        if lease is not None and step < lease.step:
+            raise RolloutError(f"{self.name}: step {step} asked after step {lease.step}, which commits it")
+        if lease is not None and step == lease.step:
+            self._assert_fresh(lease.episodes, version)
+            return lease
+        self._commit()
+        self._next_version = version
+        self._sweep()
+        needed = self.budget.prompts_per_step
+        if len(self._ready) < needed:
+            return None
+        chosen = tuple(self._ready.pop(seq) for seq in sorted(self._ready)[:needed])
+        self._assert_fresh(chosen, version)
+        for ticket, episode in chosen:
+            self._ledger.lease(ticket.seq, step)
+            self._staleness[version - episode.group.oldest_version] += 1
+        self._lease = Lease(step=step, version=version, episodes=chosen)
+        self._next_version = version + 1
+        self._sweep()
+        self._ledger.check(len(self._running) + len(self._ready) + needed)
+        return self._lease
+
+    def _commit(self) -> None:
+        if self._lease is not None:
+            for ticket, _ in self._lease.episodes:
+                self._ledger.consume(ticket.seq)
+            self._lease = None
+
+    def _assert_fresh(self, episodes: tuple[tuple[Ticket, Episode], ...], version: int) -> None:
+        for ticket, episode in episodes:
+            oldest = episode.group.oldest_version
+            if self.budget.verdict(oldest=oldest, consume_version=version) is not Verdict.FRESH:
+                raise StalenessError(
+                    f"group {ticket.prompt.uid} has tokens of v{oldest} and would be consumed at v{version}, "
+                    f"max_staleness is {self.budget.max_staleness}"
+                )
+
+    def _sweep(self) -> None:
+        """Drop what cannot be consumed at the next version, and issue those prompts again."""
+        for ticket, episode in list(self._ready.values()):
+            oldest = episode.group.oldest_version
+            verdict = self.budget.verdict(oldest=oldest, consume_version=self._next_version)
+            if verdict is not Verdict.FRESH:
+                del self._ready[ticket.seq]
+                self._drop_and_reissue(ticket, verdict)
+        for ticket in list(self._running.values()):
+            if ticket.version is None:
+                continue
+            verdict = self.budget.verdict(oldest=ticket.version, consume_version=self._next_version)
+            if verdict is not Verdict.FRESH:
+                self._forget_running(ticket)
+                self._drop_and_reissue(ticket, verdict)
+                self._on_expire(ticket)
+
+    def _drop_and_reissue(self, ticket: Ticket, verdict: Verdict) -> None:
+        if ticket.issue < MAX_ISSUES:
+            self._ledger.drop(ticket.seq, verdict)
+            self._again.append((ticket.prompt, ticket.issue + 1))
+        else:
+            self._ledger.drop(ticket.seq, f"{verdict}_given_up")
+
+    # ------------------------------------------------------------ counting
+
+    def _leased_for(self, version: int) -> int:
+        return len(self._lease.episodes) if self._lease is not None and self._lease.version >= version else 0
+
+    def _forget_running(self, ticket: Ticket) -> None:
+        del self._running[ticket.seq]
+        if not self._running:
+            self._idle_since = self._clock()
+
+    def _close_idle(self) -> None:
+        if self._idle_since is not None:
+            self._idle_s += self._clock() - self._idle_since
+            self._idle_since = None
+
+    @property
+    def ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def stats(self) -> Stats:
+        counts = self._ledger.counts()
+        idle_now = 0.0 if self._idle_since is None else self._clock() - self._idle_since
+        return Stats(
+            newest_version=-1 if self._newest is None else self._newest,
+            ready=len(self._ready),
+            running=len(self._running),
+            leased=counts.get(GroupState.LEASED, 0),
+            issued=sum(counts.values()),
+            consumed=counts.get(GroupState.CONSUMED, 0),
+            dropped=dict(self._ledger.drop_reasons()),
+            retried=dict(self._retried),
+            staleness=dict(self._staleness),
+            tokens_generated=self._tokens,
+            idle_s=self._idle_s + idle_now,
+            generation_s=self._generation_s,
+        )

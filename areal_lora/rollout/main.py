@@ -1,0 +1,172 @@
+"""The rollout controller: ``python -m areal_lora.rollout.main --run-folder DIR``.
+
+Reads prompts and tokenizer while the servers start, waits for their endpoints, then binds its
+control socket and publishes it as ``controller-0``. SIGTERM, SIGINT, a Shutdown message or the
+parent's death end it and its scorer children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import math
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.rendezvous import publish_endpoint, read_secret, wait_endpoint
+from areal_lora.errors import ArealLoraError
+from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.control import ControlSocket
+from areal_lora.rollout.controller import AdapterRuntime, Controller
+from areal_lora.rollout.evaluation import CHUNK, Evaluator
+from areal_lora.rollout.feed import AdapterFeed
+from areal_lora.rollout.ledger import MemoryLedger
+from areal_lora.rollout.prompts import PromptStream, Tokenizer, tokenize
+from areal_lora.rollout.routing import Router
+from areal_lora.rollout.staleness import StalenessBudget
+from areal_lora.rollout.workflow import Scorer, SingleTurnWorkflow
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.tasks.scorer import ScorerPool
+from areal_lora.types import Sample
+
+ROLE = "controller"
+SERVER_TIMEOUT_S = 3600.0
+_PR_SET_PDEATHSIG = 1
+
+log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
+
+
+class _Stop(Exception):
+    """Ends the controller's tasks; the only ordinary way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterData:
+    """Prompts of one adapter, tokenized: the training stream and the held-out split."""
+
+    config: AdapterConfig
+    prompts: PromptStream
+    eval_samples: Sequence[Sample]
+    eval_token_ids: Sequence[list[int]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.rollout.main", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    run_folder: Path = parser.parse_args(argv).run_folder
+    setup_logging(ROLE, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    exit_code = 0
+    try:
+        config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
+        data = load_data(config, run_folder)
+        set_status(run_folder, ROLE, 0, "waiting for the rollout servers")
+        urls = [server_url(run_folder, index) for index in range(config.rollout.servers)]
+        asyncio.run(serve(config, run_folder, data, urls))
+    except ArealLoraError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return error.exit_code
+    set_status(run_folder, ROLE, 0, "stopped")
+    return 0
+
+
+def load_data(config: Config, run_folder: Path) -> list[AdapterData]:
+    from transformers import AutoTokenizer  # slow to import: only once the arguments are known to be right
+
+    set_status(run_folder, ROLE, 0, "reading prompts")
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
+
+
+def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
+    held_out = load_samples(adapter.task, "eval")[: adapter.task.n_eval]
+    return AdapterData(
+        config=adapter,
+        prompts=PromptStream(
+            load_samples(adapter.task, "train"), tokenizer, seed=config.run.seed,
+            max_prompt_tokens=config.rollout.max_model_len - adapter.sampling.max_new_tokens,
+        ),
+        eval_samples=held_out,
+        eval_token_ids=tokenize(held_out, tokenizer),
+    )
+
+
+def server_url(run_folder: Path, index: int) -> str:
+    endpoint = wait_endpoint(run_folder, "server", index, SERVER_TIMEOUT_S)
+    return f"http://{endpoint.host}:{endpoint.ports['data']}"
+
+
+async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], urls: Sequence[str]) -> None:
+    """Serve until told to stop; nothing is left behind. Raises the first error of any task."""
+    secret = read_secret(run_folder)
+    router = Router(urls)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(CompletionClient(router, secret))
+        runtimes = {}
+        for part in data:
+            scorer = await stack.enter_async_context(ScorerPool(part.config.reward))
+            runtimes[part.config.name] = build_runtime(config, part, client, scorer)
+        socket = ControlSocket(config.cluster.bind, secret)
+        stack.callback(socket.close)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                controller = Controller(runtimes, router, seed=config.run.seed, tasks=tasks)
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    asyncio.get_running_loop().add_signal_handler(number, controller.stopped.set)
+                tasks.create_task(socket.serve(controller.handle, tasks))
+                publish_endpoint(run_folder, ROLE, 0, {"control": socket.port}, host=config.cluster.bind)
+                set_status(run_folder, ROLE, 0, "serving")
+                log.info("serving %s on port %d from %d servers", ", ".join(runtimes), socket.port, len(urls))
+                await controller.stopped.wait()
+                raise _Stop
+        except* _Stop:
+            log.info("stopping")
+        except* ArealLoraError as errors:
+            raise _first(errors) from errors
+
+
+def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def build_runtime(config: Config, data: AdapterData, client: CompletionClient, scorer: Scorer) -> AdapterRuntime:
+    sampling, servers = data.config.sampling, config.rollout.servers
+    sequences = servers * config.rollout.max_num_seqs
+    runtime: AdapterRuntime
+
+    feed = AdapterFeed(
+        data.config.name,
+        budget=StalenessBudget(
+            max_staleness=config.rollout.max_staleness, prompts_per_step=sampling.prompts_per_step,
+            last_version=config.run.steps - 1,
+        ),
+        prompts=data.prompts,
+        ledger=MemoryLedger(),
+        max_running=max(1, math.ceil(sequences / (sampling.n_samples * len(config.adapters)))),
+        on_expire=lambda ticket: runtime.expire(ticket),
+        clock=time.monotonic,
+    )
+    runtime = AdapterRuntime(
+        feed=feed,
+        workflow=SingleTurnWorkflow(client=client, scorer=scorer, sampling=sampling),
+        evaluator=Evaluator(
+            client=client, scorer=scorer, sampling=sampling, samples=data.eval_samples,
+            token_ids=data.eval_token_ids,
+            # Half of what the servers take at once is left to training rollouts.
+            max_chunks=max(1, sequences // (2 * CHUNK)),
+        ),
+    )
+    return runtime
+
+
+if __name__ == "__main__":
+    sys.exit(main())

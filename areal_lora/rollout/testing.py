@@ -1,0 +1,111 @@
+"""A rollout server without a model, for tests of what talks to one.
+
+It speaks the data plane's completions on a loopback port. Answers, delays and faults are
+injected; everything it was asked is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+Answer = tuple[list[int], str]
+
+
+def echo_answer(prompt: list[int], sample: int) -> Answer:
+    """Two tokens that name the sample, and a text that names the prompt."""
+    return [1000 + sample, 2], f"{sum(prompt)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What one request gets instead of its answer: a status, a dropped connection, or an edited body."""
+
+    status: int = 200
+    disconnect: bool = False
+    edit: Callable[[dict[str, Any]], None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeServer:
+    """``async with FakeServer() as server``; then ``server.url``. Versions not in ``models`` are a 404.
+
+    ``fault(k)`` and ``delay_s(k)`` are asked for the k-th request (from 0). ``served_as`` lets
+    the server use another version than the one asked for.
+    """
+
+    models: set[str] = field(default_factory=set)
+    answer: Callable[[list[int], int], Answer] = echo_answer
+    delay_s: Callable[[int], float] = lambda _: 0.0
+    fault: Callable[[int], Fault | None] = lambda _: None
+    served_as: Callable[[str], str] = lambda model: model
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+    port: int = 0
+    open_requests: int = 0
+    _runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> FakeServer:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        # Handlers end with their client, as in the real server.
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        assert self._runner is not None
+        await self._runner.shutdown()
+        await self._runner.cleanup()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.open_requests += 1
+        try:
+            return await self._serve(request)
+        finally:
+            self.open_requests -= 1
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        number = len(self.requests)
+        self.requests.append(body)
+        await asyncio.sleep(self.delay_s(number))
+        fault = self.fault(number)
+        if fault is not None and fault.disconnect:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fault is not None and fault.status != 200:
+            return web.json_response({"error": {"message": "injected"}}, status=fault.status)
+        if body["model"] not in self.models:
+            return web.json_response({"error": {"message": f"no such model {body['model']}"}}, status=404)
+        reply = self._reply(body)
+        if fault is not None and fault.edit is not None:
+            fault.edit(reply)
+        return web.json_response(reply)
+
+    def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        model = self.served_as(body["model"])
+        version = int(model.rpartition("@v")[2])
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        n = body.get("n", 1)
+        choices = []
+        for index, (prompt, sample) in enumerate((prompt, sample) for prompt in prompts for sample in range(n)):
+            token_ids, text = self.answer(prompt, sample)
+            choice: dict[str, Any] = {
+                "index": index, "text": text, "finish_reason": "stop", "versions": [version] * len(token_ids),
+            }
+            if body.get("return_token_ids"):
+                choice["token_ids"] = token_ids
+            if body.get("logprobs") is not None:
+                choice["logprobs"] = {"token_logprobs": [-0.5 * (t + 1) for t in range(len(token_ids))]}
+            choices.append(choice)
+        return {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": model, "choices": choices}
