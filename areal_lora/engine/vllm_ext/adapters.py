@@ -43,7 +43,9 @@ R = TypeVar("R", Joined, Staged)
 class Workers(Protocol):
     """The engine's way to call a method on all its workers (``AsyncLLM``)."""
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class ReportSocket:
                         log.warning("late report dropped: %s", report)
         except TimeoutError:
             missing = sorted(set(range(n_workers)) - got.keys())
-            raise PublishError(f"workers {missing} did not report within {timeout_s:.0f} s; restart the server") from None
+            raise PublishError(f"workers {missing} silent for {timeout_s:.0f} s; restart the server") from None
         return [got[w] for w in range(n_workers)]
 
     def close(self) -> None:
@@ -186,7 +188,8 @@ class ServedAdapters:
         results = [r.result for r in reports]
         refused = [r for r in results if not r.ok]
         if not refused and len({r.digest for r in results}) > 1:
-            refused = [msgspec.structs.replace(results[0], reason=Refusal.HASH, detail="workers received different numbers")]
+            detail = "workers received different numbers"
+            refused = [msgspec.structs.replace(results[0], reason=Refusal.HASH, detail=detail)]
         if refused:
             await self._workers.collective_rpc("al_discard", args=(str(ref),))
             raise ManifestError(refused[0].reason, refused[0].detail)

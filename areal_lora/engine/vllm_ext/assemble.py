@@ -35,10 +35,14 @@ class Parts:
     data_app: ASGIApp
     admin_app: ASGIApp
     n_slots: int
+    shm_prefix: str
 
     def close(self, timeout_s: float) -> None:
+        """End the engine's processes within about ``timeout_s`` and remove the shared memory they shared."""
         self.reports.close()
         self.engine.shutdown(timeout_s)
+        for file in Path("/dev/shm").glob(f"{self.shm_prefix}*") if self.shm_prefix else ():
+            file.unlink(missing_ok=True)
 
 
 def engine_args(config: Config) -> AsyncEngineArgs:
@@ -47,7 +51,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     targets = {t for a in config.adapters for t in a.target_modules}
     unknown = sorted(targets - VLLM_MODULES.keys())
     if unknown:
-        raise ConfigError("adapters.target_modules", f"{unknown} cannot be served", f"choose from {sorted(VLLM_MODULES)}")
+        known = ", ".join(sorted(VLLM_MODULES))
+        raise ConfigError("adapters.target_modules", f"{unknown} cannot be served", f"choose from {known}")
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rollout.max_lora_rank]
     if not ranks:
         raise ConfigError("rollout.max_lora_rank", f"{rollout.max_lora_rank} is above vLLM's limit")
@@ -106,7 +111,7 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     modules = ModulesReply(names=first.names, slots=n_slots(config), max_rank=first.max_rank)
     data_app = DataPlane(adapters, generator, engine.get_tokenizer(), config.rollout.max_num_seqs).app()
     return Parts(
-        engine=engine, reports=reports, n_slots=n_slots(config),
+        engine=engine, reports=reports, n_slots=n_slots(config), shm_prefix=first.shm_prefix,
         data_app=data_app if config.cluster.bind in LOOPBACK else BearerAuth(data_app, secret),
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),
     )

@@ -12,6 +12,7 @@ what                           why
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ class CpuLoraLinear(PunicaWrapperCPU):
 class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel)."""
 
-    _adapters: ExpertAdapters | None = None
+    _adapters: ExpertAdapters
 
     def set_lora_context(self, ctx: Any) -> None:
         super().set_lora_context(ctx)
@@ -180,7 +181,8 @@ def _linear_matrices(name: str, module: BaseLinearLayerWithLoRA, parts: list[str
     for i, part in enumerate(parts):
         leaf = f"{prefix}.{part.rpartition('.')[2]}"
         yield Matrix(name=f"{leaf}.lora_A.weight", stacked=module.lora_a_stacked[i][:, 0], begin=a_begin, full=a_full)
-        yield Matrix(name=f"{leaf}.lora_B.weight", stacked=module.lora_b_stacked[i][:, 0], begin=begins[i], full=fulls[i])
+        stacked_b = module.lora_b_stacked[i][:, 0]
+        yield Matrix(name=f"{leaf}.lora_B.weight", stacked=stacked_b, begin=begins[i], full=fulls[i])
 
 
 def _expert_matrices(name: str, module: FusedMoEWithLoRA) -> Iterator[Matrix]:
@@ -202,9 +204,8 @@ def _expert_matrices(name: str, module: FusedMoEWithLoRA) -> Iterator[Matrix]:
         local = expert - first
         held = 0 <= local < module.local_num_experts
         for leaf, stacked, begin, full in layout:
-            yield Matrix(
-                name=f"{name}.{expert}.{leaf}.weight", stacked=stacked[:, local] if held else None, begin=begin, full=full
-            )
+            part = stacked[:, local] if held else None
+            yield Matrix(name=f"{name}.{expert}.{leaf}.weight", stacked=part, begin=begin, full=full)
 
 
 def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
@@ -231,6 +232,12 @@ def deactivate(worker: Any, lora_id: int) -> None:
     for module in manager.modules.values():
         if isinstance(module, FusedMoEWithLoRA):
             module.adapter_enabled[slot] = 0
+
+
+def shared_memory_prefix() -> str:
+    """How this engine's files in /dev/shm begin (CPU workers share tensors there); empty where there are none."""
+    ident = os.environ.get("VLLM_DIST_IDENT", "")
+    return f"vllm_dist_{ident}" if ident else ""
 
 
 def refuse_files(worker: Any) -> None:

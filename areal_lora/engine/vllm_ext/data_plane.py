@@ -156,17 +156,18 @@ class DataPlane:
         if body.logprobs is not None:
             choice.logprobs = {"token_logprobs": values}
             if body.logprobs > 0:
+                decode = self._tokenizer.decode
                 choice.logprobs["top_logprobs"] = [
-                    {self._tokenizer.decode([t]): p.logprob for t, p in entry.items()} for entry in sample.logprobs or []
+                    {decode([t]): p.logprob for t, p in entry.items()} for entry in sample.logprobs or []
                 ]
         return choice
 
     def _chat_logprobs(self, sample: CompletionOutput) -> list[dict[str, Any]]:
-        rows = []
+        rows, decode = [], self._tokenizer.decode
         for token, entry in zip(sample.token_ids, sample.logprobs or [], strict=True):
             rows.append({
-                "token": self._tokenizer.decode([token]), "logprob": entry[token].logprob,
-                "top_logprobs": [{"token": self._tokenizer.decode([t]), "logprob": p.logprob} for t, p in entry.items()],
+                "token": decode([token]), "logprob": entry[token].logprob,
+                "top_logprobs": [{"token": decode([t]), "logprob": p.logprob} for t, p in entry.items()],
             })
         return rows
 
@@ -214,7 +215,7 @@ def _chosen(sample: CompletionOutput) -> list[float]:
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """Run ``work``, but cancel it (and so abort in the engine) when the client goes away."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(request.receive())  # the body was read: what comes next is the disconnect
+    gone = asyncio.ensure_future(request.receive())  # the body was read: what comes next is the disconnect
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

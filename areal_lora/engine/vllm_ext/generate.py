@@ -7,7 +7,7 @@ after top-p (vLLM's ``processed_logprobs``); of a greedy request, of the plain l
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from vllm import RequestOutput, SamplingParams
@@ -53,7 +53,9 @@ class Generator:
                 f"{len(token_ids)} prompt tokens and max_tokens {max_tokens} exceed the context of {self.max_model_len}"
             )
 
-    async def stream(self, token_ids: list[int], params: SamplingParams, lease: Lease) -> AsyncIterator[RequestOutput]:
+    async def stream(
+        self, token_ids: list[int], params: SamplingParams, lease: Lease
+    ) -> AsyncGenerator[RequestOutput, None]:
         """All outputs of one prompt. Closing the iterator aborts the request in the engine."""
         counters, n = self.counters, params.n
         counters.in_flight += n

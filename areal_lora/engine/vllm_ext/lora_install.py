@@ -81,7 +81,7 @@ class StackedSlotWriter:
         return {m.name: m.shape(spec.rank) for m in self._matrices.values() if m.target in wanted}
 
     def write(self, slot: int, name: str, tensor: np.ndarray, scale: float) -> None:
-        """Store ``tensor * scale`` (float32 ``[r, in]`` or ``[out, r]``) in ``slot``; the rest of the rank stays zero."""
+        """Store ``tensor * scale`` (float32 ``[r, in]`` or ``[out, r]``) in ``slot``; the rest stays as zeroed."""
         matrix, place = self._matrices[name], self._places.get(name)
         if place is None:
             return

@@ -98,5 +98,5 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def error_body(status: int, message: str) -> bytes:
-    kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}.get(status, "server_error")
+    kind = {400: "invalid_request_error", 404: "not_found_error"}.get(status, "server_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

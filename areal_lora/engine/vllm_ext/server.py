@@ -36,7 +36,7 @@ log = get_logger("areal_lora.engine.vllm_ext.server")  # __name__ is __main__ he
 ROLE = "server"
 WATCH_S = 0.5
 CLOSE_S = 2  # uvicorn: whole seconds that running requests get at a stop
-ENGINE_STOP_S = 4.0
+ENGINE_STOP_S = 1.5  # then it is killed: it holds nothing that must be saved
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +69,8 @@ def bound_sockets(config: Config, index: int) -> Iterator[tuple[socket.socket, s
             try:
                 sock.bind((config.cluster.bind, port))
             except OSError as e:
-                raise ConfigError("rollout.port", f"cannot bind {config.cluster.bind}:{port}: {e.strerror}", "use 0") from e
+                where = f"{config.cluster.bind}:{port}"
+                raise ConfigError("rollout.port", f"cannot bind {where}: {e.strerror}", "use 0") from e
             sock.listen(1024)
             sockets.append(sock)
         yield sockets[0], sockets[1]

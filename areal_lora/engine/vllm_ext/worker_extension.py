@@ -21,7 +21,14 @@ import msgspec
 import zmq
 
 from areal_lora.config.rendezvous import read_secret, zmq_curve_keys
-from areal_lora.engine.vllm_ext.compat import activate, adapter_manager, bound_matrices, deactivate, refuse_files
+from areal_lora.engine.vllm_ext.compat import (
+    activate,
+    adapter_manager,
+    bound_matrices,
+    deactivate,
+    refuse_files,
+    shared_memory_prefix,
+)
 from areal_lora.engine.vllm_ext.lora_install import StackedSlotWriter
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.obs.log import setup_logging
@@ -51,6 +58,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_rank: int
     slots: int
     names: list[str]
+    shm_prefix: str
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
@@ -124,7 +132,9 @@ class _WorkerAdapters:
 
 
 class AdapterWorkerExtension:
-    """RPC methods; arguments and answers are bytes, strings and numbers."""
+    """RPC methods; arguments and answers are bytes, strings and numbers. ``rank`` is vLLM's."""
+
+    rank: int
 
     def al_setup(self, setup_bytes: bytes) -> None:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
@@ -135,7 +145,10 @@ class AdapterWorkerExtension:
     def al_describe(self) -> bytes:
         state = self._al_state
         return msgspec.msgpack.encode(
-            WorkerDescription(worker=state.rank, max_rank=state.max_rank, slots=state.slots, names=state.writer.names)
+            WorkerDescription(
+                worker=state.rank, max_rank=state.max_rank, slots=state.slots, names=state.writer.names,
+                shm_prefix=shared_memory_prefix(),
+            )
         )
 
     def al_join(self, request_bytes: bytes) -> None:

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import Endpoint, create_secret, read_endpoint, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.exchange import SoloExchange
-from areal_lora.weight_sync.publisher import PublishReport, Publisher
+from areal_lora.weight_sync.publisher import Publisher, PublishReport
 from areal_lora.weight_sync.transport import AdminClient, ServerEndpoint
 
 LAYERS, EXPERTS, HIDDEN, INTER, RANK, ALPHA = 4, 8, 128, 64, 8, 16.0
@@ -150,7 +150,7 @@ class RunningServer:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-def start(folder: Path, model: Path, preexec: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
+def start(folder: Path, model: Path) -> subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves."""
     config = Config.model_validate({
         "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
@@ -161,16 +161,18 @@ def start(folder: Path, model: Path, preexec: Callable[[], None] | None = None) 
             "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
         }],
         "trainer": {"world_size": 1},
-        "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1, "threads": 1},
+        "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1},
         "weight_sync": {"deadline_s": 8.0},
         "cluster": {"device": "cpu", "devices_per_node": 2},
     })
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(folder)
-    command = [sys.executable, "-m", "areal_lora.engine.vllm_ext.server", "--run-folder", str(folder), "--index", "0"]
+    module = "areal_lora.engine.vllm_ext.server"
+    command = [sys.executable, "-m", module, "--run-folder", str(folder), "--index", "0"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(folder / "log", "wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
 
 
 def connect(folder: Path, model: Path, process: subprocess.Popen[bytes]) -> RunningServer:
@@ -179,7 +181,8 @@ def connect(folder: Path, model: Path, process: subprocess.Popen[bytes]) -> Runn
     secret = read_secret(folder)
     server = ServerEndpoint(host=endpoint.host, admin_port=endpoint.ports["admin"], workers=1)
     publisher = Publisher(
-        run="test", sources=[0], rank=0, servers=[server], secret=secret, config=config.weight_sync, exchange=SoloExchange()
+        run="test", sources=[0], rank=0, servers=[server], secret=secret, config=config.weight_sync,
+        exchange=SoloExchange(),
     )
     return RunningServer(
         folder=folder, model=model, config=config, process=process, endpoint=endpoint, publisher=publisher,
@@ -193,6 +196,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
         time.sleep(0.05)
 
-
-def published(folder: Path) -> bool:
-    return read_endpoint(folder, "server", 0) is not None

@@ -24,7 +24,8 @@ def make(seed: int, dtype: torch.dtype, n_tokens: int, top_k: int, experts: int 
         up_b=rand(SLOTS, E, INTER, RANK), down_a=rand(SLOTS, E, RANK, INTER), down_b=rand(SLOTS, E, H, RANK),
     )
     ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(n_tokens)])
-    return rand(n_tokens, H), rand(E, 2 * INTER, H), rand(E, H, INTER), torch.rand(n_tokens, top_k, generator=g), ids, adapters
+    routing = torch.rand(n_tokens, top_k, generator=g)
+    return rand(n_tokens, H), rand(E, 2 * INTER, H), rand(E, H, INTER), routing, ids, adapters
 
 
 def oracle(x, w1, w2, routing, ids, adapters, slots) -> torch.Tensor:
@@ -110,7 +111,8 @@ def test_experts_of_another_rank_are_left_out() -> None:
 def test_shared_expert_factors() -> None:
     x, w1, w2, routing, ids, a = make(13, torch.float32, 25, 2)
     shared = ExpertAdapters(
-        gate_a=a.gate_a[:, :1], up_a=a.up_a[:, :1], gate_b=a.gate_b, up_b=a.up_b, down_a=a.down_a, down_b=a.down_b[:, :1]
+        gate_a=a.gate_a[:, :1], up_a=a.up_a[:, :1], gate_b=a.gate_b, up_b=a.up_b, down_a=a.down_a,
+        down_b=a.down_b[:, :1],
     )
     full = ExpertAdapters(
         gate_a=shared.gate_a.expand(-1, E, -1, -1), up_a=shared.up_a.expand(-1, E, -1, -1), gate_b=a.gate_b,

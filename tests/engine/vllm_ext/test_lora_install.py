@@ -27,9 +27,10 @@ def worker(tp_rank: int, dtype: torch.dtype = torch.float32) -> tuple[StackedSlo
         P + "o_proj.lora_B.weight": torch.full((SLOTS, 10, MAX_RANK), 9.0, dtype=dtype),
     }
     where = {P + "q_proj.lora_B.weight": (6 * tp_rank, 12), P + "o_proj.lora_A.weight": (6 * tp_rank, 12)}
-    matrices = [
-        Matrix(name=n, stacked=t, begin=where.get(n, (0, 10))[0], full=where.get(n, (0, 10))[1]) for n, t in buffers.items()
-    ]
+    matrices = []
+    for name, stacked in buffers.items():
+        begin, full = where.get(name, (0, 10))
+        matrices.append(Matrix(name=name, stacked=stacked, begin=begin, full=full))
     return StackedSlotWriter(matrices, MAX_RANK), buffers
 
 
@@ -39,7 +40,8 @@ def test_expected_lists_the_targets_at_the_rank_asked_for() -> None:
         P + "q_proj.lora_A.weight": (4, 10), P + "q_proj.lora_B.weight": (12, 4),
         P + "o_proj.lora_A.weight": (4, 12), P + "o_proj.lora_B.weight": (10, 4),
     }
-    assert set(writer.expected(spec(targets=("linear_proj",)))) == {P + "o_proj.lora_A.weight", P + "o_proj.lora_B.weight"}
+    only_proj = writer.expected(spec(targets=("linear_proj",)))
+    assert set(only_proj) == {P + "o_proj.lora_A.weight", P + "o_proj.lora_B.weight"}
 
 
 @pytest.mark.parametrize(
@@ -75,10 +77,8 @@ def test_each_worker_takes_its_part_and_nothing_else_changes(tp_rank: int) -> No
 def test_experts_of_another_worker_are_expected_but_not_written() -> None:
     name = "model.layers.0.mlp.experts.{}.down_proj.lora_B.weight"
     held = torch.zeros(SLOTS, 10, MAX_RANK)
-    writer = StackedSlotWriter(
-        [Matrix(name=name.format(0), stacked=held, begin=0, full=10), Matrix(name=name.format(1), stacked=None, begin=0, full=10)],
-        MAX_RANK,
-    )
+    matrices = [Matrix(name=name.format(e), stacked=t, begin=0, full=10) for e, t in enumerate((held, None))]
+    writer = StackedSlotWriter(matrices, MAX_RANK)
     assert len(writer.expected(spec(targets=("linear_fc2",)))) == 2
     writer.write(0, name.format(1), np.ones((10, 4), np.float32), 1.0)
     assert held.abs().max() == 0

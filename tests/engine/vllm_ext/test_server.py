@@ -45,7 +45,9 @@ def test_published_versions_score_like_merged_hugging_face(server: RunningServer
     assert report.phases["commit"] < 20.0, "ms that generation waits; far less on an idle machine"
 
 
-@pytest.mark.parametrize("name", ["model.layers.2.mlp.experts.5.down_proj.lora_B.weight", "model.layers.3.self_attn.k_proj.lora_B.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.experts.5.down_proj.lora_B.weight", "model.layers.3.self_attn.k_proj.lora_B.weight"]
+)
 def test_one_flipped_tensor_shows(server: RunningServer, name: str) -> None:
     """The parity test above can fail: a single matrix with the wrong sign is far outside its tolerance."""
     tensors = adapter(1)
@@ -188,8 +190,9 @@ def test_unknown_models_are_404_never_the_base(server: RunningServer, model: str
 BAD_REQUESTS = {
     "empty": {"prompt": []}, "empty text": {"prompt": ""}, "too long": {"prompt": [5] * 250, "max_tokens": 16},
     "outside": {"prompt": [288]}, "negative": {"prompt": [-1]}, "mixed": {"prompt": ["a", 5]},
-    "unknown field": {"prompt": "a", "best_of": 4}, "no prompt": {}, "temperature": {"prompt": "a", "temperature": -1.0},
-    "n": {"prompt": "a", "n": 0}, "stream two": {"prompt": ["a", "b"], "stream": True},
+    "unknown field": {"prompt": "a", "best_of": 4}, "no prompt": {},
+    "temperature": {"prompt": "a", "temperature": -1.0}, "n": {"prompt": "a", "n": 0},
+    "stream two": {"prompt": ["a", "b"], "stream": True},
 }
 
 
@@ -278,7 +281,7 @@ ADMIN_PATHS = [
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
 @pytest.mark.parametrize("header", [None, "Bearer " + "0" * 64, "Bearer", ""])
-def test_admin_plane_without_the_secret_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
+def test_admin_without_the_secret_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=5)
     connection.request(method, path, b"", {} if header is None else {"Authorization": header})
     assert connection.getresponse().status == 401
@@ -290,6 +293,10 @@ def test_ports_listen_on_loopback_only(server: RunningServer) -> None:
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     listening = {c.laddr.ip for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1"}, listening
+
+
+def _alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
@@ -305,7 +312,7 @@ def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Si
     running.publisher.close()
     if sig == signal.SIGTERM:
         assert process.returncode == 0, (tmp_path / "run" / "log").read_text()[-2000:]
-    wait_until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10.0, "their end")
+    wait_until(lambda: not any(_alive(child) for child in children), 10.0, "the end of all children")
     assert not (set(os.listdir("/dev/shm")) - shm)
 
 
