@@ -205,7 +205,7 @@ def _generation(choice: Choice) -> Generation:
     if not len(choice.token_ids) == len(logprobs) == len(versions):
         raise GenerationFault(
             FaultKind.PROTOCOL,
-            f"answer {choice.index}: {len(choice.token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions",
+            f"answer {choice.index} has {len(choice.token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions",
         )
     if min(versions) < 0:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} was sampled from the base model")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 from areal_lora.errors import RolloutError
@@ -41,6 +42,9 @@ class AdapterRuntime:
 
     def expire(self, ticket: Ticket) -> None:
         self.running[ticket.seq].cancel()
+
+    def ended(self, seq: int, _: asyncio.Task[None]) -> None:
+        del self.running[seq]
 
     def notify(self) -> None:
         """Wake everybody who waits for the present state to change."""
@@ -169,7 +173,7 @@ class Controller:
         while (ticket := runtime.feed.admit()) is not None:
             task = self._tasks.create_task(self._roll_out(runtime, ticket))
             runtime.running[ticket.seq] = task
-            task.add_done_callback(lambda _, seq=ticket.seq: runtime.running.pop(seq))
+            task.add_done_callback(partial(runtime.ended, ticket.seq))
 
     async def _roll_out(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
         """One issued group until it is ready or dropped. Cancelled when it has become too old."""

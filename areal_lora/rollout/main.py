@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     run_folder: Path = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    exit_code = 0
     try:
         config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
         data = load_data(config, run_folder)
