@@ -122,12 +122,16 @@ on_preemption() {
 }
 trap on_preemption TERM USR1
 
-wait -n -p FIRST "$SERVER" "$CONTROLLER" "$TRAINER"
-CODE=$?
-if [ "$FIRST" != "$TRAINER" ] && [ "$CODE" -eq 0 ]; then
-  wait "$TRAINER"
+REST=("$SERVER" "$CONTROLLER" "$TRAINER")
+while true; do
+  wait -n -p FIRST "${REST[@]}"
   CODE=$?
-fi
+  if [ "$FIRST" = "$TRAINER" ] || [ "$CODE" -ne 0 ]; then break; fi
+  # A step that ended well early: the others can still fail.
+  LEFT=()
+  for STEP in "${REST[@]}"; do [ "$STEP" = "$FIRST" ] || LEFT+=("$STEP"); done
+  REST=("${LEFT[@]}")
+done
 trap '' TERM USR1
 stop_steps
 [ "$CODE" -eq 0 ] || exit 70

@@ -71,20 +71,27 @@ code=0; for pid in "${pids[@]}"; do wait "$pid" || code=$?; done; exit $code
 }
 
 
-def run_script(tmp_path: Path, trainer: str, server: str = "exec sleep 60") -> tuple[subprocess.CompletedProcess, Path]:
+def run_script(
+    tmp_path: Path, trainer: str, server: str = "exec sleep 60", controller: str = "exec sleep 60"
+) -> tuple[subprocess.CompletedProcess, Path]:
     """Run the job's script with stand-ins for srun, scontrol and the roles' interpreters."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
-    for name, text in {**STAND_INS, "trainer-python": trainer, "server-python": server}.items():
+    for name, text in {
+        **STAND_INS,
+        "trainer-python": trainer,
+        "server-python": server,
+        "controller-python": controller,
+    }.items():
         program = bin_folder / name
         program.write_text(f"#!/bin/bash\n{text}\n")
         program.chmod(0o755)
     config, plan = job(
         tmp_path, f"trainer.python={bin_folder}/trainer-python", f"rollout.python={bin_folder}/server-python"
     )
-    controller = plan.role("controller")[0].argv[0]
+    own_python = plan.role("controller")[0].argv[0]
     script = tmp_path / "job.sh"
-    text = sbatch_script(config, plan).replace(f" {controller} ", f" {bin_folder}/server-python ")
+    text = sbatch_script(config, plan).replace(f" {own_python} ", f" {bin_folder}/controller-python ")
     script.write_text(text)
     plan.run_folder.mkdir()
     env = os.environ | {
@@ -103,8 +110,12 @@ def test_trainer_end_ends_the_job_and_tasks_get_rank_and_node(tmp_path: Path) ->
     assert (folder / "hosts-server").read_text().split() == ["n3"] * 4
 
 
-def test_failing_server_fails_the_job(tmp_path: Path) -> None:
-    done, _ = run_script(tmp_path, "exec sleep 60", 'case "$CUDA_VISIBLE_DEVICES" in 2,3) exit 4;; *) exit 0;; esac')
+@pytest.mark.parametrize(
+    "controller", ["exec sleep 60", "exit 0"], ids=["before the others", "after one that ended well"]
+)
+def test_failing_server_fails_the_job(tmp_path: Path, controller: str) -> None:
+    server = 'sleep 1; case "$CUDA_VISIBLE_DEVICES" in 2,3) exit 4;; *) exit 0;; esac'
+    done, _ = run_script(tmp_path, "exec sleep 60", server, controller)
     assert done.returncode == 70
 
 
