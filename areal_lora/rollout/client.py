@@ -202,10 +202,10 @@ def _generation(choice: Choice) -> Generation:
     if not choice.token_ids or choice.logprobs is None or choice.versions is None:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} lacks token ids, logprobs or versions")
     logprobs, versions = choice.logprobs.token_logprobs, choice.versions
-    if not len(choice.token_ids) == len(logprobs) == len(versions):
+    lengths = (len(choice.token_ids), len(logprobs), len(versions))
+    if len(set(lengths)) != 1:
         raise GenerationFault(
-            FaultKind.PROTOCOL,
-            f"answer {choice.index} has {len(choice.token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions",
+            FaultKind.PROTOCOL, f"answer {choice.index}: lengths of tokens, logprobs and versions differ: {lengths}"
         )
     if min(versions) < 0:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} was sampled from the base model")

@@ -59,10 +59,10 @@ class Controller:
     """
 
     def __init__(
-        self, adapters: Mapping[str, AdapterRuntime], router: Router, *, seed: int, tasks: asyncio.TaskGroup
+        self, adapters: Mapping[str, AdapterRuntime], router: Router, *, seed: int, tasks: asyncio.TaskGroup,
+        stop: asyncio.Event,
     ) -> None:
-        self._adapters, self._router, self._seed, self._tasks = adapters, router, seed, tasks
-        self.stopped = asyncio.Event()
+        self._adapters, self._router, self._seed, self._tasks, self._stop = adapters, router, seed, tasks, stop
 
     # ------------------------------------------------------------ requests
 
@@ -81,7 +81,7 @@ class Controller:
             case m.GetStats():
                 return self._adapter(request.adapter).feed.stats()
             case m.Shutdown():
-                self.stopped.set()
+                self._stop.set()
                 return m.Done()
 
     def _adapter(self, name: str) -> AdapterRuntime:

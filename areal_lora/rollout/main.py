@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         data = load_data(config, run_folder)
         set_status(run_folder, ROLE, 0, "waiting for the rollout servers")
         urls = [server_url(run_folder, index) for index in range(config.rollout.servers)]
-        asyncio.run(serve(config, run_folder, data, urls))
+        asyncio.run(serve_until_signal(config, run_folder, data, urls))
     except ArealLoraError as error:
         log.error("%s: %s", type(error).__name__, error)
         return error.exit_code
@@ -103,8 +103,19 @@ def server_url(run_folder: Path, index: int) -> str:
     return f"http://{endpoint.host}:{endpoint.ports['data']}"
 
 
-async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], urls: Sequence[str]) -> None:
-    """Serve until told to stop; nothing is left behind. Raises the first error of any task."""
+async def serve_until_signal(
+    config: Config, run_folder: Path, data: Sequence[AdapterData], urls: Sequence[str]
+) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(config, run_folder, data, urls, stop)
+
+
+async def serve(
+    config: Config, run_folder: Path, data: Sequence[AdapterData], urls: Sequence[str], stop: asyncio.Event
+) -> None:
+    """Serve until ``stop`` is set; nothing is left behind. Raises the first error of any task."""
     secret = read_secret(run_folder)
     router = Router(urls)
     async with AsyncExitStack() as stack:
@@ -117,14 +128,12 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], u
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
-                controller = Controller(runtimes, router, seed=config.run.seed, tasks=tasks)
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    asyncio.get_running_loop().add_signal_handler(number, controller.stopped.set)
+                controller = Controller(runtimes, router, seed=config.run.seed, tasks=tasks, stop=stop)
                 tasks.create_task(socket.serve(controller.handle, tasks))
                 publish_endpoint(run_folder, ROLE, 0, {"control": socket.port}, host=config.cluster.bind)
                 set_status(run_folder, ROLE, 0, "serving")
                 log.info("serving %s on port %d from %d servers", ", ".join(runtimes), socket.port, len(urls))
-                await controller.stopped.wait()
+                await stop.wait()
                 raise _Stop
         except* _Stop:
             log.info("stopping")

@@ -1,0 +1,160 @@
+"""The controller's tasks, sockets and HTTP, whole: fake servers on one side, the trainer's client on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lora.config.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.main import adapter_data, serve
+from areal_lora.rollout.testing import FakeServer, Fault
+from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.types import AdapterRef, Outcome
+from tests.rollout.helpers import NAME, CharTokenizer, config
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+@dataclass
+class Running:
+    client: RolloutClient
+    endpoint: Endpoint
+    servers: tuple[FakeServer, ...]
+    ended: Any  # the controller's future
+
+    def activate(self, version: int) -> None:
+        for server in self.servers:
+            server.models.add(f"{NAME}@v{version}")
+        self.client.announce(AdapterRef(name=NAME, version=version))
+
+    def batch(self, step: int) -> Any:
+        return self.client.next_batch(NAME, step=step, version=step)
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    loop, server_loop = Loop(), Loop()
+    stop = asyncio.Event()
+    started: list[Running] = []
+
+    def start(*servers: FakeServer, **settings: int) -> Running:
+        create_secret(tmp_path)
+        for server in servers:
+            server_loop.run(server.__aenter__())
+        made = config("none", servers=len(servers), **settings)
+        data = [adapter_data(made, made.adapters[0], CharTokenizer())]
+        work = serve(made, tmp_path, data, [server.url for server in servers], stop)
+        ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
+        endpoint = wait_endpoint(tmp_path, "controller", 0, 20, lambda: not ended.done())
+        started.append(Running(RolloutClient(endpoint, read_secret(tmp_path)), endpoint, servers, ended))
+        return started[-1]
+
+    yield start
+    loop.loop.call_soon_threadsafe(stop.set)
+    for running in started:
+        running.client.close()
+        running.ended.exception(20)
+        for server in running.servers:
+            server_loop.run(server.__aexit__())
+    loop.close()
+    server_loop.close()
+
+
+def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callable[..., Running]) -> None:
+    faults = {1: Fault(status=503), 3: Fault(disconnect=True), 5: Fault(status=500)}
+    one = FakeServer(fault=faults.get, delay_s=lambda k: 0.01 * (k % 3))
+    two = FakeServer(fault=faults.get, answer=lambda prompt, sample: ([65 + sample, 2], "0"))
+    run = controller(one, two, eta=1, b=4, steps=6)
+    assert run.client.adapters == (NAME,)
+    run.client.request_eval(AdapterRef(name=NAME, version=0), "before")  # asked before the version is there
+    seen: set[str] = set()
+    events = []
+    for step in range(6):
+        run.activate(step)
+        batch = run.batch(step)
+        events += batch.events
+        assert len(batch.groups) == 4
+        for group in batch.groups:
+            assert group.uid not in seen
+            seen.add(group.uid)
+            assert len(group.trajectories) == 2
+            for t in group.trajectories:
+                prompt = t.loss_mask.index(1)
+                answer = len(t.token_ids) - prompt
+                assert t.outcome is Outcome.OK
+                assert t.reward in (0.0, 1.0)
+                assert t.loss_mask == [0] * prompt + [1] * answer
+                assert t.rollout_logprobs == [0.0] * prompt + [-0.5, -1.0]
+                assert t.versions[:prompt] == [-1] * prompt
+                assert all(step - 1 <= v <= step for v in t.versions[prompt:])
+        # A version goes away under the controller's feet: its requests are asked again of the newest.
+        for server in (one, two):
+            server.models.discard(f"{NAME}@v{step - 1}")
+    stats = run.client.stats(NAME)
+    assert stats.issued == stats.consumed + stats.leased + stats.ready + stats.running + sum(stats.dropped.values())
+    assert sum(stats.retried.values()) >= 3
+    assert set(stats.staleness) == {0, 1}
+    assert one.requests and two.requests
+    before = events[0] if events else run.client.wait_eval(AdapterRef(name=NAME, version=0), "before")
+    assert (before.n, before.error) == (40, "") or "version_retired" in before.error
+    run.client.request_eval(AdapterRef(name=NAME, version=5), "after")
+    after = run.client.wait_eval(AdapterRef(name=NAME, version=5), "after")
+    assert (after.n, after.version, after.error) == (40, 5, "")
+    assert all(sample.version == 5 for sample in after.samples)
+    run.client.shutdown()
+    assert run.ended.exception(10) is None
+
+
+def test_the_same_step_asked_again_gives_the_same_groups(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer(), eta=0)
+    run.activate(0)
+    first = run.batch(0)
+    assert run.batch(0).groups == first.groups
+    assert run.client.stats(NAME).issued == 4
+
+
+def test_announce_from_another_thread_while_a_batch_is_awaited(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer())
+    timer = threading.Timer(0.3, run.activate, [0])
+    timer.start()
+    assert len(run.batch(0).groups) == 4
+    timer.join()
+
+
+def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer())
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="another run secret"):
+        RolloutClient(run.endpoint, "0" * 64)
+    assert time.monotonic() - start < 5
+    run.activate(0)
+    assert run.batch(0).groups
+
+
+def test_an_unknown_adapter_is_refused(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer())
+    with pytest.raises(RolloutError, match="'other' is not in this run"):
+        run.client.announce(AdapterRef(name="other", version=0))
