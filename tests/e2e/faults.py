@@ -1,0 +1,135 @@
+"""Breaks a publish or a batch on purpose and prints who noticed: RUN_FOLDER (a test's helper).
+
+One real Megatron rank publishes to one real server. Each fault is put in between, on the
+trainer's side, where a bug of that kind would sit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import read_secret, wait_endpoint
+from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.errors import ArealLoraError
+from areal_lora.trainer.annotate import annotate
+from areal_lora.trainer.learn import learn
+from areal_lora.trainer.main import join_world
+from areal_lora.trainer.publishing import AdapterPublishing
+from areal_lora.trainer.tenant import Tenant, build_tenant, scoring_batch
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.exchange import SoloExchange
+from areal_lora.weight_sync.publisher import Publisher
+from areal_lora.weight_sync.transport import ServerEndpoint
+
+Owned = list[tuple[str, Tensor]]
+EXPERT = "model.layers.1.mlp.experts.3"
+
+
+class Tampering:
+    """A publisher whose view of the adapter goes through ``change`` first."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self.change: Callable[[Owned, AdapterSpec], tuple[Owned, AdapterSpec]] = lambda owned, spec: (owned, spec)
+
+    def publish(self, *, owned: Owned, spec: AdapterSpec, aliases: Mapping[str, str], **rest: object):
+        owned, spec = self.change(owned, spec)
+        names = {name for name, _ in owned}
+        aliases = {name: target for name, target in aliases.items() if target in names}
+        return self._publisher.publish(owned=owned, spec=spec, aliases=aliases, **rest)
+
+
+def flip_expert(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+    return [(n, -t if n == f"{EXPERT}.down_proj.lora_B.weight" else t) for n, t in owned], spec
+
+
+def swap_gate_and_up(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+    tensors = dict(owned)
+    gate, up = f"{EXPERT}.gate_proj.lora_B.weight", f"{EXPERT}.up_proj.lora_B.weight"
+    return list((tensors | {gate: tensors[up], up: tensors[gate]}).items()), spec
+
+
+def drop_layer(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+    return [(n, t) for n, t in owned if not n.startswith("model.layers.2.")], spec
+
+
+def wrong_alpha(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+    return owned, replace(spec, alpha=2 * spec.alpha)
+
+
+def poison(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+    name, tensor = owned[0]
+    broken = tensor.clone()
+    broken.view(-1)[5] = float("nan")
+    return [(name, broken), *owned[1:]], spec
+
+
+FAULTS = {
+    "none": lambda owned, spec: (owned, spec), "flip one expert's lora_B": flip_expert,
+    "swap gate and up": swap_gate_and_up, "drop a layer": drop_layer, "wrong alpha": wrong_alpha, "nan": poison,
+}
+
+
+def verdict(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except ArealLoraError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def shifted_mask(engine: MegatronEngine, tenant: Tenant, rows: list[list[int]], shift: bool) -> None:
+    """One learning step on logprobs of the same policy, the mask moved by one token if ``shift``."""
+    batch = scoring_batch(rows, tenant.name)
+    logprobs = engine.logprobs(batch, adapter=tenant.name)
+    if shift:
+        logprobs = torch.cat([logprobs[1:], logprobs[:1]])
+    batch = replace(batch, rollout_logprobs=logprobs, versions=torch.where(batch.loss_mask, tenant.version, -1))
+    learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32")
+
+
+def main(run_folder: Path) -> None:
+    config = Config.model_validate_json((run_folder / "config.json").read_text())
+    join_world(config, run_folder, 0, 1)
+    engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tenant = build_tenant(config, config.adapters[0], tokenizer)
+    engine.add_adapter(tenant.spec, tenant.config.optimizer, 10, 1)
+    endpoint = wait_endpoint(run_folder, "server", 0, 120)
+    publisher = Tampering(
+        Publisher(
+            run=config.run.name, sources=[0], rank=0, secret=read_secret(run_folder), config=config.weight_sync,
+            servers=[ServerEndpoint(host=endpoint.host, admin_port=endpoint.ports["admin"], workers=1)],
+            exchange=SoloExchange(),
+        )
+    )
+    publishing = AdapterPublishing(engine, publisher, None)
+    publishing.publish(tenant)
+    verdicts = {"version 0": verdict(lambda: publishing.join(tenant))}
+    generator = torch.Generator().manual_seed(3)
+    plan = engine.adapter_plan(tenant.name)
+    random = {
+        t.name: torch.randn(t.shape, generator=generator) * 0.1 for owned in plan.sources.values() for t in owned
+    }
+    engine.load_adapter(tenant.name, random)
+    for name, change in FAULTS.items():
+        tenant.version += 1
+        publisher.change = change
+        verdicts[name] = verdict(lambda: (publishing.publish(tenant), publishing.join(tenant)))
+    rows = [[int(x) for x in row] for row in tokenizer([f"Q: {i} + {i + 1}\nA: {2 * i + 1}" for i in range(8)])["input_ids"]]
+    verdicts["aligned"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=False))
+    verdicts["shift the loss mask by one"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=True))
+    print(json.dumps(verdicts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

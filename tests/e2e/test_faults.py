@@ -1,0 +1,63 @@
+"""Every fault that reached users of comparable systems unnoticed stops a run here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.config.rendezvous import create_secret
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("faults")
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
+        [f"run.root={root}", "run.name=faults", "trainer.world_size=1", "trainer.ep=1", "weight_sync.deadline_s=20"],
+    )
+    folder = config.run_folder
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config.model_dump_json())
+    create_secret(folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "areal_lora.engine.vllm_ext.server", "--run-folder", str(folder), "--index", "0"]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            script = [sys.executable, str(Path(__file__).parent / "faults.py"), str(folder)]
+            done = subprocess.run(script, capture_output=True, text=True, timeout=200, env=environment, check=False)
+        finally:
+            server.terminate()
+            server.wait(20)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["version 0", "none", "aligned"])
+def test_what_is_right_is_accepted(verdicts: dict[str, str], name: str) -> None:
+    assert verdicts[name] == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("name", "noticed_by"),
+    [
+        ("flip one expert's lora_B", "ParityError"),
+        ("swap gate and up", "ParityError"),
+        ("drop a layer", "ManifestError: publish refused: missing_tensor"),
+        ("wrong alpha", "ManifestError: publish refused: alpha"),
+        ("nan", "ManifestError: publish refused: non_finite"),
+        ("shift the loss mask by one", "AlignmentError"),
+    ],
+)
+def test_each_fault_is_noticed(verdicts: dict[str, str], name: str, noticed_by: str) -> None:
+    assert verdicts[name].startswith(noticed_by), verdicts[name]
