@@ -210,9 +210,9 @@ def request_seed(run_seed: int, prompt: Prompt, issue: int, attempt: int) -> int
 def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:
     return tuple(
         m.RolloutSample(
-            uid=trajectory.uid, prompt=ticket.prompt.sample.prompt, completion=episode.texts[0],
-            answer=ticket.prompt.sample.answer, reward=trajectory.reward, version=trajectory.adapter.version,
+            uid=trajectory.uid, prompt=sample.prompt, completion=finished.episode.texts[0], answer=sample.answer,
+            reward=trajectory.reward, version=trajectory.adapter.version,
         )
-        for ticket, episode in lease.episodes[:N_SAMPLES]
-        for trajectory in episode.group.trajectories[:1]
+        for finished in lease.finished[:N_SAMPLES]
+        for sample, trajectory in [(finished.ticket.prompt.sample, finished.episode.group.trajectories[0])]
     )

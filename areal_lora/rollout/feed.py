@@ -42,16 +42,25 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A scored group; ``oldest`` is the version of its oldest token."""
+
+    ticket: Ticket
+    episode: Episode
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The groups of one step, handed over and not yet known to be committed."""
 
     step: int
     version: int
-    episodes: tuple[tuple[Ticket, Episode], ...]
+    finished: tuple[Finished, ...]
 
     @property
     def groups(self) -> tuple[TrajectoryGroup, ...]:
-        return tuple(episode.group for _, episode in self.episodes)
+        return tuple(finished.episode.group for finished in self.finished)
 
 
 class AdapterFeed:
@@ -80,7 +89,7 @@ class AdapterFeed:
         self._position: int | None = None
         self._again: deque[tuple[Prompt, int]] = deque()
         self._running: dict[int, Ticket] = {}
-        self._ready: dict[int, tuple[Ticket, Episode]] = {}
+        self._ready: dict[int, Finished] = {}
         self._lease: Lease | None = None
         self._retried: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
@@ -99,12 +108,11 @@ class AdapterFeed:
     def announce(self, version: int) -> None:
         """``version`` is active on the servers; the first one after :meth:`hello` is the next to consume at."""
         if self._newest is None:
-            self._next_version = version
+            self._consume_next_at(version)
             if self._position is None:
                 # A resumed run goes on where the steps before it stopped reading prompts.
                 self._position = version * self.budget.prompts_per_step
             self._idle_since = None if self._running else self._clock()
-            self._sweep()
         elif version < self._newest:
             raise RolloutError(f"{self.name}@v{version} announced after v{self._newest}")
         self._newest = version
@@ -153,11 +161,12 @@ class AdapterFeed:
         self._lost_in_a_row = 0
         self._tokens += sum(sum(t.loss_mask) for t in episode.group.trajectories)
         self._generation_s += self._clock() - ticket.begun_s
-        oldest = episode.group.oldest_version
-        if self.budget.verdict(oldest=oldest, consume_version=self._next_version) is Verdict.STALE:
-            self._drop_and_reissue(ticket, Verdict.STALE)
+        finished = Finished(ticket=ticket, episode=episode, oldest=episode.group.oldest_version)
+        verdict = self.budget.verdict(oldest=finished.oldest, consume_version=self._next_version)
+        if verdict is Verdict.FRESH:
+            self._ready[ticket.seq] = finished
         else:
-            self._ready[ticket.seq] = (ticket, episode)
+            self._drop_and_reissue(ticket, verdict)
 
     def retry(self, ticket: Ticket, kind: str, detail: str, *, retryable: bool = True) -> float | None:
         """Seconds to wait before the next :meth:`begin`, or None: the group is dropped for good.
@@ -192,52 +201,51 @@ class AdapterFeed:
         if lease is not None and step < lease.step:
             raise RolloutError(f"{self.name}: step {step} asked after step {lease.step}, which commits it")
         if lease is not None and step == lease.step:
-            self._assert_fresh(lease.episodes, version)
+            self._assert_fresh(lease.finished, version)
             return lease
         self._commit()
-        self._next_version = version
-        self._sweep()
+        self._consume_next_at(version)
         needed = self.budget.prompts_per_step
         if len(self._ready) < needed:
             return None
         chosen = tuple(self._ready.pop(seq) for seq in sorted(self._ready)[:needed])
         self._assert_fresh(chosen, version)
-        for ticket, episode in chosen:
-            self._ledger.lease(ticket.seq, step)
-            self._staleness[version - episode.group.oldest_version] += 1
-        self._lease = Lease(step=step, version=version, episodes=chosen)
-        self._next_version = version + 1
-        self._sweep()
+        for finished in chosen:
+            self._ledger.lease(finished.ticket.seq, step)
+            self._staleness[version - finished.oldest] += 1
+        self._lease = Lease(step=step, version=version, finished=chosen)
+        self._consume_next_at(version + 1)
         self._ledger.check(len(self._running) + len(self._ready) + needed)
         return self._lease
 
     def _commit(self) -> None:
         if self._lease is not None:
-            for ticket, _ in self._lease.episodes:
-                self._ledger.consume(ticket.seq)
+            for finished in self._lease.finished:
+                self._ledger.consume(finished.ticket.seq)
             self._lease = None
 
-    def _assert_fresh(self, episodes: tuple[tuple[Ticket, Episode], ...], version: int) -> None:
-        for ticket, episode in episodes:
-            oldest = episode.group.oldest_version
-            if self.budget.verdict(oldest=oldest, consume_version=version) is not Verdict.FRESH:
+    def _assert_fresh(self, chosen: tuple[Finished, ...], version: int) -> None:
+        for finished in chosen:
+            if self.budget.verdict(oldest=finished.oldest, consume_version=version) is not Verdict.FRESH:
                 raise StalenessError(
-                    f"group {ticket.prompt.uid} has tokens of v{oldest} and would be consumed at v{version}, "
-                    f"max_staleness is {self.budget.max_staleness}"
+                    f"group {finished.ticket.prompt.uid} has tokens of v{finished.oldest} and would be consumed at "
+                    f"v{version}, max_staleness is {self.budget.max_staleness}"
                 )
 
-    def _sweep(self) -> None:
-        """Drop what cannot be consumed at the next version, and issue those prompts again."""
-        for ticket, episode in list(self._ready.values()):
-            oldest = episode.group.oldest_version
-            verdict = self.budget.verdict(oldest=oldest, consume_version=self._next_version)
+    def _consume_next_at(self, version: int) -> None:
+        """Drop what cannot be consumed at ``version`` or later, and issue those prompts again."""
+        if version == self._next_version:
+            return
+        self._next_version = version
+        for finished in list(self._ready.values()):
+            verdict = self.budget.verdict(oldest=finished.oldest, consume_version=version)
             if verdict is not Verdict.FRESH:
-                del self._ready[ticket.seq]
-                self._drop_and_reissue(ticket, verdict)
+                del self._ready[finished.ticket.seq]
+                self._drop_and_reissue(finished.ticket, verdict)
         for ticket in list(self._running.values()):
             if ticket.version is None:
                 continue
-            verdict = self.budget.verdict(oldest=ticket.version, consume_version=self._next_version)
+            verdict = self.budget.verdict(oldest=ticket.version, consume_version=version)
             if verdict is not Verdict.FRESH:
                 self._forget_running(ticket)
                 self._drop_and_reissue(ticket, verdict)
@@ -253,7 +261,7 @@ class AdapterFeed:
     # ------------------------------------------------------------ counting
 
     def _leased_for(self, version: int) -> int:
-        return len(self._lease.episodes) if self._lease is not None and self._lease.version >= version else 0
+        return len(self._lease.finished) if self._lease is not None and self._lease.version >= version else 0
 
     def _forget_running(self, ticket: Ticket) -> None:
         del self._running[ticket.seq]

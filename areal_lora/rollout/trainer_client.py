@@ -164,7 +164,7 @@ class RolloutClient:
         poller.register(line.socket, zmq.POLLIN)
         poller.register(line.monitor, zmq.POLLIN)
         while (remaining_s := deadline_s - time.monotonic()) > 0:
-            readable = dict(poller.poll(remaining_s * 1000))
+            readable = dict(poller.poll(int(remaining_s * 1000) + 1))
             if line.monitor in readable:
                 self._watch_handshake(line)
             if line.socket in readable:
