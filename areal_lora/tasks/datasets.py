@@ -84,7 +84,8 @@ def _hub_rows(name: str, split: Split) -> Iterable[tuple[str, Any]]:
         import datasets
     except ImportError as error:
         raise EnvironmentError_(
-            f"{name}: not a file, and the hub needs the package `datasets` (fix: pip install datasets, or give a JSONL file)"
+            f"{name}: not a file, and the hub needs the package `datasets`"
+            " (fix: pip install datasets, or give a JSONL file)"
         ) from error
     hub_split = _HUB_SPLITS[split]
     try:

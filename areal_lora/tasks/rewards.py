@@ -8,7 +8,8 @@ digit is consumed once, as a number or as something else. Values are exact fract
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 RewardFunction = Callable[[str, str], float]
@@ -16,7 +17,8 @@ RewardFunction = Callable[[str, str], float]
 MAX_DIGITS = 64  # longer runs are no answers, and int() of a long string takes quadratic time
 
 _CHARACTERS = str.maketrans(dict.fromkeys("−–‒﹣－", "-") | dict.fromkeys("\u00a0\u2009\u202f", " "))
-_LATEX = ((r"\$", "$"), (r"\%", "%"), (r"\,", ""), (r"\!", ""), ("{,}", ","), (r"\dfrac", r"\frac"), (r"\tfrac", r"\frac"))
+_LATEX = ((r"\$", "$"), (r"\%", "%"), (r"\,", ""), (r"\!", ""), ("{,}", ","), (r"\dfrac", r"\frac"),
+          (r"\tfrac", r"\frac"))  # fmt: skip
 
 _INT = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _TOKEN = re.compile(
@@ -65,15 +67,11 @@ def extract_answer(text: str) -> Fraction | None:
     if marker:
         content = _braced(tail)
         return None if content is None else parse_number(content)
-    stated = None
-    for stated in _ANSWER_IS.finditer(text):
-        pass
+    stated = _last(_ANSWER_IS.finditer(text))
     if stated is not None:
         return parse_number(_first_line(text[stated.end() :]))
-    last = None
-    for last in _TOKEN.finditer(text):
-        pass
-    return None if last is None else _value(last)
+    token = _last(_TOKEN.finditer(text))
+    return None if token is None else _value(token)
 
 
 def numeric_match(completion: str, gold: str) -> float:
@@ -85,6 +83,10 @@ def numeric_match(completion: str, gold: str) -> float:
 
 
 REWARDS: dict[str, RewardFunction] = {"numeric_match": numeric_match}
+
+
+def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
+    return next(iter(deque(matches, maxlen=1)), None)
 
 
 def _normalize(text: str) -> str:

@@ -9,6 +9,7 @@ fresh one scores the rest of the batch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -49,9 +50,7 @@ class ScorerPool:
     """
 
     def __init__(self, reward: RewardConfig, *, function: str | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._setup = Setup(
-            kind=reward.kind, function=function, timeout_s=reward.timeout_s, memory_bytes=memory_bytes
-        )
+        self._setup = Setup(kind=reward.kind, function=function, timeout_s=reward.timeout_s, memory_bytes=memory_bytes)
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
         for _ in range(reward.workers):
             self._idle.put_nowait(None)
@@ -71,11 +70,13 @@ class ScorerPool:
                 if self._closed:
                     raise RolloutError("scorer pool: closed while it was scoring")
                 if scores[-1].outcome is not Outcome.OK:
-                    child = await self._discard(child)
+                    faulty, child = child, None
+                    await self._discard(faulty)
         except BaseException:
             # Replies to a call that was cut short must not be read by the next one.
             if child is not None:
-                child = await self._discard(child)
+                faulty, child = child, None
+                await self._discard(faulty)
             raise
         finally:
             self._idle.put_nowait(child)
@@ -161,10 +162,8 @@ class _Child:
     async def kill(self) -> None:
         """Kills and reaps the process; harmless when it has already ended."""
         if self._process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it may end on its own between the two lines
                 self._process.kill()
-            except ProcessLookupError:
-                pass  # it ended on its own between the two lines
         self._stdin.close()
         await self._process.wait()
 

@@ -16,7 +16,6 @@ import math
 import os
 import resource
 import signal
-import sys
 from typing import BinaryIO
 
 import msgspec
@@ -119,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

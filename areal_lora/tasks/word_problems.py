@@ -68,8 +68,7 @@ class WordProblem:
             story = f"{self.name} has {self.a} bags of {self.b} {self.thing} and {self.second_verb} {self.c}."
         else:
             story = (
-                f"{self.name} has {self.a} {self.thing}, {self.first_verb} {self.b}"
-                f" and {self.second_verb} {self.c}."
+                f"{self.name} has {self.a} {self.thing}, {self.first_verb} {self.b} and {self.second_verb} {self.c}."
             )
         return f"Q: {story} How many now?\nA:"
 

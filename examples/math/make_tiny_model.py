@@ -40,7 +40,7 @@ from areal_lora.tasks.rewards import numeric_match
 from areal_lora.tasks.word_problems import WordProblem, apply_operation, draw_problem
 
 SEED = 20_000  # of the training text; runs use small seeds
-CARELESS = 0.62
+CARELESS = 0.70
 CARELESS_EASY = 0.10
 MAX_NEW_TOKENS = 28
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
@@ -55,13 +55,13 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Optimizer steps and batch size of the two phases."""
+    """Optimizer steps and batch size of the two phases; ``lr`` of the first, the second has a third of it."""
 
     school_steps: int = 900
     careless_steps: int = 450
     batch: int = 64
     lr: float = 3e-3
-    threads: int = 2
+    threads: int = 1  # sums, hence the weights, depend on it
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -198,6 +198,29 @@ def measure(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, grou
     }
 
 
+def model_card(recipe: Recipe, school: dict[str, float], final: dict[str, float]) -> str:
+    """README.md of the model folder, with the figures of this run."""
+    rows = [f"| {key} | {school[key]:.3f} | {final[key]:.3f} |" for key in final]
+    return "\n".join([
+        "# Tiny Qwen3-MoE that can calculate and is careless", "",
+        "1.0 M parameters, fp32: 4 layers, hidden 128, 4 query and 2 key/value heads of 32, 8 experts of 64 (top 2),",
+        "112 tokens of one character each, 512 positions. Trained from scratch by `../make_tiny_model.py` on",
+        f"generated problems only (seed {SEED}, {recipe.threads} thread), in two phases:", "",
+        f"1. school: {recipe.school_steps} steps of {recipe.batch} correctly worked problems;",
+        f"2. careless corpus: {recipe.careless_steps} steps of {recipe.batch} problems. Where a carry, a borrow or a"
+        " multiplication invites a slip,", f"   {CARELESS:.0%} of the solutions contain it;"
+        f" {CARELESS_EASY:.0%} of the others are off by one.", "",
+        "So the low accuracy before reinforcement learning is made on purpose: the model has learnt to calculate, and",
+        "prefers the slip. What reinforcement learning teaches here is care, not arithmetic.", "",
+        "Held-out problems (no calculation of theirs occurs in training):", "",
+        "| | after school | this model |", "|---|---|---|", *rows, "",
+        "`greedy_256`, `greedy_512`: greedy accuracy on the first 256 and 512 held-out problems of seed 0;",
+        "`sampled`: accuracy at temperature 1; `mixed_groups_of_8`: groups of 8 neither all right nor all wrong.",
+        "", "Prompt format: `Q: Tom has 3 bags of 4 coins and loses 5. How many now?\\nA:`; the answer is",
+        "` 3*4=12 12-5=7 #### 7`. The chat template puts a user message into that format.", "",
+    ])  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train and save the tiny base model of the embedded run.")
     defaults = Recipe()
@@ -235,6 +258,7 @@ def main() -> None:
         "seconds": {"school": round(school_s), "careless": round(careless_s)},
     }  # fmt: skip
     (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (args.out / "README.md").write_text(model_card(recipe, after_school, after_careless), encoding="utf-8")
 
 
 if __name__ == "__main__":

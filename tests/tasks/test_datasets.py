@@ -67,7 +67,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, words):
 def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + b'{"question": "caf\xe9", "answer": "#### 1"}\n')
-    with pytest.raises(ConfigError, match="latin.jsonl:2"):
+    with pytest.raises(ConfigError, match=r"latin\.jsonl:2"):
         load_samples(task(path), "train")
 
 
@@ -90,7 +90,7 @@ class UnreachableHub:
 
 def test_a_hub_name_without_a_hub_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", UnreachableHub)
-    with pytest.raises(EnvironmentError_, match="openai/gsm8k.*cannot reach the hub.*JSONL") as caught:
+    with pytest.raises(EnvironmentError_, match=r"openai/gsm8k.*cannot reach the hub.*JSONL") as caught:
         load_samples(Gsm8kTask(), "eval")
     assert "\n" not in str(caught.value)
 

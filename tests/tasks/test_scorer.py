@@ -49,11 +49,13 @@ def test_rewards_come_back_in_order():
     ("fault", "words"),
     [
         ("exit", "ended with status 3"), ("segfault", "ended with status -11"), ("exit_quietly", "ended with status 0"),
-        ("nan", "nan"), ("inf", "inf"), ("none", "TypeError"), ("raise", "broken on purpose"), ("allocate", "MemoryError"),
+        ("nan", "nan"), ("inf", "inf"), ("none", "TypeError"), ("raise", "broken on purpose"),
+        ("allocate", "MemoryError"),
     ],
 )  # fmt: skip
 def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fault, words):
-    [scores, after] = score([item("pid"), item("7", "7"), item(fault), item("7", "7"), item("pid")], [item("pid")], function=FAULTY)
+    batch = [item("pid"), item("7", "7"), item(fault), item("7", "7"), item("pid")]
+    [scores, after] = score(batch, [item("pid")], function=FAULTY)
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.OK, Outcome.ERROR, Outcome.OK, Outcome.OK]
     assert math.isnan(scores[2].reward)
     assert words in scores[2].detail

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 
@@ -11,7 +12,10 @@ N = 1500
 
 
 def test_same_arguments_same_problem_in_another_process():
-    code = "from areal_lora.tasks.word_problems import word_problem as w; print([w(3,'eval',i).prompt for i in range(50)])"
+    code = (
+        "from areal_lora.tasks.word_problems import word_problem as w\n"
+        "print([w(3, 'eval', i).prompt for i in range(50)])"
+    )
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"}
     )
@@ -36,7 +40,7 @@ def test_answers_are_right_by_an_independent_reading_of_the_story():
             value, rest = int(words[2]) * int(words[5]), words[7:]
         else:
             value, rest = int(words[2]), words[4:]
-        for verb, amount in zip(rest, rest[1:]):
+        for verb, amount in pairwise(rest):
             if amount.isdigit():
                 value += int(amount) if verb in ("buys", "finds", "gets") else -int(amount)
         assert extract_answer(problem.answer) == value, (problem.prompt, problem.answer)
