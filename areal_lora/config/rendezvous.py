@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 import stat
 import sys
 import time
@@ -41,12 +42,21 @@ def endpoint_path(run_folder: Path | str, role: str, index: int) -> Path:
 def publish_endpoint(
     run_folder: Path | str, role: str, index: int, ports: Mapping[str, int], host: str = "127.0.0.1"
 ) -> None:
-    """Say, atomically, which ports this process has bound. A later call replaces the earlier one."""
+    """Say, atomically, which ports this process has bound. A later call replaces the earlier one.
+
+    ``host`` is the address bound; for a wildcard the machine's own address is published.
+    """
     path = endpoint_path(run_folder, role, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"pid": os.getpid(), "host": host, "ports": dict(ports)}), encoding="utf-8")
+    endpoint = {"pid": os.getpid(), "host": reachable_host(host), "ports": dict(ports)}
+    temporary.write_text(json.dumps(endpoint), encoding="utf-8")
     temporary.replace(path)
+
+
+def reachable_host(bind: str) -> str:
+    """The address others dial for something bound to ``bind``: a wildcard means this machine's own."""
+    return socket.gethostbyname(socket.gethostname()) if bind in ("0.0.0.0", "::") else bind
 
 
 def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         batch,
         token_ids=batch.token_ids[index], cu_seqlens=lengths.cumsum(0), loss_mask=batch.loss_mask[index],
         rollout_logprobs=batch.rollout_logprobs[index], versions=batch.versions[index],
-        rewards=batch.rewards[rows], group_ids=batch.group_ids[rows], adapters=tuple(batch.adapters[i] for i in sequences),
+        rewards=batch.rewards[rows], group_ids=batch.group_ids[rows],
+        adapters=tuple(batch.adapters[i] for i in sequences),
         prox_logprobs=tokens(batch.prox_logprobs), ref_logprobs=tokens(batch.ref_logprobs),
         values=tokens(batch.values), advantages=tokens(batch.advantages), returns=tokens(batch.returns),
     )
@@ -75,7 +77,7 @@ def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
         return [batch]
     total = batch.n_sequences
     cuts = [total * i // n for i in range(n + 1)]
-    return [select(batch, range(a, b)) for a, b in zip(cuts, cuts[1:]) if b > a]
+    return [select(batch, range(a, b)) for a, b in pairwise(cuts) if b > a]
 
 
 def staleness_histogram(batch: TrainBatch, version: int) -> dict[int, int]:
@@ -94,6 +96,7 @@ def assert_staleness(batch: TrainBatch, version: int, max_staleness: int) -> dic
     histogram = staleness_histogram(batch, version)
     if histogram and (max(histogram) > max_staleness or min(histogram) < 0):
         raise StalenessError(
-            f"batch consumed at version {version} holds tokens {histogram} versions old; max_staleness is {max_staleness}"
+            f"batch consumed at version {version} holds tokens {histogram} versions old; "
+            f"max_staleness is {max_staleness}"
         )
     return histogram

@@ -71,7 +71,8 @@ class MegatronEngine:
     def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, total_steps: int, seed: int) -> None:
         if self._resident is not None:
             raise ConfigError(
-                "adapters", f"{spec.name!r} is a second adapter; the Megatron engine holds one at a time", "list one adapter"
+                "adapters", f"{spec.name!r} is a second adapter; the Megatron engine holds one at a time",
+                "list one adapter",
             )
         if spec.expert_layout is not ExpertLayout.PER_EXPERT:
             raise ConfigError("adapters.expert_layout", f"{spec.expert_layout} is not available yet", "per_expert")
@@ -190,7 +191,9 @@ def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
     text = "\n".join(names).encode()
     size = torch.tensor([len(text)], dtype=torch.int64)
     dist.broadcast(size, source)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if rank == source else torch.zeros(int(size), dtype=torch.uint8)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if rank == source:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     dist.broadcast(data, source)
     return data.numpy().tobytes().decode().split("\n")
 

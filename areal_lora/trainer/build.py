@@ -9,10 +9,11 @@ import torch
 from transformers import AutoTokenizer
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import read_secret, wait_endpoint
+from areal_lora.config.rendezvous import reachable_host, read_secret, wait_endpoint
 from areal_lora.engine.base import TrainEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.obs.log import set_status
+from areal_lora.platforms.device import platform_of
 from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.trainer.loop import Trainer
 from areal_lora.trainer.publishing import AdapterPublishing
@@ -47,7 +48,8 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     set_status(run_folder, "trainer", rank, "connecting the weight-sync groups")
     publisher.connect()
     return Trainer(
-        config=config, run_folder=run_folder, engine=engine, tenants=tenants, publishing=publishing, recorder=recorder, control=control
+        config=config, run_folder=run_folder, engine=engine, tenants=tenants, publishing=publishing,
+        recorder=recorder, control=control,
     )
 
 
@@ -74,5 +76,6 @@ def _publisher(
     return Publisher(
         run=config.run.name, sources=sources, rank=rank, servers=servers, secret=read_secret(run_folder),
         config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        bind=config.cluster.bind, on_active=announce,
+        bind=reachable_host(config.cluster.bind), backend=platform_of(config.cluster.device).xccl,
+        on_active=announce,
     )

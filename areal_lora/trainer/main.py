@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import publish_endpoint, wait_endpoint
+from areal_lora.config.rendezvous import publish_endpoint, reachable_host, wait_endpoint
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 from areal_lora.platforms.device import platform_of
@@ -30,19 +30,20 @@ log = get_logger(__name__)
 
 def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> None:
     """Initialise torch.distributed over a store that listens on the configured address only."""
-    host = config.cluster.bind
+    bind = config.cluster.bind
+    host = reachable_host(bind)
     if host.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=STARTUP_TIMEOUT_S)
     if rank == 0:
         # TCPStore by address would listen on all interfaces; a socket bound here does not.
-        listener = socket.create_server((host, 0))
+        listener = socket.create_server((bind, 0))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        publish_endpoint(run_folder, ROLE, 0, {"store": port}, host=host)
+        publish_endpoint(run_folder, ROLE, 0, {"store": port}, host=bind)
     else:
         endpoint = wait_endpoint(run_folder, ROLE, 0, STARTUP_TIMEOUT_S)
         store = dist.TCPStore(

@@ -28,7 +28,10 @@ class AdapterPublishing:
         self._pending: dict[str, PublishHandle] = {}
 
     def publish(self, tenant: Tenant) -> None:
-        """Start sending ``tenant.ref``; lora_B is zero at version 0 only. At most one publish per adapter is under way: call ``join`` first."""
+        """Start sending ``tenant.ref``. At most one publish per adapter is under way: call ``join`` first.
+
+        The probe expects the server to differ from its base from version 1 on: lora_B is zero at version 0 only.
+        """
         version = tenant.version
         parent = AdapterRef(name=tenant.name, version=version - 1) if version else None
         expected = self._engine.logprobs(tenant.probe, adapter=tenant.name)

@@ -105,7 +105,7 @@ class Recorder:
     def _record_evals(self, results: Sequence[EvalResult]) -> None:
         for result in results:
             if result.error:
-                log.warning("evaluation %s of %s@v%d failed: %s", result.tag, result.adapter, result.version, result.error)
+                log.warning("evaluation of %s@v%d failed: %s", result.adapter, result.version, result.error)
                 continue
             samples = [
                 SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward)

@@ -6,6 +6,7 @@ The trainer keeps a list of tenants; a run with one adapter is a list of one (co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -71,6 +72,6 @@ def split_rows(values: torch.Tensor, cu_seqlens: torch.Tensor) -> list[list[floa
     """A packed [T] tensor as one list per sequence."""
     bounds = cu_seqlens.tolist()
     flat = values.tolist()
-    return [flat[a:b] for a, b in zip(bounds, bounds[1:])]
+    return [flat[a:b] for a, b in pairwise(bounds)]
 
 

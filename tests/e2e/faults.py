@@ -125,7 +125,7 @@ def main(run_folder: Path) -> None:
         tenant.version += 1
         publisher.change = change
         verdicts[name] = verdict(lambda: (publishing.publish(tenant), publishing.join(tenant)))
-    rows = [[int(x) for x in row] for row in tokenizer([f"Q: {i} + {i + 1}\nA: {2 * i + 1}" for i in range(8)])["input_ids"]]
+    rows = [tokenizer.encode(f"Q: {i} + {i + 1}\nA: {2 * i + 1}", add_special_tokens=False) for i in range(8)]
     verdicts["aligned"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=False))
     verdicts["shift the loss mask by one"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=True))
     print(json.dumps(verdicts))

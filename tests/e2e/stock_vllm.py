@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-os.environ |= {"VLLM_PLUGINS": "areal_lora", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+os.environ |= {"VLLM_PLUGINS": "areal_lora", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {"OMP_NUM_THREADS": "1"}
 
 
 def main(run_folder: Path, adapter: Path) -> None:
@@ -20,9 +21,11 @@ def main(run_folder: Path, adapter: Path) -> None:
 
     config = Config.model_validate_json((run_folder / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    prompts = [tokenizer.encode(s.prompt, add_special_tokens=False) for s in load_samples(config.adapters[0].task, "eval")[:32]]
+    samples = load_samples(config.adapters[0].task, "eval")[:32]
+    prompts = [tokenizer.encode(s.prompt, add_special_tokens=False) for s in samples]
     engine = LLM(
-        config.model.path, dtype="float32", max_model_len=256, enforce_eager=True, enable_lora=True, max_lora_rank=8, max_loras=2
+        config.model.path, dtype="float32", max_model_len=256, enforce_eager=True, enable_lora=True, max_lora_rank=8,
+        max_loras=2,
     )
     outputs = engine.generate(
         [{"prompt_token_ids": p} for p in prompts], SamplingParams(max_tokens=32, temperature=0.0),

@@ -15,7 +15,15 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from areal_lora.engine.base import AdapterPlan, PlannedTensor
-from areal_lora.engine.megatron_utils.convert.registry import Dims, Family, Piece, SiteKey, to_hf, to_megatron, wire_names
+from areal_lora.engine.megatron_utils.convert.registry import (
+    Dims,
+    Family,
+    Piece,
+    SiteKey,
+    to_hf,
+    to_megatron,
+    wire_names,
+)
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.lora import AdapterSite, Linear
 from areal_lora.errors import AdapterError, UnknownTensorError
@@ -82,7 +90,8 @@ def _checked(
     missing = sorted(planned.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - planned.keys() - aliases.keys())
     if missing or unknown:
-        what = f"{len(missing)} missing, first {missing[0]}" if missing else f"{len(unknown)} unknown, first {unknown[0]}"
+        kind, names = ("missing", missing) if missing else ("unknown", unknown)
+        what = f"{len(names)} {kind}, first {names[0]}"
         raise UnknownTensorError(f"adapter tensors do not fit this model: {what}")
     for name, tensor in tensors.items():
         shape = planned[aliases.get(name, name)]

@@ -36,9 +36,11 @@ class Layout:
                 "change the world size or the parallel sizes",
             )
         if layers % config.pp:
-            raise ConfigError("trainer.pp", f"{config.pp} does not divide the model's {layers} layers", "choose a divisor")
+            reason = f"{config.pp} does not divide the model's {layers} layers"
+            raise ConfigError("trainer.pp", reason, "choose a divisor")
         if experts % config.ep:
-            raise ConfigError("trainer.ep", f"{config.ep} does not divide the model's {experts} experts", "choose a divisor")
+            reason = f"{config.ep} does not divide the model's {experts} experts"
+            raise ConfigError("trainer.ep", reason, "choose a divisor")
         return cls(
             world=config.world_size, tp=config.tp, pp=config.pp, ep=config.ep, etp=config.etp,
             layers=layers, experts=experts,

@@ -34,7 +34,9 @@ def read_dims(hf: dict[str, Any]) -> Dims:
     return Dims(
         hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        ffn=hf["intermediate_size"], moe_ffn=hf.get("moe_intermediate_size", 0), experts=hf.get("num_experts") or hf.get("num_local_experts") or 0,
+        ffn=hf["intermediate_size"], moe_ffn=hf.get("moe_intermediate_size", 0),
+        # transformers 5 writes num_local_experts.
+        experts=hf.get("num_experts") or hf.get("num_local_experts") or 0,
     )
 
 

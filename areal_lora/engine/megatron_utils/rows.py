@@ -7,6 +7,7 @@ follows it, so no token ever attends to padding.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def make_rows(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.de
     starts: list[Tensor] = []
     if micro is not None:
         bounds = micro.cu_seqlens.tolist()
-        for row, (a, b) in enumerate(zip(bounds, bounds[1:])):
+        for row, (a, b) in enumerate(pairwise(bounds)):
             token_ids[row, : b - a] = micro.token_ids[a:b]
             starts.append(torch.arange(row * plan.width, row * plan.width + b - a))
     index = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)

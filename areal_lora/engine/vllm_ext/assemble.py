@@ -15,6 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import reachable_host
 from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ReportSocket, ServedAdapters
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth, ModulesReply
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
@@ -90,7 +91,7 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     reports = ReportSocket(secret)
     setup = WorkerSetup(
         run=config.run.name, run_folder=str(run_folder), base_digest=digest, report_port=reports.port, index=index,
-        declared={a.name: a.spec(config.model.path) for a in config.adapters}, bind=config.cluster.bind,
+        declared={a.name: a.spec(config.model.path) for a in config.adapters}, bind=reachable_host(config.cluster.bind),
     )
     await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
     described = [

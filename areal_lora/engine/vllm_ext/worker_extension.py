@@ -82,10 +82,12 @@ class _Reporter:
     def __init__(self, setup: WorkerSetup) -> None:
         secret = read_secret(setup.run_folder)
         self._lock = threading.Lock()
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.linger = 0
-        self._socket.curve_serverkey, _ = zmq_curve_keys(secret, REPORT_ROLE)
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, WORKER_ROLE)
+        public, private = zmq_curve_keys(secret, WORKER_ROLE)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, zmq_curve_keys(secret, REPORT_ROLE)[0])
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, private)
         self._socket.connect(f"tcp://127.0.0.1:{setup.report_port}")
 
     def send(self, report: Report) -> None:
