@@ -117,7 +117,8 @@ def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callab
     assert stats.issued == stats.consumed + stats.leased + stats.ready + stats.running + sum(stats.dropped.values())
     assert sum(stats.retried.values()) >= 3
     assert set(stats.staleness) == {0, 1}
-    assert one.requests and two.requests
+    assert one.requests
+    assert two.requests
     before = events[0] if events else run.client.wait_eval(AdapterRef(name=NAME, version=0), "before")
     assert (before.n, before.error) == (40, "") or "version_retired" in before.error
     run.client.request_eval(AdapterRef(name=NAME, version=5), "after")

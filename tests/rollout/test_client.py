@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
+from areal_lora.rollout.routing import Router
+from areal_lora.rollout.testing import FakeServer, Fault
+from areal_lora.types import AdapterRef, Generation, Outcome
+
+V3 = AdapterRef(name="math", version=3)
+
+
+async def ask(server: FakeServer, *, n: int = 2, deadline_s: float = 5.0) -> list[Generation]:
+    server.models.add(str(V3))
+    async with server:
+        router = Router([server.url])
+        router.announce(V3)
+        async with CompletionClient(router, "secret") as client:
+            try:
+                return await client.sample(
+                    V3, [5, 6], n=n, max_tokens=8, temperature=0.7, top_p=0.9, seed=11, deadline_s=deadline_s
+                )
+            finally:
+                assert router.servers[0].outstanding == 0
+
+
+def edited(edit: Callable[[dict[str, Any]], None]) -> FakeServer:
+    return FakeServer(fault=lambda _: Fault(edit=edit))
+
+
+def test_request_and_answer() -> None:
+    server = FakeServer()
+    first, second = asyncio.run(ask(server))
+    assert server.requests == [{
+        "model": "math@v3", "prompt": [5, 6], "n": 2, "max_tokens": 8, "temperature": 0.7, "top_p": 0.9,
+        "logprobs": 0, "return_token_ids": True, "seed": 11,
+    }]
+    assert (first.token_ids, second.token_ids) == ([1000, 2], [1001, 2])
+    assert first.logprobs == [-0.5, -1.0]
+    assert first.versions == [3, 3]
+    assert (first.text, first.finish_reason) == ("11", "stop")
+
+
+def test_tokens_carry_the_version_that_the_server_says() -> None:
+    answers = asyncio.run(ask(FakeServer(served_as=lambda _: "math@v2")))
+    assert [a.versions for a in answers] == [[2, 2], [2, 2]]
+
+
+def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda reply: reply["choices"][1].__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        (FakeServer(fault=lambda _: Fault(status=503)), FaultKind.SERVER_ERROR),
+        (FakeServer(fault=lambda _: Fault(status=429)), FaultKind.SERVER_ERROR),
+        (FakeServer(fault=lambda _: Fault(status=404)), FaultKind.RETIRED),
+        (FakeServer(fault=lambda _: Fault(status=400)), FaultKind.REJECTED),
+        (FakeServer(fault=lambda _: Fault(disconnect=True)), FaultKind.CONNECTION),
+        (FakeServer(delay_s=lambda _: 3.0), FaultKind.TIMEOUT),
+        (FakeServer(served_as=lambda _: "other@v3"), FaultKind.PROTOCOL),
+        (edited(lambda reply: reply["choices"].pop()), FaultKind.PROTOCOL),
+        (edited(lambda reply: reply.pop("choices")), FaultKind.PROTOCOL),
+        (edited(lambda reply: reply.update(model="base")), FaultKind.PROTOCOL),
+        (edited(swap("index", 0)), FaultKind.PROTOCOL),
+        (edited(swap("token_ids", [])), FaultKind.PROTOCOL),
+        (edited(swap("token_ids", None)), FaultKind.PROTOCOL),
+        (edited(swap("logprobs", {"token_logprobs": [-0.5]})), FaultKind.PROTOCOL),
+        (edited(swap("logprobs", {"token_logprobs": [-0.5, None]})), FaultKind.PROTOCOL),
+        (edited(swap("versions", [3])), FaultKind.PROTOCOL),
+        (edited(swap("versions", [-1, -1])), FaultKind.PROTOCOL),
+        (edited(swap("finish_reason", "abort")), FaultKind.ABORTED),
+        (edited(swap("finish_reason", None)), FaultKind.ABORTED),
+    ],
+)
+def test_whatever_goes_wrong_is_typed(server: FakeServer, kind: FaultKind) -> None:
+    with pytest.raises(GenerationFault) as caught:
+        asyncio.run(ask(server, deadline_s=0.3 if kind is FaultKind.TIMEOUT else 5.0))
+    assert caught.value.kind is kind
+    assert caught.value.outcome is not Outcome.OK
+    assert caught.value.retryable == (kind is not FaultKind.REJECTED)
+
+
+def test_a_server_that_is_not_there() -> None:
+    async def run() -> None:
+        async with FakeServer() as gone:
+            url = gone.url
+        router = Router([url])
+        router.announce(V3)
+        async with CompletionClient(router, "") as client:
+            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=5)
+
+    with pytest.raises(GenerationFault) as caught:
+        asyncio.run(run())
+    assert caught.value.kind is FaultKind.CONNECTION
+
+
+def test_a_cancelled_request_ends_on_the_server_too() -> None:
+    async def run() -> int:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as server:
+            router = Router([server.url])
+            router.announce(V3)
+            async with CompletionClient(router, "") as client:
+                task = asyncio.create_task(
+                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=60)
+                )
+                while not server.open_requests:
+                    await asyncio.sleep(0.01)
+                task.cancel()
+                for _ in range(200):
+                    await asyncio.sleep(0.01)
+                    if not server.open_requests:
+                        break
+                assert router.servers[0].outstanding == 0
+                return server.open_requests
+
+    assert asyncio.run(run()) == 0
+
+
+def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
+    async def run(server: FakeServer) -> list[str]:
+        async with server:
+            router = Router([server.url])
+            router.announce(V3)
+            async with CompletionClient(router, "") as client:
+                return await client.greedy(V3, [[1], [2, 3], [4]], max_tokens=8, deadline_s=5)
+
+    shuffled = FakeServer(models={str(V3)}, fault=lambda _: Fault(edit=lambda reply: reply["choices"].reverse()))
+    assert asyncio.run(run(shuffled)) == ["1", "5", "4"]
+    assert shuffled.requests[0]["temperature"] == 0.0
+    assert "seed" not in shuffled.requests[0]
+    with pytest.raises(GenerationFault, match="answered by math@v2"):
+        asyncio.run(run(FakeServer(models={str(V3)}, served_as=lambda _: "math@v2")))

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import pytest
+
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.feed import MAX_ISSUES, MAX_TRIES
+from tests.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
+
+
+def test_nothing_is_issued_before_a_version_is_announced() -> None:
+    made, _, _ = feed()
+    assert made.admit() is None
+    assert made.take(0, 0) is None
+    made.announce(0)
+    assert len(admit_all(made)) == 4  # (eta + 1) * b
+
+
+def test_oldest_issue_first_and_the_rest_waits() -> None:
+    made, _, _ = feed(eta=2, b=2)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in reversed(tickets[:4]):
+        assert ticket.version == 0
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(0, 0)
+    assert lease is not None
+    assert [g.uid for g in lease.groups] == [t.prompt.uid for t in tickets[:2]]
+    assert made.take(0, 0) is lease
+    assert made.stats().staleness == {0: 2}
+    later = made.take(1, 1)
+    assert later is not None
+    assert [g.uid for g in later.groups] == [t.prompt.uid for t in tickets[2:4]]
+    assert made.stats().consumed == 2  # asking for step 1 committed step 0
+    with pytest.raises(RolloutError, match="step 0 asked after step 1"):
+        made.take(0, 0)
+
+
+def test_stragglers_are_given_up_early_and_their_prompts_issued_again() -> None:
+    made, ledger, expired = feed(eta=1, b=2)
+    made.announce(0)
+    fast, slow = admit_all(made)[:2], None
+    for ticket in fast:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    slow = next(iter(made._running.values()))
+    assert made.take(0, 0) is not None
+    made.announce(1)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 1))
+    assert not expired
+    assert made.take(1, 1) is not None  # v0 cannot be consumed at v2
+    assert slow in expired
+    assert ledger.drop_reasons() == {"stale": 2}
+    made.announce(2)
+    again = admit_all(made)
+    assert [t.prompt.uid for t in again[:2]] == [t.prompt.uid for t in expired]
+    assert all(t.issue == 2 and t.version == 2 for t in again[:2])
+
+
+def test_a_prompt_is_issued_at_most_so_many_times() -> None:
+    made, ledger, expired = feed(eta=0, b=1, n=1000)
+    made.announce(0)
+    doomed = admit_all(made)[0].prompt.uid
+    for version in range(1, MAX_ISSUES + 3):
+        made.hello()  # a trainer restart elsewhere makes everything under way too old
+        made.announce(version)
+        admit_all(made)
+    reasons = [row.reason for row in ledger.rows if row.uid == doomed]
+    assert reasons == ["stale"] * (MAX_ISSUES - 1) + ["stale_given_up"]
+    assert len(expired) == MAX_ISSUES + 2
+
+
+def test_a_late_answer_of_an_older_version_is_dropped_on_arrival() -> None:
+    made, ledger, _ = feed(eta=0, b=1)
+    made.announce(3)
+    [ticket] = admit_all(made)
+    made.finish(ticket, episode(ticket.prompt, 2))  # the server says it used v2
+    assert ledger.drop_reasons() == {"stale": 1}
+    assert made.take(3, 3) is None
+
+
+def test_groups_of_a_lost_future_are_not_trained_on() -> None:
+    """A trainer that resumes at v1 makes another v2 than the one that was under way."""
+    made, ledger, expired = feed(eta=2, b=2)
+    made.announce(2)
+    tickets = admit_all(made)
+    made.finish(tickets[0], episode(tickets[0].prompt, 2))
+    made.hello()
+    assert made.admit() is None
+    made.announce(1)
+    assert ledger.drop_reasons() == {"from_the_future": 6}
+    assert len(expired) == 5
+    assert made.ready == made.running == 0
+
+
+def test_retries_back_off_then_drop() -> None:
+    made, ledger, _ = feed(b=100)
+    made.announce(0)
+    ticket = made.admit()
+    assert ticket is not None
+    delays = []
+    for _ in range(MAX_TRIES):
+        made.begin(ticket)
+        delays.append(made.retry(ticket, "server_error", "HTTP 500"))
+    assert delays[:3] == [0.1, 0.2, 0.4]
+    assert delays[-1] is None
+    assert ledger.drop_reasons() == {"server_error": 1}
+    assert made.stats().retried == {"server_error": MAX_TRIES - 1}
+    assert "HTTP 500" in made.last_fault
+
+
+def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
+    made, _, _ = feed(b=4)
+
+    def lose_everything() -> None:
+        made.announce(0)
+        for _ in range(1000):
+            ticket = made.admit()
+            assert ticket is not None
+            made.begin(ticket)
+            made.retry(ticket, "rejected", "HTTP 400", retryable=False)
+
+    with pytest.raises(RolloutError, match="16 groups in a row .* HTTP 400"):
+        lose_everything()
+
+
+def test_retries_ask_for_the_newest_version() -> None:
+    made, _, _ = feed()
+    made.announce(0)
+    ticket = made.admit()
+    assert ticket is not None
+    made.begin(ticket)
+    made.retry(ticket, "version_retired", "")
+    made.announce(1)
+    ref = made.begin(ticket)
+    assert ref is not None
+    assert str(ref) == f"{NAME}@v1"
+
+
+def test_a_resumed_run_goes_on_in_the_prompt_order() -> None:
+    made, _, _ = feed(eta=0, b=3)
+    made.announce(5)
+    assert [t.prompt.position for t in admit_all(made)] == [15, 16, 17]
+
+
+def test_too_long_prompts_are_dropped_with_a_reason() -> None:
+    made, ledger, _ = feed(n=100, b=50, eta=1, prompts=stream(100, max_prompt_tokens=4))  # "10+1=" has five
+    made.announce(0)
+    tickets = admit_all(made)
+    assert len(tickets) == 100
+    assert all(len(t.prompt.token_ids) == 4 for t in tickets)
+    assert ledger.drop_reasons()["prompt_too_long"] > 100
+
+
+def test_concurrency_and_the_last_step_bound_admission() -> None:
+    made, _, _ = feed(eta=8, b=2, max_running=3)
+    made.announce(0)
+    assert len(admit_all(made)) == 3
+    made, _, _ = feed(eta=8, b=2, steps=2)
+    made.announce(0)
+    assert len(admit_all(made)) == 4
+
+
+def test_idle_time_and_tokens() -> None:
+    clock = Clock()
+    made, _, _ = feed(eta=0, b=1, clock=clock)
+    made.announce(0)
+    clock.now = 1.0
+    [ticket] = admit_all(made)
+    clock.now = 3.0
+    made.finish(ticket, episode(ticket.prompt, 0, n=3))
+    clock.now = 3.5
+    stats = made.stats()
+    assert (stats.idle_s, stats.generation_s, stats.tokens_generated) == (1.5, 2.0, 6)
+
+
+def test_versions_do_not_go_back() -> None:
+    made, _, _ = feed()
+    made.announce(3)
+    with pytest.raises(RolloutError, match="announced after v3"):
+        made.announce(2)
