@@ -119,7 +119,7 @@ def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
             made.begin(ticket)
             made.retry(ticket, "rejected", "HTTP 400", retryable=False)
 
-    with pytest.raises(RolloutError, match="16 groups in a row .* HTTP 400"):
+    with pytest.raises(RolloutError, match=r"16 groups in a row .* HTTP 400"):
         lose_everything()
 
 

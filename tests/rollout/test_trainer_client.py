@@ -1,0 +1,161 @@
+"""Client, messages and control socket against a handler without a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from areal_lora.config.rendezvous import Endpoint
+from areal_lora.errors import RolloutError
+from areal_lora.rollout import messages as m
+from areal_lora.rollout import trainer_client
+from areal_lora.rollout.control import ControlSocket
+from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.types import AdapterRef
+from tests.rollout.helpers import NAME, episode, stream
+
+SECRET = "5" * 64
+STATS = m.Stats(
+    newest_version=1, ready=0, running=3, leased=0, issued=3, consumed=0, dropped={"stale": 1}, retried={},
+    staleness={0: 2}, tokens_generated=0, idle_s=0.0, generation_s=0.0,
+)
+Handler = Callable[[m.Request], Awaitable[m.Reply]]
+
+
+def result(version: int, tag: str) -> m.EvalResult:
+    return m.EvalResult(adapter=NAME, version=version, tag=tag, accuracy=0.5, n=2, wall_s=0.1)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    clients, sockets, tasks = [], [], []
+
+    def make(handler: Handler) -> RolloutClient:
+        async def welcoming(request: m.Request) -> m.Reply:
+            return m.Welcome(adapters=(NAME,)) if isinstance(request, m.Hello) else await handler(request)
+
+        async def serve() -> None:
+            async with asyncio.TaskGroup() as group:
+                await sockets[0].serve(welcoming, group)
+
+        async def bind() -> ControlSocket:
+            return ControlSocket("127.0.0.1", SECRET)
+
+        sockets.append(asyncio.run_coroutine_threadsafe(bind(), loop).result(5))
+        tasks.append(asyncio.run_coroutine_threadsafe(serve(), loop))
+        clients.append(RolloutClient(Endpoint(host="127.0.0.1", ports={"control": sockets[0].port}, pid=0), SECRET))
+        return clients[-1]
+
+    async def close() -> None:
+        for socket in sockets:
+            socket.close()
+
+    yield make
+    for client in clients:
+        client.close()
+    for task in tasks:
+        task.cancel()
+    asyncio.run_coroutine_threadsafe(close(), loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()
+
+
+def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClient]) -> None:
+    groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
+
+    async def handler(request: m.Request) -> m.Reply:
+        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.POLL_S)
+        return m.Batch(adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), events=(result(3, "during"),))
+
+    batch = connect(handler).next_batch(NAME, step=4, version=4)
+    assert batch.groups == groups
+    assert batch.stats == STATS
+    assert batch.events == (result(3, "during"),)
+
+
+def test_waiting_is_said_and_ends(
+    connect: Callable[[Handler], RolloutClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 0
+
+    async def handler(request: m.Request) -> m.Reply:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            return m.NotReady(ready=40, needed=64, running=90, dropped=1, note="connection: refused")
+        return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=())
+
+    with caplog.at_level(logging.INFO, "areal_lora"):
+        connect(handler).next_batch(NAME, step=12, version=12)
+    assert asked == 3
+    assert "waiting for rollout batch 12" in caplog.text
+    assert "40/64 groups ready, 90 running, 1 dropped; last fault: connection: refused" in caplog.text
+
+
+def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], RolloutClient]) -> None:
+    replies = [(), (result(1, "during"), result(2, "after")), (result(3, "during"),)]
+
+    async def handler(request: m.Request) -> m.Reply:
+        return m.Events(events=replies.pop(0)) if isinstance(request, m.GetEvents) else m.Done()
+
+    client = connect(handler)
+    ref = AdapterRef(name=NAME, version=2)
+    client.request_eval(ref, "after")
+    assert client.wait_eval(ref, "after") == result(2, "after")
+    assert client.poll_evals(NAME) == (result(1, "during"), result(3, "during"))
+
+
+def test_a_refusal_is_raised_with_its_reason(connect: Callable[[Handler], RolloutClient]) -> None:
+    async def handler(request: m.Request) -> m.Reply:
+        raise RolloutError("no such adapter")
+
+    with pytest.raises(RolloutError, match="refused GetStats: no such adapter"):
+        connect(handler).stats(NAME)
+
+
+def test_a_silent_controller_is_an_error(
+    connect: Callable[[Handler], RolloutClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handler(request: m.Request) -> m.Reply:
+        if isinstance(request, m.GetStats):
+            await asyncio.sleep(0.4)
+            return STATS
+        await asyncio.sleep(0.6)
+        return m.Done()
+
+    client = connect(handler)
+    monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
+    with pytest.raises(RolloutError, match="did not answer GetStats within 0 s"):
+        client.stats(NAME)
+    monkeypatch.setattr(trainer_client, "ANSWER_S", 5.0)
+    client.announce(AdapterRef(name=NAME, version=0))  # the late answer is not taken for this one's
+
+
+def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler], RolloutClient]) -> None:
+    released = asyncio.Event()
+
+    async def handler(request: m.Request) -> m.Reply:
+        if isinstance(request, m.AnnounceVersion):
+            released.set()
+            return m.Done()
+        await asyncio.wait_for(released.wait(), 5)
+        return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=())
+
+    client = connect(handler)
+    timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0)])
+    timer.start()
+    assert client.next_batch(NAME, step=0, version=0).step == 0
+    timer.join()
+
+
+def test_bytes_that_are_no_message_are_refused() -> None:
+    with pytest.raises(ValueError, match="Invalid value 'Pickle'"):
+        m.decode_request(m.encode({"type": "Pickle"}))
