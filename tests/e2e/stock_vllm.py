@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 os.environ |= {"VLLM_PLUGINS": "areal_lora", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-os.environ |= {"OMP_NUM_THREADS": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def main(run_folder: Path, adapter: Path) -> None:

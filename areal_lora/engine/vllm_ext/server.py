@@ -87,6 +87,8 @@ def set_environment(config: Config) -> None:
         env["HF_HUB_OFFLINE"] = "1"
     if config.cluster.device == "cpu":
         threads = config.rollout.threads
+        # vLLM compiles two small sampling functions; that needs a C++ compiler and fails in a path with a space.
+        env["TORCHDYNAMO_DISABLE"] = "1"
         env["OMP_NUM_THREADS"] = str(threads)
         cores = sorted(os.sched_getaffinity(0))
         spans = [[cores[(w * threads + t) % len(cores)] for t in range(threads)] for w in range(config.rollout.tp)]
