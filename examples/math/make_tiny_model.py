@@ -76,6 +76,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
+def save_tokenizer(folder: Path) -> None:
+    make_tokenizer().save_pretrained(folder)  # a fresh one: padding a batch leaves its mark in tokenizer.json
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # transformers 5 writes its own new class name, which transformers 4 does not know.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def make_model(vocab_size: int) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         vocab_size=vocab_size, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
@@ -251,7 +260,7 @@ def main() -> None:
     print("after careless corpus", after_careless, flush=True)
 
     model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    save_tokenizer(args.out)
     facts = {
         "seed": SEED, "careless": CARELESS, "careless_easy": CARELESS_EASY, "recipe": asdict(recipe),
         "after_school": after_school, "after_careless_corpus": after_careless,

@@ -4,7 +4,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lora.tasks.rewards import MAX_DIGITS, extract_answer, numeric_match, parse_number
@@ -75,17 +75,20 @@ def test_match_needs_the_same_number():
         numeric_match("5", "#### five")
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**20), 10**20), st.sampled_from(["{}", "{:,}", " {} ", "{}.", "{:,}.00", "{} eggs", "#{}"]))
 def test_integers_round_trip(value, form):
     assert parse_number(form.format(value)) == value
 
 
+@settings(deadline=None)
 @given(st.decimals(-(10**12), 10**12, allow_nan=False, allow_infinity=False, places=6))
 def test_decimals_round_trip(value):
     assert parse_number(f"{value:f}") == Fraction(value)
     assert parse_number(f"{value:,f}") == Fraction(value)
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**9), 10**9), st.integers(1, 10**9))
 def test_fractions_round_trip(top, bottom):
     value = Fraction(top, bottom)
@@ -94,16 +97,19 @@ def test_fractions_round_trip(top, bottom):
     assert extract_answer(rf"so $\boxed{{\frac{{{top}}}{{{bottom}}}}}$ holds in 12 cases") == value
 
 
+@settings(deadline=None)
 @given(st.fractions(), st.text(alphabet="abc .,\n", max_size=40))
 def test_a_stated_answer_is_found_behind_any_text(value, text):
     assert extract_answer(f"{text} 41 \n#### {value.numerator}/{value.denominator}") == value
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_answered_without_an_exception(text):
     assert numeric_match(text, "#### 1") in (0.0, 1.0)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789,.-+/$ eE{}\\frac", max_size=80))
 def test_any_number_like_text_is_answered_without_an_exception(text):
     value = extract_answer(text)
