@@ -137,7 +137,8 @@ class ServedAdapters:
             slot = await self._reserve(ref, deadline)
             try:
                 staged = await self._stage(body, ref, -1 if slot is None else slot, deadline)
-            except ManifestError:
+            except (ManifestError, PublishError):
+                # A worker that is late has passed its own deadline by now and writes no more.
                 if slot is not None:
                     self._slots.abort(ref)
                 raise
