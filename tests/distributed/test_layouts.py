@@ -25,7 +25,7 @@ from .engine_ranks import (
     make_rows,
 )  # fmt: skip
 from .oracle import ALPHA, RANK, Oracle, adapter_shapes, make_model, random_adapter, with_aliases
-from .spawn import run_ranks
+from .spawn import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ class World:
         self.wires = {kind: random_adapter(kind, SEED) for kind in self.paths}
         self.oracles = {kind: Oracle(path, kind) for kind, path in self.paths.items()}
         self.rows = make_rows()
-        self._ranks: dict[int, list[Any]] = {}
+        self._ranks: dict[int, list[Any] | RanksFailed] = {}
         self._truth: dict[str, Any] = {}
         print(f"adapter seed {SEED}")
 
@@ -74,10 +74,16 @@ class World:
         world = BY_NAME[name].world
         if world not in self._ranks:
             cases = [case for case in CASES if case.world == world]
-            self._ranks[world] = run_ranks(
-                exercise_all, world, self.folder, (self.paths, cases, self.numpy_wires()), timeout_s=150.0
-            )
-        return [results[part or name] for results in self._ranks[world]]
+            try:
+                self._ranks[world] = run_ranks(
+                    exercise_all, world, self.folder, (self.paths, cases, self.numpy_wires()), timeout_s=150.0
+                )
+            except RanksFailed as failure:  # kept, or every test would start the world again
+                self._ranks[world] = failure
+        outcome = self._ranks[world]
+        if isinstance(outcome, RanksFailed):
+            raise outcome
+        return [results[part or name] for results in outcome]
 
     def truth(self, kind: str) -> Any:
         if kind not in self._truth:
