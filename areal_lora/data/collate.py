@@ -32,9 +32,11 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     """Pack all trajectories, in order, into one batch of N sequences and T tokens.
 
     Raises:
-        AlignmentError: arrays of different length, or entry 0 of a sequence not masked.
+        AlignmentError: nothing to pack, arrays of different length, or entry 0 of a sequence not masked.
     """
     rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+    if not rows:
+        raise AlignmentError("a batch without trajectories cannot be trained on")
     for _, trajectory in rows:
         _check(trajectory)
     lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)])

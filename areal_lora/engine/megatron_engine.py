@@ -56,6 +56,7 @@ class MegatronEngine:
         hf = base.read_hf_config(model.path)
         dims = base.read_dims(hf)
         self._layout = layout.Layout.of(trainer, layers=hf["num_hidden_layers"], experts=dims.experts)
+        layout.check_widths(trainer, vocab=hf["vocab_size"], kv_heads=dims.kv_heads, expert_width=dims.moe_ffn)
         self._converter = gather.Converter(family=family_for(hf["model_type"]), dims=dims, layout=self._layout)
         self._model: nn.Module = base.build_model(model, trainer, self._layout, device)
         self._resident: _Resident | None = None
@@ -76,6 +77,9 @@ class MegatronEngine:
             )
         if spec.expert_layout is not ExpertLayout.PER_EXPERT:
             raise ConfigError("adapters.expert_layout", f"{spec.expert_layout} is not available yet", "per_expert")
+        if spec.dropout:
+            # Scores of one policy must be repeatable (contract C10).
+            raise ConfigError("adapters.dropout", f"{spec.dropout} would make log-probabilities random", "0.0")
         layout = self._layout
         self._model = self._lora.attach(self._model, spec)
         sites = self._lora.find_sites(

@@ -95,3 +95,14 @@ class Layout:
 
     def first_rank_of_last_stage(self) -> int:
         return self.world - self.world // self.pp
+
+
+def check_widths(config: TrainerConfig, *, vocab: int, kv_heads: int, expert_width: int) -> None:
+    """Raises ConfigError where a tensor-parallel size does not divide what it splits."""
+    for key, size, what, width in (
+        ("trainer.tp", config.tp, "vocabulary entries", vocab),
+        ("trainer.tp", config.tp, "key/value heads", kv_heads),
+        ("trainer.etp", config.etp, "expert rows", expert_width),
+    ):
+        if width % size:
+            raise ConfigError(key, f"{size} does not divide the model's {width} {what}", "choose a divisor")

@@ -57,14 +57,13 @@ class ParallelAdapter(nn.Module):
         self.scale = spec.scale
         self.row_parallel = row_parallel
         self.sequence_parallel = sequence_parallel
-        self.dropout = nn.Dropout(spec.dropout)
         self.lora_A = nn.Parameter(torch.zeros(spec.rank, in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(out_features, spec.rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence_parallel and not self.row_parallel:
             x = gather_from_sequence_parallel_region(x)
-        hidden = functional.linear(self.dropout(x), self.lora_A.to(x.dtype))
+        hidden = functional.linear(x, self.lora_A.to(x.dtype))
         if self.sequence_parallel and self.row_parallel:
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
         return functional.linear(hidden, self.lora_B.to(x.dtype)) * self.scale
