@@ -60,8 +60,7 @@ class Supervisor:
         self._guardian: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Supervisor:
-        if sys.platform == "linux":
-            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _adopt_orphans(True)
         self._guardian = subprocess.Popen(
             [sys.executable, "-m", guardian.__name__], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -71,6 +70,8 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        # Whoever lives on in this process must not collect the orphans of others.
+        _adopt_orphans(False)
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         """Start ``specs`` in order. Raises EnvironmentError_ where a program cannot be started."""
@@ -192,6 +193,12 @@ class Interrupts:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.count += 1
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    """Make this process the parent of descendants whose own parent ends, or stop that."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def last_lines(path: Path, n: int) -> list[str]:
