@@ -28,9 +28,9 @@ def child(variant: str, adapter: str) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    from dataclasses import replace
+    from dataclasses import fields, replace
 
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, EngineArgs, SamplingParams
     from vllm.lora.request import LoRARequest
 
     from areal_lora.config.load import load_config
@@ -38,7 +38,7 @@ def child(variant: str, adapter: str) -> None:
 
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
     args = replace(engine_args(config), enable_lora=variant != VARIANTS[0], worker_extension_cls="")
-    engine = LLM.from_engine_args(args)
+    engine = LLM.from_engine_args(EngineArgs(**{f.name: getattr(args, f.name) for f in fields(EngineArgs)}))
     request = LoRARequest("adapter", 1, adapter) if variant == VARIANTS[2] else None
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, ignore_eos=True, logprobs=0, seed=1)
     prompts = [{"prompt_token_ids": [5 + (7 * i + j) % 90 for j in range(40)]} for i in range(SEQUENCES)]
@@ -96,8 +96,9 @@ def main() -> None:
             for v in VARIANTS
         ]
         for engine in engines:
-            while engine.stdout.readline().strip() != "ready":
-                pass
+            while (line := engine.stdout.readline()).strip() != "ready":
+                if not line:
+                    sys.exit("an engine ended before it was ready; its error is above")
         print(f"load {os.getloadavg()[0]:.2f}; {SEQUENCES} sequences x {NEW_TOKENS} tokens, {ROUNDS} rounds, 1 thread")
         speeds: dict[str, list[float]] = {v: [] for v in VARIANTS}
         for _ in range(ROUNDS):
