@@ -49,12 +49,12 @@ class Trainer:
 def train(trainer: Trainer) -> None:
     """Run every step of every adapter, then wait for the last version and its evaluation."""
     for tenant in trainer.tenants:
-        trainer.publishing.publish(tenant)
+        publish(trainer, tenant)
     for _ in range(trainer.config.run.steps):
         for tenant in trainer.tenants:
             train_step(trainer, tenant)
     for tenant in trainer.tenants:
-        activate(trainer, tenant)
+        trainer.publishing.join(tenant)
         export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
         if trainer.recorder:
             trainer.recorder.wait_eval(tenant)
@@ -66,8 +66,6 @@ def train(trainer: Trainer) -> None:
 def train_step(trainer: Trainer, tenant: Tenant) -> None:
     """Consume one batch, improve the adapter by one version, hand the version to the servers."""
     spans = Spans()
-    with spans.span("publish_join"):
-        activate(trainer, tenant)
     with spans.span("wait_batch"):
         batch, histogram = next_batch(trainer, tenant)
     with spans.span("annotate"):
@@ -75,18 +73,21 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
     with spans.span("train"):
         report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
     tenant.version += 1
+    with spans.span("publish_join"):
+        trainer.publishing.join(tenant)
     with spans.span("publish_pack"):
-        trainer.publishing.publish(tenant)
+        publish(trainer, tenant)
     if trainer.recorder:
         trainer.recorder.step(tenant, batch, report, histogram, spans)
 
 
-def activate(trainer: Trainer, tenant: Tenant) -> None:
-    """Join the publish of the tenant's version, and have the version evaluated where the plan says so.
+def publish(trainer: Trainer, tenant: Tenant) -> None:
+    """Start sending the tenant's version, and have it evaluated where the plan says so.
 
-    The evaluation runs on the servers beside the rollouts; nothing waits for it here.
+    Neither is waited for: the next publish joins this one, and the evaluation begins when the
+    version is active and runs on the servers beside the rollouts.
     """
-    trainer.publishing.join(tenant)
+    trainer.publishing.publish(tenant)
     every, last = trainer.config.eval.every_steps, trainer.config.run.steps
     due = tenant.version in (0, last) or (every and tenant.version % every == 0)
     if trainer.recorder and due:

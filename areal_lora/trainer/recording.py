@@ -58,7 +58,7 @@ class Recorder:
         return list(batch.groups)
 
     def request_eval(self, tenant: Tenant) -> None:
-        """Ask for a held-out evaluation of the tenant's version, which must be active."""
+        """Ask for a held-out evaluation of the tenant's version; it begins when the version is active."""
         self._client.request_eval(tenant.ref, EVAL_TAG)
 
     def wait_eval(self, tenant: Tenant) -> None:
