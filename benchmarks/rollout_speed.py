@@ -59,17 +59,14 @@ def make_adapter(folder: Path) -> Path:
     import torch
 
     from areal_lora.checkpoint.adapter_io import save_peft
+    from areal_lora.config.architectures import read_hf_config
     from areal_lora.config.load import load_config
     from areal_lora.engine.megatron_utils.convert import family_for
     from areal_lora.engine.megatron_utils.convert.registry import Dims, wire_names
 
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
-    hf = json.loads((Path(config.model.path) / "config.json").read_text())
-    dims = Dims(
-        hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"], ffn=hf["intermediate_size"], moe_ffn=hf["moe_intermediate_size"],
-        experts=hf.get("num_experts") or hf["num_local_experts"],
-    )
+    hf = read_hf_config(Path(config.model.path))
+    dims = Dims.from_hf(hf)
     family, spec = family_for(hf["model_type"]), config.adapters[0].spec(config.model.path)
     tensors, aliases = {}, {}
     for key in family.sites(dims, range(hf["num_hidden_layers"])):

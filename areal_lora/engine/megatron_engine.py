@@ -12,12 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from areal_lora.config.architectures import read_hf_config
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.packing import plan_microbatches
 from areal_lora.engine.base import AdapterPlan, LossFn
@@ -48,13 +50,14 @@ class MegatronEngine:
         from areal_lora.engine.megatron_utils import model as base
         from areal_lora.engine.megatron_utils import optimizer as optim
         from areal_lora.engine.megatron_utils.convert import family_for
+        from areal_lora.engine.megatron_utils.convert.registry import Dims
 
         self._gather, self._lora, self._rows, self._schedule, self._optim = gather, lora, rows, schedule, optim
         initialize.initialize_parallel(trainer, device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._device, self._trainer, self._path = device, trainer, model.path
-        hf = base.read_hf_config(model.path)
-        dims = base.read_dims(hf)
+        hf = read_hf_config(Path(model.path))
+        dims = Dims.from_hf(hf)
         self._layout = layout.Layout.of(trainer, layers=hf["num_hidden_layers"], experts=dims.experts)
         layout.check_widths(trainer, vocab=hf["vocab_size"], kv_heads=dims.kv_heads, expert_width=dims.moe_ffn)
         self._converter = gather.Converter(family=family_for(hf["model_type"]), dims=dims, layout=self._layout)

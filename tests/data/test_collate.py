@@ -69,6 +69,18 @@ def test_misaligned_trajectories_are_refused(wrong: dict) -> None:
         collate([TrajectoryGroup(uid="0:x", trajectories=(bad,))])
 
 
+def test_a_sequence_may_not_begin_with_a_trained_token() -> None:
+    """Nothing predicts entry 0; masks and versions that agree about it are still wrong."""
+    bad = replace(GROUPS[0].trajectories[0], loss_mask=[1, 0, 1, 1, 1], versions=[4, -1, 4, 4, 4])
+    with pytest.raises(AlignmentError, match="entry 0"):
+        collate([TrajectoryGroup(uid="0:x", trajectories=(bad,))])
+
+
+def test_nothing_to_pack_is_refused() -> None:
+    with pytest.raises(AlignmentError, match="without trajectories"):
+        collate([])
+
+
 def test_staleness_is_counted_per_token_and_bounded() -> None:
     batch = collate(GROUPS)
     assert assert_staleness(batch, version=6, max_staleness=2) == {0: 2, 1: 1, 2: 3}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
-from areal_lora.engine.megatron_utils.convert.registry import Dims
 from areal_lora.engine.megatron_utils.layout import Layout
-from areal_lora.errors import ConfigError, UnknownTensorError
+from areal_lora.errors import UnknownTensorError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def read_hf_config(path: str) -> dict[str, Any]:
-    """``config.json`` of a model folder. Raises ConfigError where there is none."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ConfigError("model.path", f"{file} does not exist", "give a Hugging Face model folder")
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def read_dims(hf: dict[str, Any]) -> Dims:
-    return Dims(
-        hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        ffn=hf["intermediate_size"], moe_ffn=hf.get("moe_intermediate_size", 0),
-        # transformers 5 writes num_local_experts.
-        experts=hf.get("num_experts") or hf.get("num_local_experts") or 0,
-    )
 
 
 def build_model(model: ModelConfig, trainer: TrainerConfig, layout: Layout, device: torch.device) -> nn.Module:

@@ -7,8 +7,9 @@ some rows of lora_B. Rows are given as index ranges, so both directions are the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ class Dims:
     ffn: int
     moe_ffn: int
     experts: int
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Dims:
+        """From a Hugging Face ``config.json``; transformers 5 writes ``num_local_experts`` for ``num_experts``."""
+        return cls(
+            hidden=hf["hidden_size"], heads=hf["num_attention_heads"], kv_heads=hf["num_key_value_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            ffn=hf["intermediate_size"], moe_ffn=hf.get("moe_intermediate_size", 0),
+            experts=hf.get("num_experts") or hf.get("num_local_experts") or 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
