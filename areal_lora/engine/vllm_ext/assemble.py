@@ -61,6 +61,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     if on_cpu:
         # vLLM's default of 128 hides short prompts from the prefix cache; its CPU attention needs multiples of 32.
         extra["block_size"] = 32
+        # A prompt cut in two would rewind the request's random generator, which CPU generators cannot: vLLM dies.
+        extra["enable_chunked_prefill"] = False
         if rollout.kv_cache_gib is not None:
             extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         if rollout.tp == 1:
@@ -70,7 +72,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=config.model.path, dtype=config.model.dtype, seed=config.run.seed, tensor_parallel_size=rollout.tp,
         max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len),
         gpu_memory_utilization=rollout.gpu_memory_utilization, enforce_eager=rollout.enforce_eager or on_cpu,
         enable_prefix_caching=True, disable_log_stats=True, logprobs_mode="processed_logprobs",
         enable_lora=True, max_lora_rank=ranks[0], max_loras=max_loras, max_cpu_loras=max_loras,
