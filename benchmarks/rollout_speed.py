@@ -69,7 +69,7 @@ def make_adapter(folder: Path) -> Path:
     dims = Dims.from_hf(hf)
     family, spec = family_for(hf["model_type"]), config.adapters[0].spec(config.model.path)
     tensors, aliases = {}, {}
-    for key in family.sites(dims, range(hf["num_hidden_layers"])):
+    for key in family.sites(dims, range(hf["num_hidden_layers"]), spec.expert_layout):
         shapes, shared = wire_names(family.pieces(dims, key))
         tensors |= {n: torch.randn([spec.rank if d < 0 else d for d in s]) * 0.02 for n, s in shapes.items()}
         aliases |= shared

@@ -9,10 +9,22 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+
+class Scope(StrEnum):
+    """Where in a layer an adapted linear sits."""
+
+    ATTENTION = "attention"  # linear_qkv, linear_proj
+    MLP = "mlp"  # dense MLP of a layer
+    EXPERT = "expert"  # one routed expert
+    ALL_EXPERTS = "all_experts"  # one adapter shared by all routed experts of a layer (expert_layout "shared")
+    SHARED_EXPERT = "shared_expert"  # Qwen2-MoE's always-on expert
+
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Modules that LoRA can sit on, in Megatron's spelling; present in every supported architecture."""
@@ -21,6 +33,17 @@ HF_TO_MEGATRON = {
     "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "qkv_proj": "linear_qkv",
     "o_proj": "linear_proj", "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "gate_up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
+}  # fmt: skip
+
+_MODULE = re.compile(
+    r"(?:^|\.)(?:(?P<attention>self_attn)|(?P<mlp>mlp)|(?P<shared_expert>mlp\.shared_expert)"
+    r"|(?P<expert>mlp\.experts\.\d+))\.(?P<leaf>[a-z]+_proj)$"
+    r"|(?:^|\.)block_sparse_moe\.experts\.\d+\.(?P<mixtral>w[123])$"
+)
+_LEAVES = {
+    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
+    "w1": "linear_fc1", "w3": "linear_fc1", "w2": "linear_fc2",
 }  # fmt: skip
 
 SUPPORTED = ("qwen3_moe", "qwen3")
@@ -54,19 +77,46 @@ _KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
+def target_of(hf_module_name: str) -> tuple[str, Scope] | None:
+    """Megatron's linear and scope of a Hugging Face module (no ``.weight``, any prefix); None: not adaptable.
+
+    ``model.layers.3.mlp.experts.7.gate_proj`` is ``("linear_fc1", Scope.EXPERT)``.
+    """
+    found = _MODULE.search(hf_module_name)
+    if found is None:
+        return None
+    if found["mixtral"]:
+        return _LEAVES[found["mixtral"]], Scope.EXPERT
+    linear = _LEAVES.get(found["leaf"])
+    scope = next(scope for scope in Scope if scope is not Scope.ALL_EXPERTS and found[scope.value])
+    in_attention = linear in ("linear_qkv", "linear_proj")
+    return None if linear is None or in_attention != (scope is Scope.ATTENTION) else (linear, scope)
+
+
+def covers(target_modules: Sequence[str], linear: str, scope: Scope) -> bool:
+    """Whether canonical targets name ``linear`` in ``scope``.
+
+    ``linear_fc1`` covers every scope, ``expert.linear_fc1`` the routed experts only, whether each
+    has an adapter of its own or all share one.
+    """
+    where = Scope.EXPERT if scope is Scope.ALL_EXPERTS else scope
+    return linear in target_modules or f"{where}.{linear}" in target_modules
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes that matter here. ``experts`` is 0 for a dense model; ``dense_layers`` have no experts."""
+    """The sizes that matter here. ``experts`` is 0 for a dense model; only ``sparse_layers`` have them."""
 
     model_type: str
     layers: int
-    dense_layers: int
+    sparse_layers: tuple[int, ...]
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn: int
     expert_ffn: int
+    shared_ffn: int
     experts: int
     experts_per_token: int
     vocab: int
@@ -75,7 +125,11 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        return self.layers - self.dense_layers
+        return len(self.sparse_layers)
+
+    @property
+    def dense_layers(self) -> int:
+        return self.layers - self.moe_layers
 
     @property
     def parameters(self) -> int:
@@ -100,13 +154,14 @@ class ModelShape:
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
-            dense_layers=layers - len(sparse),
+            sparse_layers=tuple(sparse),
             hidden=int(config["hidden_size"]),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
             ffn=int(config["intermediate_size"]),
             expert_ffn=int(config.get("moe_intermediate_size") or 0),
+            shared_ffn=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
             experts=experts,
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             vocab=int(config["vocab_size"]),

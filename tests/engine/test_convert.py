@@ -6,20 +6,31 @@ import pytest
 import torch
 
 from areal_lora.engine.megatron_utils.convert import FAMILIES, family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims, SiteKey, to_hf, to_megatron, wire_names
+from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, to_hf, to_megatron, wire_names
 from areal_lora.errors import AdapterError, ConfigError, UnknownTensorError
+from areal_lora.types import ExpertLayout
 
 DIMS = Dims(hidden=8, heads=6, kv_heads=2, head_dim=3, ffn=10, moe_ffn=4, experts=4)
+DENSE = Dims(hidden=8, heads=6, kv_heads=2, head_dim=3, ffn=10, moe_ffn=0, experts=0)
 RANK = 2
 
 
+def dims_of(kind: str) -> Dims:
+    return DIMS if kind.endswith("_moe") else DENSE
+
+
 def all_sites() -> list[tuple[str, SiteKey]]:
-    return [(kind, key) for kind, family in FAMILIES.items() for key in family.sites(DIMS, [0, 3])]
+    return [
+        (kind, key)
+        for kind, family in FAMILIES.items()
+        for layout in ExpertLayout
+        for key in family.sites(dims_of(kind), [0, 3], layout)
+    ]
 
 
 def test_qkv_rows_are_kept_per_query_group() -> None:
     """Row r of the fused matrix holds the number r; each group is 3 query heads, a key head, a value head."""
-    pieces = family_for("qwen3").pieces(DIMS, SiteKey(linear="linear_qkv", layer=1))
+    pieces = family_for("qwen3").pieces(DENSE, SiteKey(linear="linear_qkv", layer=1, scope=Scope.ATTENTION))
     fused = torch.arange(30.0)[:, None].expand(30, RANK)
     tensors = to_hf(pieces, torch.zeros(RANK, 8), fused)
     rows = {n.split(".")[-3]: t[:, 0].tolist() for n, t in tensors.items() if "lora_B" in n}
@@ -29,7 +40,7 @@ def test_qkv_rows_are_kept_per_query_group() -> None:
 
 
 def test_gate_is_the_upper_half() -> None:
-    pieces = family_for("qwen3_moe").pieces(DIMS, SiteKey(linear="linear_fc1", layer=2, expert=3))
+    pieces = family_for("qwen3_moe").pieces(DIMS, SiteKey(linear="linear_fc1", layer=2, scope=Scope.EXPERT, expert=3))
     tensors = to_hf(pieces, torch.zeros(RANK, 8), torch.arange(8.0)[:, None].expand(8, RANK))
     assert tensors["model.layers.2.mlp.experts.3.gate_proj.lora_B.weight"][:, 0].tolist() == [0, 1, 2, 3]
     assert tensors["model.layers.2.mlp.experts.3.up_proj.lora_B.weight"][:, 0].tolist() == [4, 5, 6, 7]
@@ -37,7 +48,7 @@ def test_gate_is_the_upper_half() -> None:
 
 @pytest.mark.parametrize(("kind", "key"), all_sites())
 def test_there_and_back_is_exact(kind: str, key: SiteKey) -> None:
-    pieces = FAMILIES[kind].pieces(DIMS, key)
+    pieces = FAMILIES[kind].pieces(dims_of(kind), key)
     lora_a = torch.randn(RANK, pieces[0].in_features)
     lora_b = torch.randn(sum(p.out_features for p in pieces), RANK)
     tensors = to_hf(pieces, lora_a, lora_b)
@@ -57,19 +68,21 @@ def test_there_and_back_is_exact(kind: str, key: SiteKey) -> None:
 @pytest.mark.parametrize("kind", list(FAMILIES))
 def test_names_of_a_family_are_unique(kind: str) -> None:
     family = FAMILIES[kind]
-    names = [n for key in family.sites(DIMS, range(3)) for n in wire_names(family.pieces(DIMS, key))[0]]
+    dims = dims_of(kind)
+    sites = family.sites(dims, range(3), ExpertLayout.PER_EXPERT)
+    names = [n for key in sites for n in wire_names(family.pieces(dims, key))[0]]
     assert len(names) == len(set(names))
 
 
 def test_refusals() -> None:
     moe, dense = family_for("qwen3_moe"), family_for("qwen3")
     with pytest.raises(UnknownTensorError, match="expert 4"):
-        moe.pieces(DIMS, SiteKey(linear="linear_fc1", layer=0, expert=4))
-    with pytest.raises(UnknownTensorError, match="expert 0"):
-        dense.pieces(DIMS, SiteKey(linear="linear_fc1", layer=0, expert=0))
+        moe.pieces(DIMS, SiteKey(linear="linear_fc1", layer=0, scope=Scope.EXPERT, expert=4))
+    with pytest.raises(UnknownTensorError, match="no experts"):
+        dense.pieces(DENSE, SiteKey(linear="linear_fc1", layer=0, scope=Scope.EXPERT, expert=0))
     with pytest.raises(ConfigError, match="qwen3"):
         family_for("gpt2")
-    pieces = dense.pieces(DIMS, SiteKey(linear="linear_proj", layer=0))
+    pieces = dense.pieces(DENSE, SiteKey(linear="linear_proj", layer=0, scope=Scope.ATTENTION))
     with pytest.raises(UnknownTensorError, match="lora_A"):
         to_megatron(pieces, {})
     tensors = to_hf(pieces, torch.zeros(RANK, 18), torch.zeros(8, RANK))

@@ -19,6 +19,7 @@ from areal_lora.engine.megatron_utils.convert.registry import (
     Dims,
     Family,
     Piece,
+    Scope,
     SiteKey,
     to_hf,
     to_megatron,
@@ -39,13 +40,16 @@ class Converter:
     layout: Layout
 
     def pieces(self, site: AdapterSite) -> list[Piece]:
-        return self.family.pieces(self.dims, SiteKey(linear=site.linear, layer=site.layer, expert=site.expert))
+        in_attention = site.linear in (Linear.QKV, Linear.PROJ)
+        scope = Scope.ATTENTION if in_attention else Scope.MLP if site.expert is None else Scope.EXPERT
+        key = SiteKey(linear=site.linear, layer=site.layer, scope=scope, expert=site.expert)
+        return self.family.pieces(self.dims, key)
 
     def plan(self, spec: AdapterSpec, targets: set[Linear]) -> AdapterPlan:
         """Who sends what for an adapter on ``targets``; the same on every rank."""
         sources: dict[int, list[PlannedTensor]] = {}
         aliases: dict[str, str] = {}
-        for key in self.family.sites(self.dims, range(self.layout.layers)):
+        for key in self.family.sites(self.dims, range(self.layout.layers), spec.expert_layout):
             if key.linear not in targets:
                 continue
             shapes, shared = wire_names(self.family.pieces(self.dims, key))
