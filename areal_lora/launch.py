@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts = gather_facts(config, runs_here=here)
         if not report_findings(config, facts, err):
             return ConfigError.exit_code
-        config = resolve_targets(config)
+        config = resolve_targets(config, facts)
         plan = make_plan(config, facts)
         if arguments.dry_run:
             print_plan(config, plan, out)

@@ -1,7 +1,7 @@
-"""Sizes of a Hugging Face model, from its config.json alone: what plans and guardrails calculate with.
+"""Sizes of a Hugging Face model, from its config.json alone, and what its modules are called.
 
-Formulas follow the Qwen3 family (also right for Llama-like dense models): q, k, v, o
-projections and a gated MLP, replaced by experts and a router in sparse layers.
+Plans and guardrails calculate with these. Every supported family has q, k, v, o projections
+and a gated MLP, replaced by experts and a router in sparse layers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from areal_lora.config.published import PUBLISHED
+from areal_lora.types import ExpertLayout
 
 
 class Scope(StrEnum):
@@ -29,52 +32,21 @@ class Scope(StrEnum):
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Modules that LoRA can sit on, in Megatron's spelling; present in every supported architecture."""
 
-HF_TO_MEGATRON = {
-    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "qkv_proj": "linear_qkv",
-    "o_proj": "linear_proj", "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "gate_up_proj": "linear_fc1",
-    "down_proj": "linear_fc2",
-}  # fmt: skip
-
 _MODULE = re.compile(
     r"(?:^|\.)(?:(?P<attention>self_attn)|(?P<mlp>mlp)|(?P<shared_expert>mlp\.shared_expert)"
     r"|(?P<expert>mlp\.experts\.\d+))\.(?P<leaf>[a-z]+_proj)$"
     r"|(?:^|\.)block_sparse_moe\.experts\.\d+\.(?P<mixtral>w[123])$"
 )
-_LEAVES = {
+HF_TO_MEGATRON = {
     "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
     "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
     "w1": "linear_fc1", "w3": "linear_fc1", "w2": "linear_fc2",
 }  # fmt: skip
 
-SUPPORTED = ("qwen3_moe", "qwen3")
+SUPPORTED = ("qwen3_moe", "qwen3", "qwen2", "llama", "mixtral", "qwen2_moe")
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
-_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
-_QWEN3_MOE = {
-    **_QWEN3, "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-_DENSE_KEYS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
-    "tie_word_embeddings",
-)  # fmt: skip
-_MOE_KEYS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "moe_intermediate_size", "intermediate_size",
-    "num_key_value_heads",
-)  # fmt: skip
-# The published config.json values, so that a plan can be made where no hub is reachable.
-_KNOWN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen3-0.6B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (28, 1024, 16, 8, 3072, True), strict=True))},
-    "Qwen/Qwen3-1.7B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (28, 2048, 16, 8, 6144, True), strict=True))},
-    "Qwen/Qwen3-4B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (36, 2560, 32, 8, 9728, True), strict=True))},
-    "Qwen/Qwen3-8B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (36, 4096, 32, 8, 12288, False), strict=True))},
-    "Qwen/Qwen3-14B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (40, 5120, 40, 8, 17408, False), strict=True))},
-    "Qwen/Qwen3-32B": {**_QWEN3, **dict(zip(_DENSE_KEYS, (64, 5120, 64, 8, 25600, False), strict=True))},
-    "Qwen/Qwen3-30B-A3B": {**_QWEN3_MOE, **dict(zip(_MOE_KEYS, (48, 2048, 32, 768, 6144, 4), strict=True))},
-    "Qwen/Qwen3-235B-A22B": {**_QWEN3_MOE, **dict(zip(_MOE_KEYS, (94, 4096, 64, 1536, 12288, 4), strict=True))},
-}
 
 
 def target_of(hf_module_name: str) -> tuple[str, Scope] | None:
@@ -86,8 +58,8 @@ def target_of(hf_module_name: str) -> tuple[str, Scope] | None:
     if found is None:
         return None
     if found["mixtral"]:
-        return _LEAVES[found["mixtral"]], Scope.EXPERT
-    linear = _LEAVES.get(found["leaf"])
+        return HF_TO_MEGATRON[found["mixtral"]], Scope.EXPERT
+    linear = HF_TO_MEGATRON.get(found["leaf"])
     scope = next(scope for scope in Scope if scope is not Scope.ALL_EXPERTS and found[scope.value])
     in_attention = linear in ("linear_qkv", "linear_proj")
     return None if linear is None or in_attention != (scope is Scope.ATTENTION) else (linear, scope)
@@ -133,9 +105,15 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the base model, norms included."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 2 * self.head_dim
+        """Parameters of the base model, norms and biases included."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        if self.model_type in ("qwen3", "qwen3_moe"):  # norms of queries and keys
+            attention += 2 * self.head_dim
+        if self.model_type in ("qwen2", "qwen2_moe"):  # bias of q, k, v
+            attention += self.head_dim * (self.heads + 2 * self.kv_heads)
         experts = self.experts * (3 * self.hidden * self.expert_ffn + self.hidden)
+        if self.shared_ffn:  # and its gate
+            experts += 3 * self.hidden * self.shared_ffn + self.hidden
         layers = self.layers * (attention + 2 * self.hidden)
         mlps = self.moe_layers * experts + self.dense_layers * 3 * self.hidden * self.ffn
         return layers + mlps + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
@@ -143,16 +121,17 @@ class ModelShape:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read the fields of a config.json. Raises KeyError naming a field that is missing."""
+        kind = str(config["model_type"])
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         # Published folders say num_experts; transformers 5 writes num_local_experts.
         experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-        if not experts and str(config["model_type"]).endswith("_moe"):
+        if not experts and (kind.endswith("_moe") or kind == "mixtral"):
             raise KeyError("num_experts")
         every = int(config.get("decoder_sparse_step") or 1)
         plain = set(config.get("mlp_only_layers") or [])
         sparse = [i for i in range(layers) if experts and i not in plain and (i + 1) % every == 0]
         return cls(
-            model_type=str(config["model_type"]),
+            model_type=kind,
             layers=layers,
             sparse_layers=tuple(sparse),
             hidden=int(config["hidden_size"]),
@@ -160,7 +139,10 @@ class ModelShape:
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
             ffn=int(config["intermediate_size"]),
-            expert_ffn=int(config.get("moe_intermediate_size") or 0),
+            # Mixtral has no other MLP, so its experts' width has the plain name.
+            expert_ffn=int(config["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"])
+            if experts
+            else 0,
             shared_ffn=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
             experts=experts,
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
@@ -187,30 +169,53 @@ class AdapterSize:
         return self.parameters * _DTYPE_BYTES[dtype]
 
 
-def adapter_size(shape: ModelShape, rank: int, targets: tuple[str, ...]) -> AdapterSize:
-    """Unique numbers of a per-expert adapter.
+def adapter_size(shape: ModelShape, rank: int, targets: Sequence[str], expert_layout: ExpertLayout) -> AdapterSize:
+    """Unique numbers of an adapter with these (canonical) targets.
 
     ``linear_qkv`` and ``linear_fc1`` are fused: one lora_A [rank, in] serves q, k, v (gate,
-    up), so it is counted and sent once while every Hugging Face name needs its own.
+    up), so it is counted and sent once while every Hugging Face name needs its own. With layout
+    ``shared`` the same holds for a layer's experts.
     """
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    experts = shape.moe_layers * shape.experts
-    # target, how many of them, inputs, outputs of each Hugging Face projection
-    blocks: list[tuple[str, int, int, tuple[int, ...]]] = [
-        ("linear_qkv", shape.layers, shape.hidden, (query, key, key)),
-        ("linear_proj", shape.layers, query, (shape.hidden,)),
-        ("linear_fc1", shape.dense_layers, shape.hidden, (shape.ffn, shape.ffn)),
-        ("linear_fc2", shape.dense_layers, shape.ffn, (shape.hidden,)),
-        ("linear_fc1", experts, shape.hidden, (shape.expert_ffn, shape.expert_ffn)),
-        ("linear_fc2", experts, shape.expert_ffn, (shape.hidden,)),
+    shared = expert_layout is ExpertLayout.SHARED
+    adapters, copies = (1, shape.experts) if shared else (shape.experts, 1)
+
+    def mlp(scope: Scope, count: int, width: int, copies: int = 1) -> list[tuple[str, Scope, int, int, int, list[int]]]:
+        return [
+            ("linear_fc1", scope, count, copies, shape.hidden, [width, width]),
+            ("linear_fc2", scope, count, copies, width, [shape.hidden]),
+        ]
+
+    # target, scope, how many, modules that one stands for, inputs, outputs of each Hugging Face projection
+    blocks = [
+        ("linear_qkv", Scope.ATTENTION, shape.layers, 1, shape.hidden, [query, key, key]),
+        ("linear_proj", Scope.ATTENTION, shape.layers, 1, query, [shape.hidden]),
+        *mlp(Scope.MLP, shape.dense_layers, shape.ffn),
+        *mlp(Scope.SHARED_EXPERT, shape.moe_layers if shape.shared_ffn else 0, shape.shared_ffn),
+        *mlp(Scope.EXPERT, shape.moe_layers * adapters, shape.expert_ffn, copies),
     ]
-    chosen = [(count, inputs, outputs) for target, count, inputs, outputs in blocks if target in targets]
+    chosen = [block[2:] for block in blocks if covers(targets, block[0], block[1])]
     return AdapterSize(
-        parameters=sum(count * rank * (inputs + sum(outputs)) for count, inputs, outputs in chosen),
-        file_parameters=sum(count * rank * (len(outputs) * inputs + sum(outputs)) for count, inputs, outputs in chosen),
-        tensors=sum(count * (1 + len(outputs)) for count, _, outputs in chosen),
-        names=sum(count * 2 * len(outputs) for count, _, outputs in chosen),
+        parameters=sum(n * rank * (inputs + sum(outs)) for n, _, inputs, outs in chosen),
+        file_parameters=sum(n * c * rank * (len(outs) * inputs + sum(outs)) for n, c, inputs, outs in chosen),
+        tensors=sum(n * (1 + len(outs)) for n, _, _, outs in chosen),
+        names=sum(n * c * 2 * len(outs) for n, c, _, outs in chosen),
     )
+
+
+def unsupported(config: Mapping[str, Any]) -> list[str]:
+    """What the config.json of a supported family asks for that the trainer does not compute, a sentence each."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    sliding = config.get("sliding_window") and config.get("use_sliding_window", config["model_type"] == "mixtral")
+    problems = {
+        "attention_bias or mlp_bias is set": bool(config.get("attention_bias") or config.get("mlp_bias")),
+        "qkv_bias is off": config.get("qkv_bias") is False,
+        f"activation {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
+        f"rope type {kind!r}": kind != "default" and (config["model_type"], kind) != ("llama", "llama3"),
+        f"sliding window of {config.get('sliding_window')}": bool(sliding),
+    }
+    return [f"{what}, which the trainer does not compute" for what, found in problems.items() if found]
 
 
 def base_bytes(shape: ModelShape, dtype: str) -> int:
@@ -224,11 +229,11 @@ def is_hub_name(path: str) -> bool:
 
 def known_config(hub_name: str) -> dict[str, Any] | None:
     """The built-in description of a published model; ``-Base`` variants share their sibling's sizes."""
-    return _KNOWN.get(hub_name) or _KNOWN.get(hub_name.removesuffix("-Base"))
+    return PUBLISHED.get(hub_name) or PUBLISHED.get(hub_name.removesuffix("-Base"))
 
 
 def known_models() -> tuple[str, ...]:
-    return tuple(_KNOWN)
+    return tuple(PUBLISHED)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:

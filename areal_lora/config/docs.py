@@ -39,9 +39,33 @@ python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 
 - `a.b=c` sets one key after all files. Address an adapter by number or by name: `adapters.0.rank=8`.
 - Relative paths of models and data files are looked up next to the YAML file, then in the working folder.
 - `run.root` is relative to the working folder.
-- `target_modules` may hold wildcards, such as `linear_fc*`.
+- `target_modules` and `exclude_modules` take names, scopes, dotted paths and wildcards; see below.
 - With `rollout.port` set, server number i listens on `rollout.port + i`.
 - A run folder that exists is moved to `<name>.1`, `<name>.2`, and so on. Nothing is deleted.
+
+## Targets
+
+`target_modules` says what LoRA sits on, `exclude_modules` what of it is left out. Both take, also with `*`:
+
+| spelling | examples |
+|---|---|
+| everything | `all-linear` |
+| Megatron's names | `linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2` |
+| Hugging Face's names | `q_proj`, `gate_proj`, `down_proj`; for Mixtral's experts `w1`, `w2`, `w3` |
+| scopes | `attention`, `mlp` (dense layers), `experts`, `shared_expert` |
+| scope and name | `experts.linear_fc1`, `shared_expert.down_proj` |
+| dotted paths | `*.mlp.experts.*`, `decoder.layers.*.self_attention.linear_qkv` |
+
+Megatron keeps q, k and v in one layer with one lora_A, and gate and up in another. They are adapted as a whole:
+naming all parts is the same as naming the layer, and naming only some is refused.
+An adapter sits on all layers and all experts. A path that means only some of them is refused.
+Router, embeddings and output layer are never part of `all-linear`. Naming them is refused: they can be neither
+trained nor served.
+
+The run uses the canonical form, which `config.json` in the run folder shows: `linear_fc1` if every place that has it is
+meant, else `expert.linear_fc1`, `mlp.linear_fc1` or `shared_expert.linear_fc1`.
+
+## Checks
 
 Before anything starts, the launcher checks the configuration against the model and the machine.
 Each problem is one line. The exit code is then 64.

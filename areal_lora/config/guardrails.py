@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
 
 from areal_lora.config import architectures as arch
+from areal_lora.config import targets
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
@@ -52,14 +52,16 @@ def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
     return tuple(sorted(findings.values(), key=lambda finding: finding.severity))
 
 
-def resolve_targets(config: Config) -> Config:
-    """``config`` with wildcards in ``target_modules`` replaced by the modules they match, in a fixed order."""
+def resolve_targets(config: Config, facts: Facts) -> Config:
+    """``config`` with canonical ``target_modules`` and nothing left to exclude. It must have passed `check`."""
+    shape = _shape(facts)
+    if shape is None:
+        raise ConfigError("model.path", "its sizes are unknown", "give a Hugging Face model folder")
     adapters = [
         adapter.model_copy(
             update={
-                "target_modules": [
-                    name for name in arch.TARGETS if any(fnmatchcase(name, t) for t in adapter.target_modules)
-                ]
+                "target_modules": list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)),
+                "exclude_modules": [],
             }
         )
         for adapter in config.adapters
@@ -103,6 +105,12 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
             fix=f"hf download {config.model.path}",
             severity=Severity.WARNING,
         )
+
+
+def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
+    if _shape(facts) and facts.hf_config is not None:
+        for problem in arch.unsupported(facts.hf_config):
+            yield Finding(path="model.path", reason=problem, fix="use another model")
 
 
 def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -160,10 +168,15 @@ def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
 def _trainer_against_model(config: Config, shape: arch.ModelShape) -> Iterator[Finding]:
     t = config.trainer
     yield from _divides("trainer.tp", t.tp, shape.heads, "attention heads")
-    yield from _kv_heads("trainer.tp", t.tp, shape)
-    yield from _divides("trainer.pp", t.pp, shape.layers, "layers")
-    if shape.dense_layers:
-        yield from _divides("trainer.tp", t.tp, shape.ffn, "columns of the dense MLP")
+    yield from _divides("trainer.tp", t.tp, shape.kv_heads, "key/value heads")
+    yield from _divides("trainer.tp", t.tp, shape.vocab, "vocabulary entries")
+    if t.pp > shape.layers:
+        yield Finding(
+            path="trainer.pp",
+            reason=f"{t.pp} stages are more than the model's {shape.layers} layers",
+            fix=f"use at most {shape.layers}",
+        )
+    yield from _dense_columns("trainer.tp", t.tp, shape)
     if shape.experts:
         yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
         yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
@@ -187,8 +200,14 @@ def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
     yield from _kv_heads("rollout.tp", tp, shape)
     if shape.experts:
         yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
+    yield from _dense_columns("rollout.tp", tp, shape)
+
+
+def _dense_columns(key: str, tp: int, shape: arch.ModelShape) -> Iterator[Finding]:
     if shape.dense_layers:
-        yield from _divides("rollout.tp", tp, shape.ffn, "columns of the dense MLP")
+        yield from _divides(key, tp, shape.ffn, "columns of the dense MLP")
+    if shape.shared_ffn:
+        yield from _divides(key, tp, shape.shared_ffn, "columns of the shared expert")
 
 
 def _divides(key: str, size: int, total: int, what: str) -> Iterator[Finding]:
@@ -221,16 +240,21 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
+    shape = _shape(facts)
+    for i, adapter in enumerate(config.adapters if shape else ()):
+        try:
+            targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
+        except ConfigError as error:
+            yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
+
+
+def no_dropout(config: Config, facts: Facts) -> Iterator[Finding]:
     for i, adapter in enumerate(config.adapters):
-        for target in adapter.target_modules:
-            if any(fnmatchcase(name, target) for name in arch.TARGETS):
-                continue
-            fix = f"the model has {', '.join(arch.TARGETS)}"
-            megatron = arch.HF_TO_MEGATRON.get(target)
+        if adapter.dropout:
             yield Finding(
-                path=f"adapters.{i}.target_modules",
-                reason=f"{target!r} matches no module of the model",
-                fix=f"Megatron calls it {megatron}; {fix}" if megatron else fix,
+                path=f"adapters.{i}.dropout",
+                reason=f"{adapter.dropout} would make log-probabilities random",
+                fix="set it to 0.0",
             )
 
 
@@ -345,6 +369,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    model_readable, adapter_names, targets_exist, ranks_fit, groups, lengths, trainer_layout, rollout_layout,
-    cluster_is_reachable, devices_suffice, ports_free, memory_suffices,
+    model_readable, model_trainable, adapter_names, targets_exist, no_dropout, ranks_fit, groups, lengths,
+    trainer_layout, rollout_layout, cluster_is_reachable, devices_suffice, ports_free,
+    memory_suffices,
 )  # fmt: skip

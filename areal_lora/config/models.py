@@ -117,7 +117,10 @@ class AdapterConfig(Section):
     rank: PositiveInt = Field(description="Inner size of the low-rank product.")
     alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank.")
     target_modules: list[str] = Field(
-        min_length=1, description="Megatron names: linear_qkv, linear_proj, linear_fc1, linear_fc2."
+        min_length=1, description="What LoRA sits on: names, scopes, paths, wildcards or all-linear (see the top)."
+    )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="What of `target_modules` it does not sit on; same spellings."
     )
     expert_layout: ExpertLayout = Field(
         ExpertLayout.PER_EXPERT, description="One adapter per expert, or one shared by a layer's experts."

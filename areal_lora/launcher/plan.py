@@ -232,7 +232,7 @@ def _files(config: Config, folder: Path) -> tuple[str, ...]:
 def _estimates(config: Config, shape: arch.ModelShape) -> Estimates:
     adapters = []
     for adapter in config.adapters:
-        size = arch.adapter_size(shape, adapter.rank, tuple(adapter.target_modules))
+        size = arch.adapter_size(shape, adapter.rank, adapter.target_modules, adapter.expert_layout)
         adapters.append(
             AdapterEstimate(
                 name=adapter.name, size=size, file_bytes=4 * size.file_parameters,

@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_lora.config.architectures import TARGETS, ModelShape, adapter_size, known_config, known_models
+from areal_lora.config.architectures import TARGETS, ModelShape, adapter_size, known_config, known_models, unsupported
+from areal_lora.types import ExpertLayout
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "math" / "tiny_model"
 
@@ -22,19 +25,27 @@ def shape_of(name: str) -> ModelShape:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("Qwen/Qwen3-0.6B", 0.60), ("Qwen/Qwen3-8B", 8.19), ("Qwen/Qwen3-32B", 32.76), ("Qwen/Qwen3-30B-A3B-Base", 30.53),
-     ("Qwen/Qwen3-235B-A22B", 235.09)],
+     ("Qwen/Qwen3-235B-A22B", 235.09), ("Qwen/Qwen2.5-7B-Instruct", 7.62), ("Qwen/Qwen1.5-MoE-A2.7B", 14.32),
+     ("meta-llama/Llama-2-7b-hf", 6.74), ("meta-llama/Llama-3.1-70B", 70.55), ("mistralai/Mixtral-8x7B-v0.1", 46.70),
+     ("mistralai/Mixtral-8x22B-v0.1", 140.62)],
 )  # fmt: skip
 def test_base_sizes_are_the_published_ones(name: str, billions: float) -> None:
     assert shape_of(name).parameters / 1e9 == pytest.approx(billions, abs=0.005)
 
 
-def test_every_known_model_can_be_read() -> None:
-    assert all(shape_of(name).layers for name in known_models())
+@pytest.mark.parametrize("name", known_models())
+def test_parameters_equal_those_of_transformers(name: str) -> None:
+    """Every known model is built by transformers on the meta device, which holds no numbers."""
+    config = dict(known_config(name) or {})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert unsupported(config) == []
+    assert shape_of(name).parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_names_of_the_30b_adapter() -> None:
     # 48 layers x (4 attention projections + 128 experts x 3) x (A and B); 1.69 GB in bf16 at rank 16.
-    size = adapter_size(shape_of("Qwen/Qwen3-30B-A3B"), 16, TARGETS)
+    size = adapter_size(shape_of("Qwen/Qwen3-30B-A3B"), 16, TARGETS, ExpertLayout.PER_EXPERT)
     assert size.names == 37_248
     assert size.file_parameters * 2 / 1e9 == pytest.approx(1.69, abs=0.005)
     assert size.tensors == 48 * (4 + 2 + 128 * 5)
@@ -62,7 +73,7 @@ def test_adapter_size_equals_counting_one_by_one(targets: tuple[str, ...]) -> No
     rows = [row for row in hf_linears(shape) if row[0] in targets]
     # A lora_A is shared by the projections that are fused into one Megatron module.
     shared = {(target, name.rpartition(".")[0], n_in) for target, name, n_in, _ in rows}
-    size = adapter_size(shape, rank, targets)
+    size = adapter_size(shape, rank, targets, ExpertLayout.PER_EXPERT)
     assert size.names == 2 * len(rows)
     assert size.tensors == len(rows) + len(shared)
     assert size.file_parameters == sum(rank * (n_in + n_out) for _, _, n_in, n_out in rows)

@@ -38,7 +38,8 @@ def test_shipped_configurations_pass(job: str) -> None:
 TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["trainer.ep=3", "trainer.world_size=3"], {}, "trainer.ep", ["3 does not divide", "8 experts", "4, 8"]),
     ("embedded", ["trainer.tp=3"], {}, "trainer.tp", ["4 attention heads"]),
-    ("embedded", ["trainer.pp=3"], {}, "trainer.pp", ["4 layers"]),
+    ("embedded", ["trainer.pp=5"], {}, "trainer.pp", ["5 stages", "4 layers"]),
+    ("dense", ["trainer.tp=16", "trainer.world_size=16", "cluster.nodes=4"], {}, "trainer.tp", ["8 key/value heads"]),
     ("embedded", ["trainer.etp=3"], {}, "trainer.etp", ["64 columns of an expert"]),
     ("embedded", ["trainer.world_size=3"], {}, "trainer.world_size", ["etp x ep x pp = 2", "multiple of 2"]),
     ("moe", ["trainer.world_size=6", "trainer.ep=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
@@ -46,8 +47,10 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["rollout.tp=3"], {}, "rollout.tp", ["4 attention heads"]),
     ("moe", ["rollout.tp=16", "rollout.servers=1", "cluster.nodes=4"], {}, "rollout.tp", ["node of 8"]),
     ("embedded", ["adapters.0.target_modules=[linear_qvk]"], {}, "adapters.0.target_modules", ["linear_qvk", "linear_qkv,"]),
-    ("embedded", ["adapters.0.target_modules=[q_proj]"], {}, "adapters.0.target_modules", ["Megatron calls it linear_qkv"]),
+    ("embedded", ["adapters.0.target_modules=[q_proj]"], {}, "adapters.0.target_modules", ["q_proj without k_proj, v_proj", "linear_qkv"]),
     ("embedded", ["adapters.0.target_modules=[linear_fc3*]"], {}, "adapters.0.target_modules", ["matches no module"]),
+    ("embedded", ["adapters.0.exclude_modules=['*']"], {}, "adapters.0.exclude_modules", ["leaves no module"]),
+    ("embedded", ["adapters.0.dropout=0.1"], {}, "adapters.0.dropout", ["random"]),
     ("embedded", ["adapters.0.rank=16"], {}, "adapters.0.rank", ["16", "max_lora_rank = 8"]),
     ("embedded", ["rollout.max_lora_rank=12"], {}, "rollout.max_lora_rank", ["8, 16"]),
     ("embedded", ["adapters.0.sampling.max_new_tokens=256"], {}, "adapters.0.sampling.max_new_tokens", ["no room for a prompt"]),
@@ -65,6 +68,8 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", [], {"hf_config": None, "model_problem": "there is no folder 'x'"}, "model.path", ["no folder 'x'"]),
     ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["'gpt2' has no converter", "qwen3_moe"]),
     ("embedded", [], {"hf_config": {"model_type": "qwen3"}}, "model.path", ["lacks sizes"]),
+    ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "attention_bias": True}}, "model.path", ["attention_bias"]),
+    ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "rope_scaling": {"type": "yarn"}}}, "model.path", ["'yarn'"]),
 ]
 # fmt: on
 
@@ -94,10 +99,24 @@ def test_warnings_are_not_errors_and_come_last() -> None:
     assert [f.severity for f in findings] == [Severity.ERROR, Severity.WARNING, Severity.WARNING]
 
 
-def test_wildcards_become_plain_names() -> None:
-    config = load_config(EMBEDDED, ["adapters.0.target_modules=[linear_fc*, linear_qkv]"])
+@pytest.mark.parametrize(
+    "overrides", [["trainer.pp=3", "trainer.world_size=6", "trainer.ep=2"], ["adapters.0.rank=3"],
+                  ["adapters.0.expert_layout=shared"]],
+)  # fmt: skip
+def test_allowed(overrides: list[str]) -> None:
+    """Stages of unequal length, ranks that vLLM has no size for, one adapter for all experts."""
+    assert check(load_config(EMBEDDED, overrides), FACTS["embedded"]) == ()
+
+
+def test_targets_become_canonical() -> None:
+    config = load_config(EMBEDDED, ["adapters.0.target_modules=[experts, linear_qkv]"])
     assert check(config, FACTS["embedded"]) == ()
-    assert resolve_targets(config).adapters[0].target_modules == ["linear_qkv", "linear_fc1", "linear_fc2"]
+    resolved = resolve_targets(config, FACTS["embedded"])
+    assert resolved.adapters[0].target_modules == ["linear_fc1", "linear_fc2", "linear_qkv"]
+    config = load_config(EMBEDDED, ["adapters.0.target_modules=[all-linear]", "adapters.0.exclude_modules=[experts]"])
+    resolved = resolve_targets(config, FACTS["embedded"])
+    assert resolved.adapters[0].target_modules == ["linear_proj", "linear_qkv"]
+    assert resolve_targets(resolved, FACTS["embedded"]) == resolved
 
 
 # --- facts from the machine ---------------------------------------------------------------
