@@ -39,7 +39,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["trainer.ep=3", "trainer.world_size=3"], {}, "trainer.ep", ["3 does not divide", "8 experts", "4, 8"]),
     ("embedded", ["trainer.tp=3"], {}, "trainer.tp", ["4 attention heads"]),
     ("embedded", ["trainer.pp=5"], {}, "trainer.pp", ["5 stages", "4 layers"]),
-    ("dense", ["trainer.tp=16", "trainer.world_size=16", "cluster.nodes=4"], {}, "trainer.tp", ["8 key/value heads"]),
+    ("dense", ["trainer.tp=16", "trainer.world_size=16", "cluster.devices_per_node=32"], {}, "trainer.tp", ["8 key/value heads"]),
     ("embedded", ["trainer.etp=3"], {}, "trainer.etp", ["64 columns of an expert"]),
     ("embedded", ["trainer.world_size=3"], {}, "trainer.world_size", ["etp x ep x pp = 2", "multiple of 2"]),
     ("moe", ["trainer.world_size=6", "trainer.ep=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
