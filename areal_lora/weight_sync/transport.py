@@ -6,6 +6,8 @@ All bodies are msgpack (``msgspec``), every request carries ``Authorization: Bea
 method   path                request body                            answer
 =======  ==================  ======================================  =================================
 GET      ``/admin/info``     none                                    200 ``InfoReply``
+GET      ``/admin/modules``  none                                    200 ``ModulesReply``
+GET      ``/admin/ping``     none                                    200 ``PingReply``, 503 after 2 s
 POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
 POST     ``/admin/publish``  ``weight_sync.manifest.encode(m)``      200 ``PublishReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
@@ -32,6 +34,8 @@ import msgspec
 from areal_lora.errors import ManifestError, PublishError
 
 INFO_PATH = "/admin/info"
+MODULES_PATH = "/admin/modules"
+PING_PATH = "/admin/ping"
 JOIN_PATH = "/admin/join"
 PUBLISH_PATH = "/admin/publish"
 SCORE_PATH = "/admin/score"
@@ -82,6 +86,18 @@ class InfoReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     refs: list[str] = []
 
 
+class ModulesReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What can be adapted: (inputs, outputs) of every module by Hugging Face name; ``slots`` versions fit."""
+
+    modules: dict[str, tuple[int, int]]
+    slots: int
+    max_rank: int
+
+
+class PingReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The server and the background thread of each of its workers have answered."""
+
+
 class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``ranks[w]`` is the rank of the server's worker ``w`` in every group (rank 0 is the source)."""
 
@@ -114,8 +130,9 @@ class StageResult(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class PublishReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Acknowledgement of an activated version. ``phases`` are milliseconds, the slowest worker's:
-    ``wire``, ``verify``, ``write``, ``commit``."""
+    """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify``, ``write``
+    of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, for
+    which generation stands still; ``commit_wait``, ``commit`` with the wait for its turn."""
 
     ref: str
     digest: str
@@ -165,6 +182,13 @@ class AdminClient:
 
     def info(self, timeout_s: float) -> InfoReply:
         return self._call("GET", INFO_PATH, None, InfoReply, timeout_s)
+
+    def modules(self, timeout_s: float) -> ModulesReply:
+        return self._call("GET", MODULES_PATH, None, ModulesReply, timeout_s)
+
+    def ping(self, timeout_s: float) -> PingReply:
+        """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
+        return self._call("GET", PING_PATH, None, PingReply, timeout_s)
 
     def join(self, request: JoinRequest, timeout_s: float) -> JoinReply:
         return self._call("POST", JOIN_PATH, encode_message(request), JoinReply, timeout_s)
