@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from areal_lora.config.architectures import HF_TO_MEGATRON
 from areal_lora.errors import AdapterError
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.manifest import FILE_PREFIX
@@ -25,11 +26,6 @@ from areal_lora.weight_sync.manifest import FILE_PREFIX
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 _OWN_KEY = "areal_lora"  # in the safetensors metadata: unknown keys in the configuration file make peft warn
-
-_MEGATRON_OF = {
-    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
-    "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
-}
 
 
 def save_peft(
@@ -158,10 +154,10 @@ def _spec(source: Path, config: _PeftConfig, declared: AdapterSpec | None) -> Ad
                 f"with {declared.rank}, {declared.alpha}; one of the files was changed"
             )
         return declared
-    unknown = [m for m in config.target_modules if m not in _MEGATRON_OF]
+    unknown = [m for m in config.target_modules if m not in HF_TO_MEGATRON]
     if unknown:
-        raise AdapterError(f"{source}: target module {unknown[0]!r} is none of {sorted(_MEGATRON_OF)}")
-    targets = tuple(sorted({_MEGATRON_OF[m] for m in config.target_modules}))
+        raise AdapterError(f"{source}: target module {unknown[0]!r} is none of {sorted(HF_TO_MEGATRON)}")
+    targets = tuple(sorted({HF_TO_MEGATRON[m] for m in config.target_modules}))
     return AdapterSpec(
         name=source.name, base_model=config.base_model_name_or_path or "", rank=config.r, alpha=config.lora_alpha,
         target_modules=targets, dropout=config.lora_dropout,

@@ -1,0 +1,43 @@
+"""One tiny transformers model per family; every size differs from every other, so that a mix-up shows."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_COMMON = {
+    "vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 40,
+    "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.2,
+}  # fmt: skip
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+TINY: dict[str, dict[str, Any]] = {
+    # grouped queries, a head size of its own, queries wider than the model
+    "qwen3": {**_COMMON, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
+    "qwen3_moe": {**_COMMON, **_MOE, "model_type": "qwen3_moe", "num_key_value_heads": 3, "head_dim": 8,
+                  "mlp_only_layers": [1]},
+    "qwen2": {**_COMMON, "model_type": "qwen2", "num_key_value_heads": 1},
+    # as many key/value heads as queries
+    "llama": {**_COMMON, "model_type": "llama", "num_key_value_heads": 6},
+    "mixtral": {**_COMMON, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4,
+                "num_experts_per_tok": 2},
+    "qwen2_moe": {**_COMMON, **_MOE, "model_type": "qwen2_moe", "num_key_value_heads": 2, "decoder_sparse_step": 2,
+                  "shared_expert_intermediate_size": 28},
+}  # fmt: skip
+
+
+@cache
+def tiny_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY[kind]))
+    return model.float().eval()
+
+
+def save(kind: str, folder: Path) -> Path:
+    """The folder that transformers writes: what the published checkpoints look like."""
+    path = folder / kind
+    tiny_model(kind).save_pretrained(path)
+    return path
