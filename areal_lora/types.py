@@ -159,46 +159,18 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMeta:
-    """One tensor inside a flat bucket. ``offset`` and ``nbytes`` are bytes within the shard."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # "float32" | "bfloat16"
-    offset: int
-    nbytes: int
-    hash: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShard:
-    """What one source rank sends: its tensors, laid out in one flat buffer of ``nbytes``."""
-
-    source: int
-    tensors: tuple[TensorMeta, ...]
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardManifest:
-    """Everything a receiver needs to judge a publish before it activates it (contract C3).
+    """What a publish announces (contract C3).
 
-    ``aliases`` maps a full tensor name to the wire tensor that holds its values (contract
-    C5); names on the wire stand for themselves.
+    ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes,
+    offsets, rank, alpha, targets. The tensors' fingerprints follow them on the wire.
     """
 
     run: str
     ref: AdapterRef
     parent: AdapterRef | None
-    spec: AdapterSpec
     base_digest: str
-    shards: tuple[AdapterShard, ...]
-    aliases: dict[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(s.nbytes for s in self.shards)
+    layout: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

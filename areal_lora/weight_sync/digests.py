@@ -1,52 +1,18 @@
-"""Hashes of tensors, shards, adapters and the frozen base: BLAKE2b-128 from the standard library.
-
-``adapter_digest`` speaks of full names and values only, so it does not depend on how the
-trainer was sharded or which tensors were shared on the wire (contracts C4 and C5).
-"""
+"""Identity of the frozen base: BLAKE2b-128 from the standard library."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
 from areal_lora.errors import AdapterError
-from areal_lora.types import ShardManifest, TensorMeta
 
 FULL_HASH_LIMIT_BYTES = 1 << 30  # larger checkpoints are sampled: reading 60 GB at every start costs minutes
 SAMPLE_BYTES = 1 << 20
 SAMPLES_PER_FILE = 32
-
-
-def tensor_hash(data: memoryview | bytes) -> str:
-    """Hash of a tensor's raw little-endian bytes, 32 hex characters."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def shard_digest(tensors: Iterable[TensorMeta]) -> str:
-    """Hash over names, places and hashes of a shard's tensors in wire order."""
-    h = hashlib.blake2b(digest_size=16)
-    for t in tensors:
-        h.update(f"{t.name}\0{t.shape}\0{t.dtype}\0{t.offset}\0{t.hash}\n".encode())
-    return h.hexdigest()
-
-
-def adapter_digest(hashes: Mapping[str, str], aliases: Mapping[str, str]) -> str:
-    """Hash over sorted (full name, tensor hash). ``hashes`` maps wire names, ``aliases`` full to wire names."""
-    full = dict(hashes)
-    full.update((name, hashes[wire]) for name, wire in aliases.items())
-    h = hashlib.blake2b(digest_size=16)
-    for name in sorted(full):
-        h.update(f"{name}\0{full[name]}\n".encode())
-    return h.hexdigest()
-
-
-def manifest_digest(manifest: ShardManifest) -> str:
-    """``adapter_digest`` of what a manifest announces."""
-    return adapter_digest({t.name: t.hash for s in manifest.shards for t in s.tensors}, manifest.aliases)
 
 
 def base_digest(model_path: str | os.PathLike[str]) -> str:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ConfigError, PublishError
-from areal_lora.weight_sync.manifest import bucket_ranges
 from areal_lora.weight_sync.transport import SourceEndpoint
 
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
@@ -62,73 +61,60 @@ def register_backend(name: str, factory: BackendFactory) -> None:
 
 
 class Transfer:
-    """One shard under way. The buffer must stay untouched until ``wait`` returned or raised."""
+    """One broadcast under way. The buffer must stay untouched until ``wait`` returned or raised."""
 
     def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
         self._group, self._flat, self._deadline = group, flat, deadline
         with _named(group):
-            self._works = group.issue(flat, deadline) if group.on_host else []
+            self._work = group.issue(flat, deadline)
 
     def wait(self) -> None:
         """Block until all bytes are here (or handed over). Raises PublishError at the deadline or a dead peer."""
         with _named(self._group):
-            if self._group.on_host:
-                for work in self._works:
-                    work.wait(_delta(self._deadline - time.monotonic()))
-            else:
-                self._group.bounce(self._flat, self._deadline)
+            self._work.wait(_delta(self._deadline - time.monotonic()))
+            self._group.land(self._flat)
 
 
 class BroadcastGroup:
-    """Membership in the group of one source. After any failure it must be closed and made anew."""
+    """Membership in the group of one source. After any failure it must be closed and made anew.
+
+    All members start the same broadcasts, of equal sizes, in the same order.
+    """
 
     def __init__(self, endpoint: SourceEndpoint, rank: int, backend: Backend) -> None:
         self.source, self.rank = endpoint.source, rank
-        self._bucket_bytes = endpoint.bucket_bytes
+        self.bucket_bytes = endpoint.bucket_bytes
         self._group: dist.ProcessGroup | None = backend.group
         self._device = backend.device
-        self._bucket: torch.Tensor | None = None
-
-    @property
-    def on_host(self) -> bool:
-        return self._device.type == "cpu"
+        self._on_device: dict[int, torch.Tensor] = {}
 
     def start(self, flat: torch.Tensor, deadline: float) -> Transfer:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
         return Transfer(self, flat, deadline)
 
-    def drain(self, nbytes: int, deadline: float) -> None:
-        """Receive a shard and forget it, bucket by bucket, so that the group stays in step."""
-        scratch = torch.empty(min(nbytes, self._bucket_bytes), dtype=torch.uint8)
-        for begin, end in bucket_ranges(nbytes, self._bucket_bytes):
-            self.start(scratch[: end - begin], deadline).wait()
-
-    def issue(self, flat: torch.Tensor, deadline: float) -> list[dist.Work]:
-        group, options = self._open(), self._options(deadline)
-        return [group.broadcast([flat[b:e]], options) for b, e in bucket_ranges(flat.numel(), self._bucket_bytes)]
-
-    def bounce(self, flat: torch.Tensor, deadline: float) -> None:
-        """Move ``flat`` through one bucket in device memory, for backends that cannot send host memory."""
-        if self._bucket is None:
-            self._bucket = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
-        for begin, end in bucket_ranges(flat.numel(), self._bucket_bytes):
-            piece = self._bucket[: end - begin]
+    def issue(self, flat: torch.Tensor, deadline: float) -> dist.Work:
+        if self._group is None:
+            raise PublishError(f"the group of source rank {self.source} is closed; connect again")
+        piece = flat
+        if self._device.type != "cpu":
+            # Backends that cannot send host memory: every buffer has its twin on the device, made once.
+            piece = self._on_device.setdefault(flat.data_ptr(), torch.empty_like(flat, device=self._device))
+            if piece.numel() != flat.numel():
+                piece = self._on_device[flat.data_ptr()] = torch.empty_like(flat, device=self._device)
             if self.rank == 0:
-                piece.copy_(flat[begin:end])
-            self._open().broadcast([piece], self._options(deadline)).wait(_delta(deadline - time.monotonic()))
-            if self.rank != 0:
-                flat[begin:end].copy_(piece)
+                piece.copy_(flat, non_blocking=True)
+        return self._group.broadcast([piece], self._options(deadline))
+
+    def land(self, flat: torch.Tensor) -> None:
+        """After a broadcast through the device: bring what was received to the host."""
+        if self._device.type != "cpu" and self.rank != 0:
+            flat.copy_(self._on_device[flat.data_ptr()])
 
     def close(self) -> None:
         """Leave. Members that wait for this one fail at once; own transfers under way end at their deadline first."""
         if self._group is not None:
             self._group.abort()
             self._group = None  # gloo's abort does nothing: its connections close with the last reference
-
-    def _open(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise PublishError(f"the group of source rank {self.source} is closed; connect again")
-        return self._group
 
     @staticmethod
     def _options(deadline: float) -> dist.BroadcastOptions:

@@ -1,7 +1,12 @@
-"""Worker side of a publish: receive in the background, verify all, then write into an inactive slot.
+"""Worker side of a publish: receive in the background, write into an inactive slot, verify, report.
 
-The thread may run while the same process generates, so it uses numpy and hashlib only:
-OpenMP work in a second thread takes the cores from the model.
+    wire     bucket 0 | bucket 1 | bucket 2 | trailer
+    thread            `-> fingerprint 0, write 0 | fingerprint 1, write 1 | ... | compare -> staged
+
+A slot that is being written serves nobody, so buckets go into it as they arrive, straight from a
+small ring of staging buffers; only when every fingerprint equals the source's is the version
+reported as staged and may be activated. The thread may run while the same process generates:
+it uses compiled loops without the GIL and no OpenMP, which would take the cores from the model.
 """
 
 from __future__ import annotations
@@ -9,47 +14,69 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
-import torch
 
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
-from areal_lora.weight_sync.buckets import StagingBuffer, as_float32, read_shard, verify_shard
-from areal_lora.weight_sync.digests import manifest_digest
+from areal_lora.weight_sync.blocks import TensorBlocks
 from areal_lora.weight_sync.groups import BroadcastGroup, join_group
-from areal_lora.weight_sync.manifest import Refusal, check_cover, check_successor
+from areal_lora.weight_sync.layout import AdapterLayout, Shape
+from areal_lora.weight_sync.manifest import check_layout, check_successor
+from areal_lora.weight_sync.reception import Clock, Reception, Ring
+from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import SourceEndpoint, StageResult
+from areal_lora.weight_sync.wire import adapter_digest
+
+KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
 
 _Groups = Mapping[int, BroadcastGroup]  # by source rank
 
 
 class SlotWriter(Protocol):
-    """What an engine provides. Called from the receiver's thread; must not use OpenMP (numpy is fine)."""
+    """What an engine provides. Called from the receiver's thread; must not use OpenMP."""
 
-    def expected(self, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
+    def expected(self, spec: AdapterSpec) -> dict[str, Shape]:
         """Every full name the model serves with its shape at ``spec.rank``, the same on all workers.
 
         A worker that holds a part (tensor or expert parallel) lists all names too and takes
-        its part in ``write``. Raises ManifestError (``rank``, ``targets``) for a specification
+        its part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a specification
         the engine cannot serve.
         """
         ...
 
-    def write(self, slot: int, name: str, tensor: np.ndarray, scale: float) -> None:
-        """Store ``tensor * scale`` in ``slot``.
+    def plan(self, layout: AdapterLayout) -> Sequence[TensorBlocks]:
+        """Per shard, where this worker stores what of each tensor, in slot 0; called once per layout.
 
-        ``name`` is a full name (aliases are expanded). ``tensor`` is float32, C-contiguous,
-        read-only by convention and valid only during the call (bfloat16 is widened exactly
-        before). ``scale`` is ``alpha / rank`` for lora_B and 1.0 for lora_A: this is the one
-        place where it is folded in.
+        ``src`` counts bytes from the shard's start, ``dst`` is whatever ``write`` adds nothing to.
+        Aliases are further blocks of their wire tensor. ``scale`` is ``alpha / rank`` on lora_B and
+        1 on lora_A: this is the one place where it is folded in.
         """
+        ...
+
+    def prepare(self, slot: int, layout: AdapterLayout) -> None:
+        """Clear what ``layout`` will not overwrite in an inactive slot."""
+        ...
+
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int) -> None:
+        """Store tensors [first, last) of a shard whose first byte would be at address ``base``."""
+        ...
+
+    def flush(self, slot: int) -> None:
+        """All is written: after this the slot can be activated."""
         ...
 
     def zero(self, slot: int) -> None:
         """Clear an inactive slot."""
         ...
+
+
+@dataclass(slots=True)
+class _Known:
+    """A layout this worker was given. ``plans`` are there once it was checked against the engine."""
+
+    layout: AdapterLayout
+    plans: Sequence[TensorBlocks] | None = None
 
 
 class AdapterReceiver:
@@ -70,7 +97,8 @@ class AdapterReceiver:
         self._current: dict[str, AdapterRef] = {}
         self._previous: dict[str, AdapterRef | None] = {}
         self._groups: dict[int, BroadcastGroup] = {}
-        self._staging: dict[int, StagingBuffer] = {}
+        self._rings: dict[int, Ring] = {}
+        self._known: dict[str, _Known] = {}
         self._thread: threading.Thread | None = None
 
     def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
@@ -87,10 +115,13 @@ class AdapterReceiver:
             self._leave(0.0)
             raise
 
-    def begin(self, manifest: ShardManifest, slot: int | None, deadline_s: float) -> None:
+    def begin(
+        self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, deadline_s: float
+    ) -> None:
         """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.
 
-        Without a slot (none is free) the transfer is taken off the wire and refused.
+        ``layout`` may be None if this worker has been given it before. Without a slot (none is
+        free, or the version is active already) the transfer is taken off the wire and refused.
         Raises PublishError if the last ``begin`` is still under way or no group was joined.
         """
         if self._thread is not None and self._thread.is_alive():
@@ -98,7 +129,7 @@ class AdapterReceiver:
         if not self._groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
         self._thread = threading.Thread(
-            target=self._stage, args=(manifest, slot, self._groups, time.monotonic() + deadline_s),
+            target=self._stage, args=(manifest, layout, slot, self._groups, time.monotonic() + deadline_s),
             name=f"stage-{manifest.ref}", daemon=True,
         )
         self._thread.start()
@@ -126,113 +157,78 @@ class AdapterReceiver:
                 raise PublishError("the receiver's transfer under way did not end; restart the server")
 
     def _stage(
-        self, manifest: ShardManifest, slot: int | None, groups: _Groups, deadline: float
+        self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, groups: _Groups, deadline: float
     ) -> None:
-        clock = _Clock()
+        clock = Clock()
+        written = False
         try:
-            place = self._receive(manifest, slot, groups, deadline, clock)
-            self._write(manifest, place, clock)
-            self._accept(manifest)
-            result = clock.result(manifest.ref, slot, digest=manifest_digest(manifest))
+            known = self._layout(manifest, layout)
+            reception = Reception(known.layout, groups, self._rings, deadline, clock)
+            try:
+                with clock.phase("verify"):
+                    plans, place = self._check(manifest, known, slot, groups)
+            except ManifestError:
+                reception.drain()
+                raise
+            written = True
+            with clock.phase("write"):
+                self._writer.prepare(place, known.layout)
+            sums = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
+            with clock.phase("write"):
+                self._writer.flush(place)
+            with clock.phase("verify"):
+                digest = adapter_digest(known.layout, sums)
+            self._accept(manifest, known.layout.spec)
+            result = clock.result(manifest.ref, slot, digest=digest)
         except ManifestError as e:
             result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
-            self._staging = {}  # a late operation may still write into the old buffers
-            for group in groups.values():
-                group.close()  # tells the other members at once; the trainer joins anew
             result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
-        except Exception as e:  # fault boundary: an engine's writer must not leave the publish unanswered
+        except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered
             result = clock.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
+        if not result.ok and written and slot is not None:
+            self._writer.zero(slot)
         self._on_staged(result)
 
-    def _receive(
-        self, manifest: ShardManifest, slot: int | None, groups: _Groups, deadline: float, clock: _Clock
-    ) -> int:
-        """All shards into staging, each verified while the later ones travel; the slot they may go to."""
-        shards = {s.source: s for s in manifest.shards}
-        try:
-            with clock.phase("verify"):
-                place = self._check(manifest, slot, groups)
-        except ManifestError:
-            with clock.phase("wire"):
-                for source in sorted(groups.keys() & shards.keys()):
-                    groups[source].drain(shards[source].nbytes, deadline)
-            raise
-        transfers = {}
-        for source in sorted(shards):
-            flat = self._staging.setdefault(source, StagingBuffer()).sized(shards[source].nbytes)
-            transfers[source] = groups[source].start(torch.from_numpy(flat), deadline)
-        refused: ManifestError | None = None
-        for source, transfer in transfers.items():
-            with clock.phase("wire"):
-                transfer.wait()
-            try:
-                with clock.phase("verify"):
-                    verify_shard(self._staging[source].sized(shards[source].nbytes), shards[source])
-            except ManifestError as e:
-                refused = refused or e  # the later shards must still be taken off the wire
-        if refused is not None:
-            raise refused
-        return place
+    def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _Known:
+        """The layout a manifest names. One that is new is remembered even if ``_check`` will refuse it."""
+        if layout is None:
+            if manifest.layout not in self._known:
+                raise ManifestError(Refusal.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout this server was never sent")
+            return self._known[manifest.layout]
+        if layout.digest != manifest.layout:
+            raise ManifestError(Refusal.MALFORMED, f"{manifest.ref} names another layout than it brings")
+        if manifest.layout not in self._known:
+            while len(self._known) >= KEPT_LAYOUTS:
+                del self._known[next(iter(self._known))]
+            self._known[manifest.layout] = _Known(layout)
+        return self._known[manifest.layout]
 
-    def _check(self, manifest: ShardManifest, slot: int | None, groups: _Groups) -> int:
-        name = manifest.ref.name
-        check_successor(manifest, self._current.get(name), self._run, self._base_digest, self._specs.get(name))
-        check_cover(manifest, self._writer.expected(manifest.spec))
-        sources = {s.source for s in manifest.shards}
+    def _check(
+        self, manifest: ShardManifest, known: _Known, slot: int | None, groups: _Groups
+    ) -> tuple[Sequence[TensorBlocks], int]:
+        """Where each shard's tensors go, and the slot. Raises ManifestError."""
+        name, layout = manifest.ref.name, known.layout
+        check_successor(
+            manifest, layout.spec, self._current.get(name), self._run, self._base_digest, self._specs.get(name)
+        )
+        if known.plans is None:
+            check_layout(layout, self._writer.expected(layout.spec))
+            known.plans = self._writer.plan(layout)
+        sources = {s.source for s in layout.shards}
         if sources != groups.keys():
             raise ManifestError(
                 Refusal.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
             )
         if slot is None:
             raise ManifestError(Refusal.SLOT, f"no free adapter slot for {manifest.ref}")
-        return slot
+        return known.plans, slot
 
-    def _write(self, manifest: ShardManifest, slot: int, clock: _Clock) -> None:
-        """Only reached when every byte was verified."""
-        names: dict[str, list[str]] = {}
-        for full, wire in manifest.aliases.items():
-            names.setdefault(wire, []).append(full)
-        with clock.phase("write"):
-            self._writer.zero(slot)
-            try:
-                for shard in manifest.shards:
-                    for meta, view in read_shard(self._staging[shard.source].sized(shard.nbytes), shard):
-                        tensor = as_float32(view)
-                        for name in (meta.name, *names.get(meta.name, ())):
-                            self._writer.write(slot, name, tensor, manifest.spec.scale if ".lora_B." in name else 1.0)
-            except Exception:  # fault boundary: leave no half-written slot, whatever the engine raised
-                self._writer.zero(slot)
-                raise
+    def _write(self, plans: Sequence[TensorBlocks], slot: int, shard: int, base: int, first: int, last: int) -> None:
+        self._writer.write(plans[shard], slot, base, first, last)
 
-    def _accept(self, manifest: ShardManifest) -> None:
+    def _accept(self, manifest: ShardManifest, spec: AdapterSpec) -> None:
         name = manifest.ref.name
         self._previous[name] = self._current.get(name)
         self._current[name] = manifest.ref
-        self._specs.setdefault(name, manifest.spec)
-
-
-class _Clock:
-    """Seconds per phase of one staging."""
-
-    def __init__(self) -> None:
-        self._spent = {"wire": 0.0, "verify": 0.0, "write": 0.0}
-        self._name, self._since = "", 0.0
-
-    def phase(self, name: str) -> _Clock:
-        self._name = name
-        return self
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._spent[self._name] += time.perf_counter() - self._since
-
-    def result(
-        self, ref: AdapterRef, slot: int | None, *, digest: str = "", reason: str = "", detail: str = ""
-    ) -> StageResult:
-        return StageResult(
-            ref=str(ref), slot=-1 if slot is None else slot, ok=not reason, reason=reason, detail=detail, digest=digest,
-            wire_s=self._spent["wire"], verify_s=self._spent["verify"], write_s=self._spent["write"],
-        )
+        self._specs.setdefault(name, spec)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from areal_lora.errors import ManifestError, UnknownVersionError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.manifest import Refusal
+from areal_lora.weight_sync.refusal import Refusal
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import numpy as np
+import torch
 
 from areal_lora.errors import AdapterError, ManifestError, PublishError
-from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import transport as tp
-from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.blocks import Block, TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.receiver import AdapterReceiver
 from areal_lora.weight_sync.slots import SlotTable
+from areal_lora.weight_sync.wire import Pack
 
 Shapes = Mapping[str, tuple[int, ...]]
 Score = Callable[[str | None, list[list[int]]], list[list[float]]]
@@ -40,25 +45,90 @@ def moe_shapes(
     return shapes
 
 
+def pack_of(layout: AdapterLayout, source: int, tensors: Mapping[str, torch.Tensor]) -> Pack:
+    """What packs given tensors as ``source``'s shard, one at a time: the publisher's ``Pack`` without an engine."""
+    mine = [t for shard in layout.shards if shard.source == source for t in shard.tensors]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[layout.dtype]
+
+    def pack(flat: np.ndarray) -> Iterator[int]:
+        for i, place in enumerate(mine):
+            raw = tensors[place.name].detach().to(dtype).contiguous().view(torch.uint8).reshape(-1).numpy()
+            flat[place.offset : place.offset + raw.size] = raw
+            yield i + 1
+
+    return pack
+
+
 class MemoryWriter:
-    """A ``SlotWriter`` that keeps float32 arrays by slot and name; ``writes`` counts calls of ``write``."""
+    """A ``SlotWriter`` that keeps float32 arrays by slot and name.
+
+    ``touched`` are the slots that were written or cleared. ``on_write()``, if set, runs before
+    every bucket: a test can wait there in the middle of a transfer, or raise.
+    """
 
     def __init__(self, shapes: Callable[[AdapterSpec], Shapes]) -> None:
         self._shapes = shapes
         self.slots: dict[int, dict[str, np.ndarray]] = {}
-        self.writes = 0
+        self._images: dict[int, np.ndarray] = {}
         self.touched: set[int] = set()
+        self.on_write: Callable[[], None] | None = None
 
     def expected(self, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
         return dict(self._shapes(spec))
 
-    def write(self, slot: int, name: str, tensor: np.ndarray, scale: float) -> None:
-        self.writes += 1
-        self.slots[slot][name] = tensor * np.float32(scale)
+    def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
+        """Destinations count from the start of a slot's image, where full names lie in sorted order."""
+        places, _ = _image(self._shapes(layout.spec))
+        copies: dict[str, list[str]] = {}
+        for name, wire in layout.aliases.items():
+            copies.setdefault(wire, []).append(name)
+        return [
+            TensorBlocks.of(
+                [
+                    [
+                        Block(
+                            src=t.offset, src_pitch=0, dst=places[name], dst_pitch=0, rows=1, cols=math.prod(t.shape),
+                            scale=layout.spec.scale if ".lora_B." in name else 1.0,
+                        )
+                        for name in (t.name, *copies.get(t.name, ()))
+                    ]
+                    for t in shard.tensors
+                ],
+                layout.dtype, "float32",
+            )
+            for shard in layout.shards
+        ]
+
+    def prepare(self, slot: int, layout: AdapterLayout) -> None:
+        self.touched.add(slot)
+        shapes = self._shapes(layout.spec)
+        places, nbytes = _image(shapes)
+        image = self._images[slot] = np.zeros(nbytes // 4, dtype=np.float32)
+        self.slots[slot] = {
+            name: image[at // 4 : at // 4 + math.prod(shapes[name])].reshape(shapes[name])
+            for name, at in places.items()
+        }
+
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int) -> None:
+        if self.on_write is not None:
+            self.on_write()
+        plan.copy(base, self._images[slot].ctypes.data, tensors=(first, last))
+
+    def flush(self, slot: int) -> None:
+        """Nothing: host memory is written at once."""
 
     def zero(self, slot: int) -> None:
         self.touched.add(slot)
         self.slots[slot] = {}
+
+
+def _image(shapes: Shapes) -> tuple[dict[str, int], int]:
+    """(byte offset of every name, bytes in all) of a slot that holds float32 tensors in sorted order."""
+    places, at = {}, 0
+    for name in sorted(shapes):
+        places[name] = at
+        at += 4 * math.prod(shapes[name])
+    return places, at
 
 
 class MemoryServer:
@@ -145,7 +215,8 @@ class MemoryServer:
             raise failures[0]
         return tp.JoinReply(workers=len(self._receivers))
 
-    def _publish(self, manifest: ShardManifest) -> tp.PublishReply:
+    def _publish(self, announcement: Announcement) -> tp.PublishReply:
+        manifest = announcement.manifest
         for ref in self.slots.retirable(keep=self._n_slots - 1):
             self.slots.retire(ref)
         try:
@@ -154,7 +225,7 @@ class MemoryServer:
             slot = None  # resident already or full: the receivers take it off the wire and say which
         self._staged = [None] * len(self._receivers)
         for receiver in self._receivers:
-            receiver.begin(manifest, slot, self._deadline_s)
+            receiver.begin(manifest, announcement.layout, slot, self._deadline_s)
         with self._arrived:
             if not self._arrived.wait_for(lambda: all(self._staged), self._deadline_s + 1.0):
                 raise PublishError(f"{manifest.ref}: staging did not end")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from areal_lora.types import AdapterRef, AdapterSpec
-from areal_lora.weight_sync.buckets import PackBuffer
-from areal_lora.weight_sync.manifest import build_manifest
-from areal_lora.weight_sync.testing import moe_shapes
+from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.manifest import Announcement
+from areal_lora.weight_sync.testing import moe_shapes, pack_of
+from areal_lora.weight_sync.wire import PackedShard
 
 RUN, BASE, SECRET = "run-1", "base-digest", "5e" * 32
+BUCKET_BYTES = 1024
 
 
 def ref(version: int, name: str = "a") -> AdapterRef:
@@ -44,12 +46,19 @@ def share(full: dict[str, torch.Tensor]) -> tuple[list[tuple[str, torch.Tensor]]
     return [(n, t) for n, t in full.items() if n not in aliases], aliases
 
 
+def layout_of(owned, aliases=(), *, s=None, dtype="float32", source=0) -> AdapterLayout:
+    """The layout of a single source."""
+    return make_layout(s or spec(), dtype, {source: [(n, tuple(t.shape)) for n, t in owned]}, dict(aliases))
+
+
+def announce(layout, *, version=0, parent=None, run=RUN, base=BASE, known=False) -> Announcement:
+    manifest = ShardManifest(run=run, ref=ref(version), parent=parent, base_digest=base, layout=layout.digest)
+    return Announcement(manifest=manifest, layout=None if known else layout)
+
+
 def packed(owned, aliases=(), *, version=0, parent=None, s=None, dtype="float32", run=RUN, base=BASE, source=0):
-    """(pack buffer, manifest) of a single source."""
-    buffer = PackBuffer(source, dtype)
-    shard = buffer.pack(owned)
-    manifest = build_manifest(
-        run=run, ref=ref(version), parent=parent, spec=s or spec(), base_digest=base, shards=[shard],
-        aliases=dict(aliases),
-    )
-    return buffer, manifest
+    """(packed shard, announcement) of a single source."""
+    layout = layout_of(owned, aliases, s=s, dtype=dtype, source=source)
+    shard = PackedShard(layout, source, BUCKET_BYTES)
+    shard.pack(ref(version), pack_of(layout, source, dict(owned)))
+    return shard, announce(layout, version=version, parent=parent, run=run, base=base)

@@ -1,0 +1,120 @@
+"""Plans of strided copies between an adapter's places: trainer parameters, wire buffers, serving slots.
+
+A plan is data (int64 arrays), made once per layout and checked against the memories it touches;
+``TensorBlocks.copy`` then runs it in compiled code. The same plan read backwards is the inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks
+
+KINDS = {"float32": F32, "bfloat16": BF16}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """``rows`` rows of ``cols`` elements. ``src`` and ``dst`` are bytes from the start of their memory,
+    pitches the bytes between rows; ``dst_step`` the bytes from one serving slot to the next."""
+
+    src: int
+    src_pitch: int
+    dst: int
+    dst_pitch: int
+    rows: int
+    cols: int
+    dst_step: int = 0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBlocks:
+    """Blocks grouped by tensor: those of tensor i are ``first[i]:first[i + 1]``.
+
+    ``src_dtype`` and ``dst_dtype`` are "float32" or "bfloat16". All arrays are int64 [blocks]
+    except ``first`` int64 [tensors + 1] and ``scale`` float32 [blocks].
+    """
+
+    src_dtype: str
+    dst_dtype: str
+    first: np.ndarray
+    src: np.ndarray
+    src_pitch: np.ndarray
+    dst: np.ndarray
+    dst_pitch: np.ndarray
+    dst_step: np.ndarray
+    rows: np.ndarray
+    cols: np.ndarray
+    scale: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Sequence[Sequence[Block]], src_dtype: str, dst_dtype: str) -> TensorBlocks:
+        """One inner sequence per tensor, in shard order; it may be empty."""
+        flat = [block for blocks in tensors for block in blocks]
+        columns = {
+            f.name: np.array([getattr(b, f.name) for b in flat], dtype=np.float32 if f.name == "scale" else np.int64)
+            for f in fields(Block)
+        }
+        first = np.cumsum([0, *(len(blocks) for blocks in tensors)]).astype(np.int64)
+        return cls(src_dtype=src_dtype, dst_dtype=dst_dtype, first=first, **columns)
+
+    @property
+    def n_tensors(self) -> int:
+        return len(self.first) - 1
+
+    def check(self, *, src_bytes: int, dst_bytes: np.ndarray | int, slots: int = 1) -> None:
+        """Raises ValueError if a block leaves its memory. ``dst_bytes`` is one size, or one per block."""
+        for what, start, pitch, step, item, limit in (
+            ("source", self.src, self.src_pitch, 0, ITEM_BYTES[self.src_dtype], src_bytes),
+            ("destination", self.dst, self.dst_pitch, self.dst_step, ITEM_BYTES[self.dst_dtype], dst_bytes),
+        ):
+            end = start + (slots - 1) * step + (self.rows - 1) * pitch + self.cols * item
+            wrong = np.flatnonzero((start < 0) | (end > limit) | (self.rows < 1) | (self.cols < 1) | (pitch < 0))
+            if len(wrong):
+                raise ValueError(f"block {wrong[0]} leaves its {what} ({start[wrong[0]]}..{end[wrong[0]]})")
+
+    def moved(self, src_by: np.ndarray | int = 0, dst_by: np.ndarray | int = 0) -> TensorBlocks:
+        """With other starts: to go from offsets to addresses."""
+        return self._with(src=self.src + src_by, dst=self.dst + dst_by)
+
+    def reversed(self) -> TensorBlocks:
+        """Source and destination exchanged, without scale and slots. Raises ValueError if there were any."""
+        if self.dst_step.any() or (self.scale != 1).any():
+            raise ValueError("a plan that scales or fills slots has no inverse")
+        return self._with(
+            src_dtype=self.dst_dtype, dst_dtype=self.src_dtype,
+            src=self.dst, src_pitch=self.dst_pitch, dst=self.src, dst_pitch=self.src_pitch,
+        )
+
+    def copy(self, src_base: int, dst_base: int, *, slot: int = 0, tensors: tuple[int, int] | None = None) -> None:
+        """Run the blocks of tensors ``[a, b)`` (all by default) between two memories given by address.
+
+        The caller keeps both memories alive. Releases the GIL; uses the calling thread only.
+        """
+        a, b = tensors if tensors is not None else (0, self.n_tensors)
+        copy_blocks(
+            src_base, KINDS[self.src_dtype], dst_base, KINDS[self.dst_dtype], slot,
+            self.src, self.src_pitch, self.dst, self.dst_pitch, self.dst_step, self.rows, self.cols, self.scale,
+            int(self.first[a]), int(self.first[b]),
+        )
+
+    def _with(self, **changes: object) -> TensorBlocks:
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | changes
+        return TensorBlocks(**values)
+
+
+def concatenate(parts: Sequence[TensorBlocks]) -> TensorBlocks:
+    """The tensors of all parts, one part after the other. Raises ValueError if dtypes differ."""
+    kinds = {(p.src_dtype, p.dst_dtype) for p in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"plans of different dtypes cannot be joined: {sorted(kinds)}")
+    counts = np.concatenate([np.diff(p.first) for p in parts])
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    names = ("src", "src_pitch", "dst", "dst_pitch", "dst_step", "rows", "cols", "scale")
+    joined = {name: np.concatenate([getattr(p, name) for p in parts]) for name in names}
+    return TensorBlocks(src_dtype=parts[0].src_dtype, dst_dtype=parts[0].dst_dtype, first=first, **joined)

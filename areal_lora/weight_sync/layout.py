@@ -1,0 +1,150 @@
+"""Where every tensor of an adapter lies on the wire. Made once, the same on all ranks, known by its digest.
+
+A wire name is the Hugging Face module path without prefix, for example
+``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight`` with shape ``[rank, in]``, and
+``...lora_B.weight`` with shape ``[out, rank]``. ``alpha / rank`` is not folded in. A tensor that
+serves several names lies there once (contract C5); ``aliases`` maps the others to it.
+
+A publish only says which layout it uses, so its cost does not grow with names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from areal_lora.errors import ManifestError
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.blocks import ITEM_BYTES
+from areal_lora.weight_sync.refusal import Refusal
+
+Shape = tuple[int, ...]
+
+
+class WireTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a shard; ``offset`` in bytes from the shard's start."""
+
+    name: str
+    shape: Shape
+    offset: int
+
+
+class ShardLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The flat buffer of one source rank: tensors back to back in this order, ``nbytes`` long."""
+
+    source: int
+    tensors: tuple[WireTensor, ...]
+    nbytes: int
+
+
+class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Everything about an adapter on the wire that does not change from version to version."""
+
+    spec: AdapterSpec
+    dtype: str  # "float32" | "bfloat16"
+    shards: tuple[ShardLayout, ...]
+    aliases: dict[str, str]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE2b-128 of the encoded layout: how manifests name it."""
+        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards: the unique bytes of the adapter."""
+        return sum(s.nbytes for s in self.shards)
+
+    @property
+    def n_tensors(self) -> int:
+        return sum(len(s.tensors) for s in self.shards)
+
+    @cached_property
+    def sorted_names(self) -> tuple[str, np.ndarray]:
+        """(digest of all full names in order, index int64 [names] of each name's tensor).
+
+        Tensors are counted through the shards in order. Independent of how the trainer is sharded.
+        """
+        index = {t.name: i for i, t in enumerate(t for s in self.shards for t in s.tensors)}
+        full = index | {name: index[wire] for name, wire in self.aliases.items()}
+        names = sorted(full)
+        digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
+        return digest, np.array([full[n] for n in names], dtype=np.int64)
+
+
+def decode_layout(data: bytes) -> AdapterLayout:
+    """Inverse of ``AdapterLayout.encoded``, types checked. Raises ManifestError (``malformed``)."""
+    try:
+        return msgspec.msgpack.decode(data, type=AdapterLayout)
+    except msgspec.MsgspecError as e:
+        raise ManifestError(Refusal.MALFORMED, f"layout: {e}") from e
+
+
+def make_layout(
+    spec: AdapterSpec, dtype: str, owned: Mapping[int, Sequence[tuple[str, Shape]]], aliases: Mapping[str, str]
+) -> AdapterLayout:
+    """Lay out what each source rank owns, in the given order.
+
+    Raises ManifestError (``dtype``, ``duplicate``, ``unknown_tensor``).
+    """
+    if dtype not in ITEM_BYTES:
+        raise ManifestError(Refusal.DTYPE, f"wire dtype {dtype!r} is not one of {sorted(ITEM_BYTES)}")
+    seen: set[str] = set()
+    shards = []
+    for source, tensors in sorted(owned.items()):
+        places, offset = [], 0
+        for name, shape in tensors:
+            if name in seen or name in aliases:
+                raise ManifestError(Refusal.DUPLICATE, f"{name} comes twice (again from source rank {source})")
+            seen.add(name)
+            places.append(WireTensor(name, tuple(shape), offset))
+            offset += math.prod(shape) * ITEM_BYTES[dtype]
+        shards.append(ShardLayout(source=source, tensors=tuple(places), nbytes=offset))
+    for name, target in aliases.items():
+        if target not in seen:
+            raise ManifestError(Refusal.UNKNOWN_TENSOR, f"alias {name} -> {target}: no rank owns {target}")
+    return AdapterLayout(spec=spec, dtype=dtype, shards=tuple(shards), aliases=dict(aliases))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One broadcast: tensors ``[first, last)`` of a shard, its bytes ``[begin, end)``."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Cut a shard between tensors into buckets of at most ``bucket_bytes`` (one tensor may be larger).
+
+    Buckets are of about equal size: a short last one would cost a whole round.
+    """
+    if not shard.tensors:
+        return ()
+    wanted = max(1, -(-shard.nbytes // bucket_bytes))
+    target = -(-shard.nbytes // wanted)
+    buckets: list[Bucket] = []
+    first, begin = 0, 0
+    ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes]
+    for i, end in enumerate(ends):
+        following = ends[i + 1] if i + 1 < len(ends) else None
+        if following is None or end - begin >= target or following - begin > bucket_bytes:
+            buckets.append(Bucket(first=first, last=i + 1, begin=begin, end=end))
+            first, begin = i + 1, end
+    return tuple(buckets)

@@ -1,0 +1,28 @@
+"""Why a publish was refused: the words of ``ManifestError.reason``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Refusal(StrEnum):
+    MALFORMED = "malformed"  # the manifest itself cannot be read
+    WRONG_RUN = "wrong_run"
+    WRONG_BASE = "wrong_base"
+    STALE_VERSION = "stale_version"  # older than the current one, or a parent that is not older
+    DUPLICATE = "duplicate"  # the current version again with other numbers, or one name twice
+    UNKNOWN_LAYOUT = "unknown_layout"  # a digest this server was never sent
+    UNKNOWN_TENSOR = "unknown_tensor"
+    MISSING_TENSOR = "missing_tensor"
+    PREFIX = "prefix"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    RANK = "rank"
+    ALPHA = "alpha"
+    TARGETS = "targets"
+    SIZE = "size"
+    HASH = "hash"
+    NON_FINITE = "non_finite"
+    SLOT = "slot"  # no free place on the server, or the receiver is busy
+    WIRE = "wire"  # the transfer broke or missed its deadline
+    WRITE = "write"  # the engine failed to take the tensors

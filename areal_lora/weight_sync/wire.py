@@ -1,0 +1,145 @@
+"""One rank's shard of one version, from the trainer's tensors onto the wire, bucket by bucket.
+
+    main thread        pack bucket 0 | pack bucket 1 | ...          (the caller's ``Pack``)
+                            | fingerprints   | fingerprints
+    publisher thread        `-> broadcast 0  `-> broadcast 1 ... -> broadcast trailer
+
+The trailer follows the tensors and holds their fingerprints, so hashing need not come first.
+A packed shard stays valid until the next ``pack``: it can be sent again to other receivers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from areal_lora.errors import PublishError
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.blocks import ITEM_BYTES, KINDS
+from areal_lora.weight_sync.groups import BroadcastGroup
+from areal_lora.weight_sync.kernels import fingerprints, fixed_keys
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
+
+Pack = Callable[[np.ndarray], Iterator[int]]
+"""``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
+yields, as it goes, how many leading tensors of the shard are complete; the last value is all of them.
+It may be collective over the rank's parallel groups. A rank that owns nothing gets an empty ``flat``."""
+
+KEYS = fixed_keys()
+SEAL_BYTES = 16
+PAGE_BYTES = 4096
+
+
+class TensorTable:
+    """Offsets (bytes) and sizes (elements) of a shard's tensors, int64 [n], for the compiled loops."""
+
+    def __init__(self, shard: ShardLayout, dtype: str) -> None:
+        item = ITEM_BYTES[dtype]
+        self.kind = KINDS[dtype]
+        self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
+        ends = np.array([*(t.offset for t in shard.tensors[1:]), shard.nbytes], dtype=np.int64)[: len(self.offsets)]
+        self.sizes = (ends - self.offsets) // item
+
+    def measure(self, base: int, first: int, last: int, sums: np.ndarray, bad: np.ndarray) -> None:
+        """Fingerprints (``sums``) and non-finite marks (``bad``) of tensors [first, last) of a shard at ``base``."""
+        fingerprints(base, self.kind, self.offsets, self.sizes, KEYS, first, last, sums, bad)
+
+
+def seal(ref: AdapterRef, layout_digest: str, sums: np.ndarray) -> bytes:
+    """Ties the fingerprints of a shard to the version and layout they belong to, ``SEAL_BYTES`` long."""
+    head = f"{ref}\0{layout_digest}\0".encode()
+    return hashlib.blake2b(head + sums.tobytes(), digest_size=SEAL_BYTES).digest()
+
+
+def trailer_bytes(shard: ShardLayout) -> int:
+    """Length of the last broadcast of a shard: a fingerprint of 8 bytes per tensor, and the seal."""
+    return 8 * len(shard.tensors) + SEAL_BYTES
+
+
+def adapter_digest(layout: AdapterLayout, sums: np.ndarray) -> str:
+    """Digest of an adapter's names and values, independent of how the trainer was sharded (contract C4).
+
+    ``sums`` uint64 [tensors], through the layout's shards in order. Equal adapters in equal wire dtypes agree.
+    """
+    names, index = layout.sorted_names
+    return hashlib.blake2b(names.encode() + sums[index].tobytes(), digest_size=16).hexdigest()
+
+
+class PackedShard:
+    """This rank's part of one version. ``pack`` in one thread, ``send`` in another, at the same time."""
+
+    def __init__(self, layout: AdapterLayout, source: int, bucket_bytes: int) -> None:
+        shards = [s for s in layout.shards if s.source == source]
+        self.layout = layout
+        self.shard = shards[0] if shards else ShardLayout(source=source, tensors=(), nbytes=0)
+        self.is_source = bool(shards)
+        self._buckets = plan_buckets(self.shard, bucket_bytes)
+        self._table = TensorTable(self.shard, layout.dtype)
+        self._flat = np.empty(self.shard.nbytes, dtype=np.uint8)
+        self._flat[::PAGE_BYTES] = 0  # fault the pages in now, not while the wire waits
+        self._trailer = np.empty(trailer_bytes(self.shard), dtype=np.uint8)
+        self._changed = threading.Condition()
+        self._done, self._sealed, self._failed = 0, False, False
+
+    @property
+    def sums(self) -> np.ndarray:
+        """Fingerprints uint64 [n] of the packed tensors."""
+        return self._trailer[: 8 * len(self.shard.tensors)].view(np.uint64)
+
+    def reset(self) -> None:
+        """Call before ``pack`` and ``send`` of a version begin; no earlier ``send`` may be under way."""
+        self._done, self._sealed, self._failed = 0, False, False
+
+    def pack(self, ref: AdapterRef, pack: Pack) -> None:
+        """Fill the shard and let ``send`` follow. Whatever ``pack`` raises reaches both callers."""
+        bad = np.zeros(len(self.shard.tensors), dtype=np.uint8)
+        try:
+            for done in pack(self._flat):
+                self._table.measure(self._flat.ctypes.data, self._done, done, self.sums, bad)
+                self._advance(done)
+            if self._done != len(self.shard.tensors):
+                raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
+            digest = self.layout.digest
+            self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, digest, self.sums), dtype=np.uint8)
+            self._advance(self._done, sealed=True)
+        except BaseException:
+            with self._changed:
+                self._failed = True
+                self._changed.notify_all()
+            raise
+
+    def send(self, group: BroadcastGroup, deadline: float) -> None:
+        """Broadcast buckets as they get ready, then the trailer; all handed over when it returns.
+
+        Raises PublishError at ``deadline`` (time.monotonic), a dead peer or a failed ``pack``.
+        """
+        transfers = []
+        for bucket in self._buckets:
+            self._wait(bucket.last, False, deadline)
+            transfers.append(group.start(torch.from_numpy(self._flat[bucket.begin : bucket.end]), deadline))
+        self._wait(len(self.shard.tensors), True, deadline)
+        transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
+        for transfer in transfers:
+            transfer.wait()
+
+    def _advance(self, done: int, sealed: bool = False) -> None:
+        with self._changed:
+            self._done, self._sealed = done, sealed
+            self._changed.notify_all()
+
+    def _wait(self, tensors: int, sealed: bool, deadline: float) -> None:
+        with self._changed:
+            ready = self._changed.wait_for(
+                lambda: self._failed or (self._done >= tensors and self._sealed >= sealed),
+                timeout=max(deadline - time.monotonic(), 0.0),
+            )
+        if self._failed or not ready:
+            raise PublishError(
+                f"shard of trainer rank {self.shard.source}: packing "
+                + ("failed; see this rank's error" if self._failed else "did not finish before the deadline")
+            )
