@@ -4,6 +4,7 @@
 what                           why
 =============================  ==================================================================
 ``CpuLoraExperts``             with LoRA vLLM picks its Triton experts, which need a GPU
+``PackedExperts``              torch's matmul of a few rows is slow; vLLM's own linear layers use the same
 ``CpuLoraLinear`` (punica)     vLLM's CPU path is slow, and base tokens (-1) read the last slot
 ``bound_matrices``             where a worker keeps the stacked weights of all adapters
 ``activate``, ``deactivate``   vLLM loads adapters from files only, and evicts on its own
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
+from vllm import _custom_ops
 from vllm.lora.layers import (
     ColumnParallelLinearWithLoRA,
     FusedMoE3DWithLoRA,
@@ -38,7 +40,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms.cpu import CpuPlatform
 
 from areal_lora.engine.vllm_ext.cpu_linear_lora import BatchSlots, add_lora
-from areal_lora.engine.vllm_ext.cpu_moe_lora import ExpertAdapters, moe_lora
+from areal_lora.engine.vllm_ext.cpu_moe_lora import ExpertAdapters, Spans, moe_lora
 from areal_lora.engine.vllm_ext.lora_install import Matrix
 from areal_lora.errors import AdapterError
 
@@ -61,10 +63,38 @@ class CpuLoraLinear(PunicaWrapperCPU):
                  self.batch.segments)
 
 
+class PackedExperts:
+    """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K]."""
+
+    MAX_ROWS = 128  # oneDNN builds a kernel per number of rows, some 0.3 ms each, and keeps this many
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._handlers = [_custom_ops.create_onednn_mm(w.t(), self.MAX_ROWS) for w in weight]
+        self._pointers = [h.handler_tensor for h in self._handlers]
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, spans: Spans) -> None:
+        product = torch.ops._C.onednn_mm.default
+        for expert, xs, ys in zip(spans.experts, spans.of(x), spans.of(out), strict=True):
+            if xs.shape[0] <= self.MAX_ROWS:
+                product(ys, xs, None, self._pointers[expert])
+                continue
+            for y_part, x_part in zip(ys.split(self.MAX_ROWS), xs.split(self.MAX_ROWS), strict=True):
+                product(y_part, x_part, None, self._pointers[expert])
+
+
 class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel)."""
 
     _adapters: ExpertAdapters
+    _w1: PackedExperts
+    _w2: PackedExperts
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self._w1, self._w2 = PackedExperts(layer.w13_weight), PackedExperts(layer.w2_weight)
+        for name in ("w13_weight", "w2_weight"):
+            # vLLM reads the shapes at every step; one element is enough for that, the packed copy has the rest.
+            weight = getattr(layer, name)
+            weight.data = weight.data.new_zeros(1, 1, 1).expand(weight.shape)
 
     def set_lora_context(self, ctx: Any) -> None:
         super().set_lora_context(ctx)
@@ -119,7 +149,9 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         ids = topk_ids if expert_map is None else expert_map[topk_ids]
         batch = self._lora_context.punica_wrapper.batch
         group_of = batch.group_of[: topk_ids.shape[0]]
-        moe_lora(output, hidden_states, w1, w2, topk_weights, ids.numpy(), self._adapters, batch.groups, group_of)
+        moe_lora(
+            output, hidden_states, self._w1, self._w2, topk_weights, ids.numpy(), self._adapters, batch.groups, group_of
+        )
 
 
 def install_cpu_lora() -> None:

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layer with LoRA in plain torch, for CPUs (vLLM has GPU kernels only).
+"""Mixture-of-experts layer with LoRA for CPUs (vLLM has GPU kernels only).
 
 One pass serves a batch whose tokens use different adapters. With ``s`` the adapter slot of a
 token, ``e`` one of its experts and ``w`` the routing weight::
@@ -7,20 +7,27 @@ token, ``e`` one of its experts and ``w`` the routing weight::
     a = silu(h_gate) * h_up
     y = a W2[e]^T + a Ad[s,e]^T Bd[s,e]^T          out = sum over experts of w * y
 
-Small matrices make dispatch the cost, not arithmetic. So pairs (token, expert) are gathered
-into a padded ``[E, groups * cap, H]`` block, where every product is one ``bmm``; only a skewed
-routing, which would make the block mostly padding, goes expert by expert instead.
+The pairs (token, expert) are gathered so that each cell, the pairs of one expert and one slot,
+is a run of rows. Base weights are multiplied once per expert that has tokens. LoRA matrices are
+so small that a call costs more than the arithmetic: cells of up to ``cap`` pairs lie in a padded
+block, where one ``bmm`` serves all experts, and only larger cells get calls of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-MAX_PADDING = 4  # padded rows per real pair beyond which the expert-by-expert loop is faster
+# Only what is faster depends on these. Measured with one thread of a Zen 5 core; a call in
+# bfloat16 goes through oneDNN, which looks its kernel up each time.
+CALL_S = {torch.float32: 2e-6, torch.bfloat16: 11e-6}
+FLOPS = {torch.float32: 8e10, torch.bfloat16: 3e11}
+BYTES_PER_S = 4e10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +46,177 @@ class ExpertAdapters:
     down_b: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Runs of rows, ascending and apart, each with the expert its rows go to.
+
+    ``sizes`` alternates rows between runs and rows of a run, and begins and ends with the former.
+    """
+
+    experts: Sequence[int]
+    sizes: Sequence[int]
+
+    @classmethod
+    def at(cls, experts: np.ndarray, begins: np.ndarray, ends: np.ndarray, n_rows: int) -> Spans:
+        bounds = np.stack([begins, ends], axis=1).ravel()
+        return cls(experts=experts.tolist(), sizes=np.diff(bounds, prepend=0, append=n_rows).tolist())
+
+    def of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return x.split(self.sizes)[1::2]
+
+
+class ExpertProduct(Protocol):
+    """``out[run] = x[run] @ W[expert]^T`` for every run; W [E, N, K], ``x`` [P, K], ``out`` [P, N]."""
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, spans: Spans) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellCosts:
+    """Seconds: per cell that is multiplied on its own, per padded row, per cell's LoRA weights."""
+
+    call_s: float
+    row_s: float
+    read_s: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, hidden: int, inter: int, rank: int) -> CellCosts:
+        parameters = 3 * rank * (hidden + inter)
+        kind = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        moved = (2 * hidden + 5 * inter) * dtype.itemsize  # gather, gate, up, their product
+        return cls(
+            call_s=6 * CALL_S[kind], row_s=2 * parameters / FLOPS[kind] + moved / BYTES_PER_S,
+            read_s=parameters * dtype.itemsize / BYTES_PER_S,
+        )
+
+
+def block_cap(counts: np.ndarray, costs: CellCosts) -> int:
+    """Rows per cell of the padded block that make the LoRA of cells with ``counts`` pairs cheapest.
+
+    Cells with more pairs than that are multiplied on their own; 0 means all of them.
+    """
+    caps, cells = np.unique(np.append(counts, 0), return_counts=True)
+    larger = len(counts) + 1 - cells.cumsum()
+    # The block's weights are copied first: read, written, read again.
+    block = len(counts) * (caps * costs.row_s + (caps > 0) * 2 * costs.read_s)
+    return int(caps[(block + larger * (costs.call_s + costs.read_s)).argmin()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRuns:
+    """Cells of one adapter slot that are multiplied on their own."""
+
+    slot: int
+    spans: Spans
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """``out[run] += x[run] A^T B^T``; ``a`` [S, E or 1, r, in], ``b`` [S, E or 1, width, r]."""
+        a_t, b_t = a[self.slot].transpose(1, 2), b[self.slot].transpose(1, 2)
+        shared_a, shared_b = a.shape[1] == 1, b.shape[1] == 1
+        for expert, xs, ys in zip(self.spans.experts, self.spans.of(x), self.spans.of(out), strict=True):
+            ys.addmm_(xs @ a_t[0 if shared_a else expert], b_t[0 if shared_b else expert])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellBlock:
+    """Cells of one adapter slot at the head of the rows: ``view`` [experts, groups, cap], all of ``group``."""
+
+    slot: int
+    group: int
+    experts: torch.Tensor  # [experts] int64
+    view: tuple[int, int, int]
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """As in ``CellRuns``."""
+        low = torch.bmm(self._rows(x), self._weights(a))
+        self._rows(out).baddbmm_(low, self._weights(b))
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        experts, groups, cap = self.view
+        return x[: experts * groups * cap].view(*self.view, -1)[:, self.group]
+
+    def _weights(self, w: torch.Tensor) -> torch.Tensor:
+        # Reading cold weights in one copy is faster than within bmm, even if every expert is needed.
+        held = w[self.slot]
+        held = held.index_select(0, self.experts) if w.shape[1] > 1 else held.expand(len(self.experts), -1, -1)
+        return held.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the pairs of a batch lie among ``rows`` rows: first the padded block, then larger cells."""
+
+    source: np.ndarray  # [rows] int64: token of a row; 0 for padding, whose results are never read
+    row_of: np.ndarray  # [T, K] int64: row of a pair; any row for experts of another rank
+    spans: Spans
+    cells: Sequence[CellRuns | CellBlock]
+
+
+def lay_out(
+    expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray, n_experts: int, costs: CellCosts
+) -> Layout:
+    """Arguments as for ``moe_lora``; at least one id is not negative."""
+    n_groups, top_k = len(groups), expert_ids.shape[1]
+    n_cells = n_experts * n_groups
+    # numpy sorts 16-bit integers in linear time.
+    key = (expert_ids * n_groups + group_of[:, None]).ravel().astype(np.int16 if n_cells < 2**15 else np.int64)
+    order = key.argsort(kind="stable")
+    order = order[np.searchsorted(key, 0, sorter=order) :]
+    cell_of = key[order]
+    counts = np.bincount(cell_of, minlength=n_cells)
+    adapted = counts.reshape(n_experts, n_groups)[:, groups >= 0]
+    cap = block_cap(adapted[adapted.any(axis=1)].ravel(), costs)
+    experts = np.flatnonzero(((adapted > 0) & (adapted <= cap)).any(axis=1))
+    place = np.full(n_experts, -1)  # of an expert in the block
+    place[experts] = np.arange(len(experts))
+    block_begin = (np.repeat(place, n_groups) * n_groups + np.tile(np.arange(n_groups), n_experts)) * cap
+    in_block = (block_begin >= 0) & (counts <= cap)
+    runs = np.where(in_block, 0, counts)
+    n_block = len(experts) * n_groups * cap
+    begin = np.where(in_block, block_begin, n_block + runs.cumsum() - runs)
+
+    rows = np.arange(len(order)) + (begin - counts.cumsum() + counts)[cell_of]
+    source = np.zeros(n_block + int(runs.sum()), dtype=np.int64)
+    source[rows] = order // top_k
+    row_of = np.full(expert_ids.shape, rows[0], dtype=np.int64)
+    row_of.ravel()[order] = rows
+
+    cells: list[CellRuns | CellBlock] = []
+    for group, slot in enumerate(groups.tolist()):
+        if slot < 0:
+            continue
+        if n_block:
+            view = (len(experts), n_groups, cap)
+            cells.append(CellBlock(slot=slot, group=group, experts=torch.from_numpy(experts), view=view))
+        own = np.flatnonzero(runs[group::n_groups])
+        if len(own):
+            first, n = begin[group::n_groups][own], runs[group::n_groups][own]
+            cells.append(CellRuns(slot=slot, spans=Spans.at(own, first, first + n, len(source))))
+    return Layout(
+        source=source, row_of=row_of, cells=cells,
+        spans=_expert_spans(begin, np.where(in_block, counts, 0), runs, n_groups, len(source)),
+    )
+
+
+def _expert_spans(begin: np.ndarray, in_block: np.ndarray, runs: np.ndarray, n_groups: int, n_rows: int) -> Spans:
+    """One run per expert in the block, padding between its cells included, and one among the larger cells."""
+    experts, begins, ends = [], [], []
+    for n in (in_block, runs):
+        cells = np.flatnonzero(n)
+        expert = cells // n_groups
+        first = np.flatnonzero(np.diff(expert, prepend=-1))
+        last = np.append(first[1:], len(cells))[: len(first)] - 1
+        experts.append(expert[first])
+        begins.append(begin[cells[first]])
+        ends.append(begin[cells[last]] + n[cells[last]])
+    return Spans.at(np.concatenate(experts), np.concatenate(begins), np.concatenate(ends), n_rows)
+
+
 def moe_lora(
     out: torch.Tensor,
     x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: ExpertProduct,
+    w2: ExpertProduct,
     routing: torch.Tensor,
     expert_ids: np.ndarray,
     adapters: ExpertAdapters,
@@ -52,101 +225,29 @@ def moe_lora(
 ) -> None:
     """Write the layer's output for T tokens into ``out`` [T, H].
 
-    ``x`` [T, H]; ``w1`` [E, 2I, H] (gate rows, then up rows); ``w2`` [E, H, I]; ``routing``
-    [T, K]; ``expert_ids`` [T, K] int, negative for experts of another rank; token t uses adapter
-    slot ``groups[group_of[t]]``, none if that is negative (``np.unique`` of the slots makes both).
+    ``x`` [T, H]; ``w1`` multiplies by [E, 2I, H] (gate rows, then up rows), ``w2`` by [E, H, I];
+    ``routing`` [T, K]; ``expert_ids`` [T, K] int, negative for experts of another rank; token t uses
+    adapter slot ``groups[group_of[t]]``, none if that is negative (``np.unique`` of the slots makes both).
     """
-    n_experts = w1.shape[0]
-    top_k = expert_ids.shape[1]
-    # Pairs sorted by (expert, slot): both forms below see each expert's tokens side by side.
-    key = expert_ids.reshape(-1).astype(np.int64) * len(groups) + group_of.repeat(top_k)
-    order = key.argsort(kind="stable")
-    order = order[np.searchsorted(key[order], 0) :]
-    n_pairs = len(order)
-    if n_pairs == 0:
+    _, n_experts, inter, rank = adapters.gate_b.shape
+    if expert_ids.max(initial=-1) < 0:
         out.zero_()
         return
-    counts = np.bincount(key[order], minlength=n_experts * len(groups))  # [E * groups]
-    used = groups.tolist()
-    cap = int(counts.max())
-    tokens = order // top_k
-    if counts.size * cap <= MAX_PADDING * n_pairs:
-        starts = counts.cumsum() - counts
-        rank_in_cell = np.arange(n_pairs) - starts.repeat(counts)
-        place = key[order] * cap + rank_in_cell
-        source = np.zeros(counts.size * cap, dtype=np.int64)  # padding computes token 0 and is never read
-        source[place] = tokens
-        block = x[torch.from_numpy(source)].view(n_experts, len(used) * cap, -1)
-        y = _padded(block, w1, w2, adapters, used, cap).view(counts.size * cap, -1)
-    else:
-        place = np.arange(n_pairs)
-        y = _by_expert(x[torch.from_numpy(tokens)], w1, w2, adapters, used, counts.reshape(n_experts, -1))
-    if n_pairs == expert_ids.size:
-        back = np.empty(n_pairs, dtype=np.int64)
-        back[order] = place
-        pairs = y[torch.from_numpy(back)].view(*expert_ids.shape, -1)  # [T, K, H]
-        torch.bmm(routing.to(y.dtype).unsqueeze(1), pairs, out=out.unsqueeze(1))
-    else:
-        weights = routing.reshape(-1)[torch.from_numpy(order)].to(y.dtype).unsqueeze(1)
-        out.zero_().index_add_(0, torch.from_numpy(tokens), y[torch.from_numpy(place)] * weights)
-
-
-def _padded(
-    block: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, adapters: ExpertAdapters, used: list[int], cap: int
-) -> torch.Tensor:
-    """All pairs at once; ``block`` [E, groups * cap, H] holds group g in rows g*cap..(g+1)*cap."""
-    inter = w2.shape[2]
-    h = torch.bmm(block, w1.transpose(1, 2))  # [E, groups * cap, 2I]
-    lora = [(s, slice(g * cap, (g + 1) * cap)) for g, s in enumerate(used) if s >= 0]
-    for slot, rows in lora:
-        xs = block[:, rows]
-        _add_bmm(h[:, rows, :inter], xs, adapters.gate_a[slot], adapters.gate_b[slot])
-        _add_bmm(h[:, rows, inter:], xs, adapters.up_a[slot], adapters.up_b[slot])
-    a = F.silu(h[..., :inter]).mul_(h[..., inter:])
-    y = torch.bmm(a, w2.transpose(1, 2))  # [E, groups * cap, H]
-    for slot, rows in lora:
-        _add_bmm(y[:, rows], a[:, rows], adapters.down_a[slot], adapters.down_b[slot])
-    return y
-
-
-def _add_bmm(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    n_experts = x.shape[0]
-    low = torch.bmm(x, a.expand(n_experts, -1, -1).transpose(1, 2))
-    out.baddbmm_(low, b.expand(n_experts, -1, -1).transpose(1, 2))
-
-
-def _by_expert(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, adapters: ExpertAdapters, used: list[int],
-    counts: np.ndarray,
-) -> torch.Tensor:
-    """One product per expert and per (expert, slot); ``x`` [P, H] sorted so, ``counts`` [E, groups]."""
-    inter = w2.shape[2]
-    h = x.new_empty(x.shape[0], w1.shape[1])
-    y = torch.empty_like(x)
-    cells = []  # (expert, slot, rows) that need LoRA
-    spans = []  # (expert, rows) of experts that have tokens
-    at = 0
-    for expert, row in enumerate(counts.tolist()):
-        begin = at
-        for slot, n in zip(used, row):
-            if n and slot >= 0:
-                cells.append((expert, slot, slice(at, at + n)))
-            at += n
-        if at > begin:
-            spans.append((expert, slice(begin, at)))
-    for expert, rows in spans:
-        torch.mm(x[rows], w1[expert].t(), out=h[rows])
-    for expert, slot, rows in cells:
-        _add_mm(h[rows, :inter], x[rows], adapters.gate_a[slot], adapters.gate_b[slot], expert)
-        _add_mm(h[rows, inter:], x[rows], adapters.up_a[slot], adapters.up_b[slot], expert)
-    a = F.silu(h[:, :inter]).mul_(h[:, inter:])
-    for expert, rows in spans:
-        torch.mm(a[rows], w2[expert].t(), out=y[rows])
-    for expert, slot, rows in cells:
-        _add_mm(y[rows], a[rows], adapters.down_a[slot], adapters.down_b[slot], expert)
-    return y
-
-
-def _add_mm(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, expert: int) -> None:
-    low = x @ a[expert if a.shape[0] > 1 else 0].t()
-    out.addmm_(low, b[expert if b.shape[0] > 1 else 0].t())
+    layout = lay_out(expert_ids, groups, group_of, n_experts, CellCosts.of(x.dtype, x.shape[1], inter, rank))
+    block = x.index_select(0, torch.from_numpy(layout.source))  # [rows, H]
+    h = block.new_empty(block.shape[0], 2 * inter)
+    w1(h, block, layout.spans)
+    gate, up = h[:, :inter], h[:, inter:]
+    for cells in layout.cells:
+        cells.add(gate, block, adapters.gate_a, adapters.gate_b)
+        cells.add(up, block, adapters.up_a, adapters.up_b)
+    a = F.silu(gate).mul_(up)
+    y = block  # used up
+    w2(y, a, layout.spans)
+    for cells in layout.cells:
+        cells.add(y, a, adapters.down_a, adapters.down_b)
+    weights = routing.to(y.dtype)
+    if expert_ids.min() < 0:
+        weights = weights * torch.from_numpy(expert_ids >= 0)
+    # A bag is a token: gathers the rows of its pairs and adds them up, weighted, in one pass.
+    out.copy_(F.embedding_bag(torch.from_numpy(layout.row_of), y, per_sample_weights=weights, mode="sum"))

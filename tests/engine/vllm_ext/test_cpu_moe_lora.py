@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext import cpu_moe_lora
-from areal_lora.engine.vllm_ext.cpu_moe_lora import ExpertAdapters, moe_lora
+from areal_lora.engine.vllm_ext.compat import PackedExperts
+from areal_lora.engine.vllm_ext.cpu_moe_lora import (
+    CellBlock,
+    CellCosts,
+    CellRuns,
+    ExpertAdapters,
+    Spans,
+    block_cap,
+    lay_out,
+    moe_lora,
+)
 
 E, H, INTER, RANK, SLOTS = 6, 32, 24, 4, 3
 
@@ -49,11 +61,26 @@ def oracle(x, w1, w2, routing, ids, adapters, slots) -> torch.Tensor:
     return out
 
 
-def run(x, w1, w2, routing, ids, adapters, slots) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class PlainProduct:
+    weight: torch.Tensor
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, spans: Spans) -> None:
+        for expert, xs, ys in zip(spans.experts, spans.of(x), spans.of(out), strict=True):
+            torch.mm(xs, self.weight[expert].t(), out=ys)
+
+
+def run(x, w1, w2, routing, ids, adapters, slots, product=PlainProduct) -> torch.Tensor:
     groups, group_of = np.unique(slots, return_inverse=True)
     out = torch.full_like(x, float("nan"))
-    moe_lora(out, x, w1, w2, routing, ids.numpy(), adapters, groups, group_of)
+    moe_lora(out, x, product(w1), product(w2), routing, ids.numpy(), adapters, groups, group_of)
     return out
+
+
+def costs(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Make one form cheapest: every cell in the block, none, or a mixture of both."""
+    row_s = {"block": 0.0, "runs": 1.0, "both": 0.15}[form]
+    monkeypatch.setattr(CellCosts, "of", lambda *_: CellCosts(call_s=1.0, row_s=row_s, read_s=0.0))
 
 
 MIXTURES = {
@@ -64,23 +91,61 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("form", ["padded", "by expert"])
+@pytest.mark.parametrize("form", ["block", "runs", "both"])
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
 def test_matches_float64_loop(monkeypatch: pytest.MonkeyPatch, form: str, mixture: str, n_tokens: int) -> None:
-    monkeypatch.setattr(cpu_moe_lora, "MAX_PADDING", 10**9 if form == "padded" else 0)
+    costs(monkeypatch, form)
     args = make(7, torch.float32, n_tokens, 2)
     slots = MIXTURES[mixture](n_tokens)
     torch.testing.assert_close(run(*args, slots).double(), oracle(*args, slots), atol=2e-5, rtol=1e-5)
 
 
-def test_tokens_without_an_adapter_do_not_see_one() -> None:
+def test_every_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, slots = make(7, torch.float32, 40, 2)[4].numpy(), MIXTURES["all"](40)
+    groups, group_of = np.unique(slots, return_inverse=True)
+    used = {}
+    for form in ("block", "runs", "both"):
+        costs(monkeypatch, form)
+        layout = lay_out(ids, groups, group_of, E, CellCosts.of(torch.float32, H, INTER, RANK))
+        used[form] = {type(c) for c in layout.cells}
+    assert used == {"block": {CellBlock}, "runs": {CellRuns}, "both": {CellBlock, CellRuns}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """vLLM's oneDNN kernels; some experts have more rows than one kernel takes."""
+    monkeypatch.setattr(PackedExperts, "MAX_ROWS", 16)
+    args = make(17, dtype, 60, 2)
+    slots = MIXTURES["all"](60)
+    want = oracle(*args, slots)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert (run(*args, slots, PackedExperts).double() - want).abs().max() < tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("form", ["block", "runs", "both"])
+@pytest.mark.parametrize("product", [PlainProduct, PackedExperts])
+def test_tokens_without_an_adapter_do_not_see_one(monkeypatch: pytest.MonkeyPatch, form: str, product: type) -> None:
+    costs(monkeypatch, form)
     args = make(3, torch.float32, 12, 2)
-    mixed = run(*args, MIXTURES["last slot and base"](12))
-    plain = run(*args, MIXTURES["base"](12))
+    mixed = run(*args, MIXTURES["last slot and base"](12), product)
+    plain = run(*args, MIXTURES["base"](12), product)
     base_rows = np.arange(12) % 3 == 0
     assert (mixed[base_rows] - plain[base_rows]).abs().max() < 1e-6
     assert (mixed[~base_rows] - plain[~base_rows]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("form", ["block", "runs", "both"])
+def test_padding_is_never_read(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Token 0 fills the padding; with NaN in it only its own output may be NaN."""
+    costs(monkeypatch, form)
+    x, w1, w2, routing, ids, adapters = make(19, torch.float32, 30, 2)
+    slots = MIXTURES["all"](30)
+    clean = run(x, w1, w2, routing, ids, adapters, slots)
+    x[0] = float("nan")
+    dirty = run(x, w1, w2, routing, ids, adapters, slots)
+    assert dirty[0].isnan().all()
+    torch.testing.assert_close(dirty[1:], clean[1:], atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16() -> None:
@@ -90,17 +155,79 @@ def test_bfloat16() -> None:
     assert (run(*args, slots).double() - want).abs().max() < 0.03 * want.abs().max()
 
 
-@pytest.mark.parametrize("max_padding", [0, 10**9])
-def test_empty_experts_and_skew(monkeypatch: pytest.MonkeyPatch, max_padding: int) -> None:
-    monkeypatch.setattr(cpu_moe_lora, "MAX_PADDING", max_padding)
-    args = make(5, torch.float32, 30, 2, experts=2)  # four of six experts get nothing
-    slots = MIXTURES["all"](30)
+@pytest.mark.parametrize("form", ["block", "runs", "both"])
+def test_empty_experts_and_skew(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    costs(monkeypatch, form)
+    args = make(5, torch.float32, 60, 2, experts=2)  # four of six experts get nothing
+    args[4][:6] = torch.tensor([2, 3])  # two get few
+    slots = MIXTURES["all"](60)
     torch.testing.assert_close(run(*args, slots).double(), oracle(*args, slots), atol=2e-5, rtol=1e-5)
 
 
-def test_experts_of_another_rank_are_left_out() -> None:
+def test_adapter_of_smaller_rank() -> None:
+    """A slot whose last ranks are zeros acts like matrices without them."""
+    x, w1, w2, routing, ids, a = make(23, torch.float32, 20, 2)
+    slots = MIXTURES["all"](20)
+    for down in (a.gate_a, a.up_a, a.down_a):
+        down[1, :, 2:] = 0
+    for up in (a.gate_b, a.up_b, a.down_b):
+        up[1, ..., 2:] = 0
+    small = ExpertAdapters(
+        gate_a=a.gate_a[:, :, :2], up_a=a.up_a[:, :, :2], down_a=a.down_a[:, :, :2], gate_b=a.gate_b[..., :2],
+        up_b=a.up_b[..., :2], down_b=a.down_b[..., :2],
+    )
+    got = run(x, w1, w2, routing, ids, a, slots)
+    torch.testing.assert_close(got.double(), oracle(x, w1, w2, routing, ids, a, slots), atol=2e-5, rtol=1e-5)
+    rows = slots == 1
+    want = oracle(x, w1, w2, routing, ids, small, slots)
+    torch.testing.assert_close(got[rows].double(), want[rows], atol=2e-5, rtol=1e-5)
+
+
+def test_many_experts_sort_with_wide_keys() -> None:
+    n_experts, rank, hidden, inter = 3000, 1, 4, 2
+    slots = np.arange(24) % 12
+    a = ExpertAdapters(
+        gate_a=torch.randn(12, 1, rank, hidden), up_a=torch.randn(12, 1, rank, hidden),
+        gate_b=torch.randn(12, n_experts, inter, rank), up_b=torch.randn(12, n_experts, inter, rank),
+        down_a=torch.randn(12, n_experts, rank, inter), down_b=torch.randn(12, 1, hidden, rank),
+    )
+    ids = torch.arange(24 * 2).view(24, 2) * 60
+    groups, group_of = np.unique(slots, return_inverse=True)
+    layout = lay_out(ids.numpy(), groups, group_of, n_experts, CellCosts.of(a.gate_a.dtype, hidden, inter, rank))
+    assert np.array_equal(layout.source[layout.row_of], np.arange(24)[:, None].repeat(2, axis=1))
+
+
+def brute_force_cap(counts: np.ndarray, costs: CellCosts) -> tuple[float, Callable[[int], float]]:
+    def cost(cap: int) -> float:
+        block = len(counts) * (cap * costs.row_s + 2 * costs.read_s * (cap > 0))
+        return block + sum(costs.call_s + costs.read_s for c in counts if c > cap)
+
+    return min(cost(c) for c in range(int(counts.max(initial=0)) + 1)), cost
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("row_s", [0.0, 0.01, 0.1, 10.0])
+def test_cap_is_the_cheapest(seed: int, row_s: float) -> None:
+    counts = np.random.default_rng(seed).zipf(1.7, 50).clip(max=200) - 1
+    costs = CellCosts(call_s=1.0, row_s=row_s, read_s=0.1)
+    best, cost = brute_force_cap(counts, costs)
+    assert cost(block_cap(counts, costs)) == pytest.approx(best)
+
+
+def test_one_hot_expert_leaves_the_block() -> None:
+    costs = CellCosts(call_s=1.0, row_s=0.1, read_s=0.0)
+    assert block_cap(np.array([3] * 20), costs) == 3
+    assert block_cap(np.array([3] * 20 + [500]), costs) == 3
+    assert block_cap(np.array([500] * 20), costs) == 0
+    assert block_cap(np.empty(0, dtype=np.int64), costs) == 0
+
+
+@pytest.mark.parametrize("form", ["block", "runs", "both"])
+def test_experts_of_another_rank_are_left_out(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    costs(monkeypatch, form)
     x, w1, w2, routing, ids, adapters = make(9, torch.float32, 16, 2)
     ids[ids >= 4] = -1
+    ids[3] = -1
     slots = MIXTURES["all"](16)
     want = oracle(x, w1, w2, routing, ids, adapters, slots)
     torch.testing.assert_close(run(x, w1, w2, routing, ids, adapters, slots).double(), want, atol=2e-5, rtol=1e-5)
@@ -108,7 +235,9 @@ def test_experts_of_another_rank_are_left_out() -> None:
     assert none.abs().max() == 0
 
 
-def test_shared_expert_factors() -> None:
+@pytest.mark.parametrize("form", ["block", "runs", "both"])
+def test_shared_expert_factors(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    costs(monkeypatch, form)
     x, w1, w2, routing, ids, a = make(13, torch.float32, 25, 2)
     shared = ExpertAdapters(
         gate_a=a.gate_a[:, :1], up_a=a.up_a[:, :1], gate_b=a.gate_b, up_b=a.up_b, down_a=a.down_a,
