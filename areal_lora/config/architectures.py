@@ -45,6 +45,8 @@ HF_TO_MEGATRON = {
 
 SUPPORTED = ("qwen3_moe", "qwen3", "qwen2", "llama", "mixtral", "qwen2_moe")
 
+# Megatron's numbers, those of Llama 3.1 and later; only the factor can be chosen.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -205,14 +207,18 @@ def adapter_size(shape: ModelShape, rank: int, targets: Sequence[str], expert_la
 
 def unsupported(config: Mapping[str, Any]) -> list[str]:
     """What the config.json of a supported family asks for that the trainer does not compute, a sentence each."""
+    model = str(config["model_type"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    sliding = config.get("sliding_window") and config.get("use_sliding_window", config["model_type"] == "mixtral")
+    numbers = {key: rope.get(key, value) for key, value in _LLAMA3_ROPE.items()}
+    sliding = config.get("sliding_window") and config.get("use_sliding_window", model == "mixtral")
     problems = {
         "attention_bias or mlp_bias is set": bool(config.get("attention_bias") or config.get("mlp_bias")),
         "qkv_bias is off": config.get("qkv_bias") is False,
         f"activation {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
-        f"rope type {kind!r}": kind != "default" and (config["model_type"], kind) != ("llama", "llama3"),
+        f"rope type {kind!r}": kind != "default" and (model, kind) != ("llama", "llama3"),
+        f"llama3 rope with {numbers}": kind == "llama3" and numbers != _LLAMA3_ROPE,
+        "rope on a part of the head": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1,
         f"sliding window of {config.get('sliding_window')}": bool(sliding),
     }
     return [f"{what}, which the trainer does not compute" for what, found in problems.items() if found]
