@@ -171,6 +171,7 @@ class RolloutConfig(Section):
     port: NonNegInt = Field(
         0, description="Data-plane port of server 0, the next ones follow; 0 lets the system choose."
     )
+    max_restarts: NonNegInt = Field(3, description="How often a server that ended is started again, on this machine.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
@@ -182,7 +183,10 @@ class RolloutConfig(Section):
 class WeightSyncConfig(Section):
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    deadline_s: PositiveFloat = Field(60.0, description="A publish that takes longer fails by name.")
+    deadline_s: PositiveFloat = Field(
+        30.0, description="Bounds a whole publish: sending, giving up lost servers, sending again."
+    )
+    min_servers: PositiveInt = Field(1, description="A publish that fewer servers are left for fails.")
     probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
     probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
     probe_tolerance: PositiveFloat = Field(1e-4, description="Largest allowed mean |logp trainer - logp server|.")
@@ -192,6 +196,16 @@ class EvalConfig(Section):
     every_steps: NonNegInt = Field(
         20, description="Evaluate the held-out split every this many steps; 0: only first and last."
     )
+
+    @property
+    def attempt_s(self) -> float:
+        """Deadline of one transfer, on both sides; a second one fits into ``deadline_s`` too."""
+        return 0.4 * self.deadline_s
+
+    @property
+    def ping_s(self) -> float:
+        """A server that is silent for this long is taken for dead."""
+        return min(2.0, 0.1 * self.deadline_s)
 
 
 class SlurmConfig(Section):
