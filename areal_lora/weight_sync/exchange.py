@@ -7,18 +7,28 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from areal_lora.errors import PublishError
 
+INLINE_BYTES = 4096  # messages up to this size need one collective, larger ones a second
+
 
 class Exchange(Protocol):
-    """Collective over all trainer ranks; called from each rank's main thread in the same order."""
+    """Collective over all trainer ranks; called by one thread of each rank, always the same, in the same order.
+
+    ``timeout_s`` bounds how long a rank waits for the others; None is the exchange's own bound.
+    """
 
     @property
     def rank(self) -> int: ...
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         """What every rank gave, in rank order. Raises PublishError if a rank does not come."""
+        ...
+
+    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
+        """What rank 0 gave; the others give None. Raises PublishError if rank 0 does not come."""
         ...
 
 
@@ -27,8 +37,12 @@ class SoloExchange:
 
     rank = 0
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         return [data]
+
+    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
+        assert data is not None
+        return data
 
 
 class GroupExchange:
@@ -36,20 +50,66 @@ class GroupExchange:
 
     def __init__(self, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._timeout_s = timeout_s
         self.rank = dist.get_rank()
         self._world = dist.get_world_size()
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        """Raises PublishError if a rank does not come in time; the exchange is of no more use then."""
+        heads = self._gather(_framed(data, INLINE_BYTES), timeout_s)
+        sizes = [_size(head) for head in heads]
+        widest = max(sizes)
+        if widest > INLINE_BYTES:
+            heads = self._gather(_framed(data, widest), timeout_s)
+        return [_unframed(head) for head in heads]
+
+    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
+        """Raises PublishError if a rank does not come in time; the exchange is of no more use then."""
+        head = self._broadcast(_framed(data or b"", INLINE_BYTES), timeout_s)
+        if _size(head) > INLINE_BYTES:
+            head = self._broadcast(_framed(data or b"", _size(head)), timeout_s)
+        return _unframed(head)
+
+    def _gather(self, mine: torch.Tensor, timeout_s: float | None) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(self._world)]
+        options = AllgatherOptions()
+        options.timeout = self._bound(timeout_s)
         try:
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
-            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-            widest = max(int(s) for s in sizes)
-            padded = torch.zeros(max(widest, 1), dtype=torch.uint8)
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-            rows = [torch.empty_like(padded) for _ in range(self._world)]
-            dist.all_gather(rows, padded, group=self._group)
+            self._group.allgather([rows], [mine], options).wait()
         except RuntimeError as e:
-            raise PublishError(
-                f"trainer rank {self.rank}: a trainer rank is gone or late ({str(e).splitlines()[0]}); see its log"
-            ) from e
-        return [bytes(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
+            raise self._lost(e) from e
+        return rows
+
+    def _broadcast(self, flat: torch.Tensor, timeout_s: float | None) -> torch.Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._bound(timeout_s)
+        try:
+            self._group.broadcast([flat], options).wait()
+        except RuntimeError as e:
+            raise self._lost(e) from e
+        return flat
+
+    def _bound(self, timeout_s: float | None) -> timedelta:
+        return timedelta(seconds=max(self._timeout_s if timeout_s is None else timeout_s, 0.001))
+
+    def _lost(self, e: RuntimeError) -> PublishError:
+        return PublishError(
+            f"trainer rank {self.rank}: a trainer rank is gone or late ({str(e).splitlines()[0]}); see its log"
+        )
+
+
+def _framed(data: bytes, room: int) -> torch.Tensor:
+    """uint8 [8 + room]: length, then as much of ``data`` as fits."""
+    frame = torch.zeros(8 + room, dtype=torch.uint8)
+    head = len(data).to_bytes(8, "little") + data[:room]
+    frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    return frame
+
+
+def _size(frame: torch.Tensor) -> int:
+    return int.from_bytes(frame[:8].numpy().tobytes(), "little")
+
+
+def _unframed(frame: torch.Tensor) -> bytes:
+    return frame[8 : 8 + _size(frame)].numpy().tobytes()

@@ -17,21 +17,25 @@ class ProbeExpectation:
     """What the trainer says about N probe sequences under the version being published.
 
     ``logprobs[n][t]`` speaks of token t given the tokens before it; entry 0 carries nothing.
-    ``b_nonzero`` is true if some lora_B differs from zero by more than the served dtype can
-    hide: the server must then differ from its base.
+    ``differs`` says that the trainer's own adapter differs from its own base by more than the
+    tolerance: the server must then differ from its base too.
     """
 
     token_ids: list[list[int]]  # [N][T_n]
     logprobs: list[list[float]]  # [N][T_n]
-    b_nonzero: bool
+    differs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """Mean and largest |logp trainer - logp server| over all scored tokens."""
+    """Mean and largest |logp trainer - logp server| over all scored tokens.
+
+    ``differs`` says whether the server scores differently from its own base.
+    """
 
     mean_abs: float
     max_abs: float
+    differs: bool
 
 
 def check_probe(
@@ -52,18 +56,26 @@ def check_probe(
     differences = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
     if not all(map(math.isfinite, differences)):
         raise ParityError(f"{ref} on server {server}: the probe has logprobs that are not finite")
-    if expected.b_nonzero and theirs == plain:
+    if expected.differs and theirs == plain:
         raise ParityError(
-            f"{ref} on server {server}: lora_B is not zero, but the server scores exactly like its base; "
-            "the adapter does not reach the sampler"
+            f"{ref} on server {server}: the trainer's adapter changes the probe, but the server scores exactly like "
+            "its base; the adapter does not reach the sampler"
         )
-    result = ProbeResult(mean_abs=sum(differences) / len(differences), max_abs=max(differences))
+    result = ProbeResult(
+        mean_abs=sum(differences) / len(differences), max_abs=max(differences), differs=theirs != plain
+    )
     if result.mean_abs > tolerance:
         raise ParityError(
             f"{ref} on server {server}: mean |logp trainer - logp server| is {result.mean_abs:.3g} "
             f"(max {result.max_abs:.3g}), above {tolerance:.3g}; trainer and server hold different policies"
         )
     return result
+
+
+def differ(mine: Rows, base: Rows, tolerance: float) -> bool:
+    """Whether the trainer's own scores [N][T_n] differ from its base's by more than ``tolerance`` in the mean."""
+    differences = [abs(a - b) for a, b in zip(_scored(mine), _scored(base), strict=True)]
+    return bool(differences) and sum(differences) / len(differences) > tolerance
 
 
 def _scored(rows: Rows) -> list[float]:

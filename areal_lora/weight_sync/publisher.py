@@ -1,321 +1,258 @@
 """Trainer side of a publish, one ``Publisher`` per trainer rank.
 
-    main thread                                background thread
-    pack into a flat buffer, hash
-    exchange shards -> manifest
-    start ------------------------------------> source: broadcast its shard
-    train on ...                                rank 0: POST /admin/publish to all servers meanwhile
-                                                rank 0: all acknowledged -> score the probe, compare
-    join (the next publish does it) <---------- outcome, exchanged so that all ranks agree
+    main thread                  publisher thread of every rank                       servers
+    publish ------------------>  rank 0: who takes part? changed: all connect anew    join
+    pack bucket 0                rank 0: POST /admin/publish to all                   reserve a slot
+    pack bucket 1 ...            sources: broadcast buckets as they get ready         receive, write
+    train on ...                 tell each other how it went                          verify, commit
+                                 rank 0: acknowledged by all? or servers lost:        acknowledge
+                                         connect the others, send again
+                                 rank 0: score the probe, compare, announce           score
+    join (the next publish)  <-  all ranks hold the same report or error
 
-``connect``, ``publish`` and ``PublishHandle.join`` are collective: every rank calls them in
-the same order from its main thread, and all ranks raise the same error.
+A publish is a layout and a ``pack``: what the tensors mean is known to the caller and to the
+servers, so other payloads (merged weights) need no second loop.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
-import torch
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.errors import ArealLoraError, ManifestError, ParityError, PublishError
-from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
-from areal_lora.weight_sync.buckets import PackBuffer
-from areal_lora.weight_sync.digests import manifest_digest
+from areal_lora.errors import ArealLoraError, ManifestError, PublishError
+from areal_lora.obs.log import get_logger
+from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.exchange import Exchange
 from areal_lora.weight_sync.groups import BroadcastGroup, GroupListener
-from areal_lora.weight_sync.manifest import Refusal, build_manifest, encode
-from areal_lora.weight_sync.outcome import Failure, Outcome, Part, PublishReport, ServerAck
-from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
-from areal_lora.weight_sync.transport import AdminClient, JoinRequest, PublishReply, ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.outcome import Failure, PublishReport, Sent, Step
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.transport import ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.wire import Pack, PackedShard
 
-GRACE_S = 2.0  # servers get this much longer than the wire, so that their own diagnosis arrives first
+SLACK_S = 10.0  # how much later than a publish's deadline other trainer ranks are waited for
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One publish at one rank. ``own`` is set before ``packed`` if packing failed here."""
+
+    manifest: ShardManifest
+    layout: AdapterLayout
+    shard: PackedShard
+    probe: ProbeExpectation | None
+    began_s: float  # time.monotonic
+    deadline: float  # time.monotonic
+    packed: threading.Event = field(default_factory=threading.Event)
+    pack_ms: float = 0.0
+    own: Failure | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    answer: PublishReport | Exception | None = None
+
+    @property
+    def ref(self) -> AdapterRef:
+        return self.manifest.ref
+
+
+class PublishHandle:
+    """A publish under way. ``join`` may be called again: it repeats its answer."""
+
+    def __init__(self, job: Job) -> None:
+        self.ref = job.ref
+        self._job = job
+        self.joined = False
+        """Whether ``join`` has told the outcome."""
+
+    def done(self) -> bool:
+        """Whether ``join`` would return at once."""
+        return self._job.ended.is_set()
+
+    def join(self) -> PublishReport:
+        """Wait until the version serves and was probed on every server that is left.
+
+        Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot
+        serve this layout), PublishError (too few servers left before the deadline) or ParityError.
+        """
+        self._job.ended.wait()
+        self.joined = True
+        if isinstance(self._job.answer, PublishReport):
+            return self._job.answer
+        assert self._job.answer is not None
+        raise self._job.answer
 
 
 class Publisher:
-    """Publishes versions of one run's adapters to all servers.
+    """Publishes versions of one run's adapters to all servers that are there.
 
-    ``sources`` are the trainer ranks that own tensors; ``bind`` is this rank's own address,
-    which the servers' workers must reach. ``backend`` names a ``groups`` backend. Rank 0 calls
-    ``on_active(ref)`` from its background thread once all servers serve ``ref`` and the probe passed.
+    ``publish`` is collective: all ranks call it in the same order from their main threads. All
+    else between ranks happens in the publisher threads, which alone use ``exchange``. Rank 0 has
+    a ``coordinator``; ``bind`` is this rank's own address, which the servers' workers must reach;
+    ``backend`` names a ``groups`` backend.
     """
 
     def __init__(
-        self, *, run: str, sources: Sequence[int], rank: int, servers: Sequence[ServerEndpoint], secret: str,
-        config: WeightSyncConfig, exchange: Exchange, bind: str = "127.0.0.1", backend: str = "gloo",
-        on_active: Callable[[AdapterRef], None] | None = None,
+        self, *, run: str, config: WeightSyncConfig, exchange: Exchange, coordinator: Coordinator | None,
+        bind: str = "127.0.0.1", backend: str = "gloo",
     ) -> None:
-        self._on_active = on_active
-        self._run, self._rank, self._servers, self._config = run, rank, tuple(servers), config
-        self._bind, self._backend, self._exchange = bind, backend, exchange
-        self.sources = tuple(sources)
-        self._is_source = rank in self.sources
-        self._clients = [AdminClient(s, secret) for s in self._servers]
-        self._buffer = PackBuffer(rank, config.wire_dtype)
+        self._run_name, self._config, self._exchange, self._coordinator = run, config, exchange, coordinator
+        self._bind, self._backend = bind, backend
+        self._shards: dict[str, PackedShard] = {}
         self._group: BroadcastGroup | None = None
-        self._connected = False
         self._previous: PublishHandle | None = None
-        self._base_logprobs: dict[tuple[str, str], list[list[float]]] = {}
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
+        self._thread.start()
 
-    def connect(self) -> None:
+    def publish(
+        self, ref: AdapterRef, parent: AdapterRef | None, layout: AdapterLayout, pack: Pack, base_digest: str,
+        probe: ProbeExpectation | None,
+    ) -> PublishHandle:
+        """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
+
+        Servers prepare and the first buckets travel meanwhile. ``weight_sync.deadline_s`` bounds
+        the rest, retries included. Only rank 0's ``probe`` is used. Joins the publish before
+        first, if nobody did, and raises what that ended with. An error of ``pack`` that this
+        library knows comes out of ``join`` on every rank, any other is raised here.
+        """
+        if self._previous is not None and not self._previous.joined:
+            self._previous.join()
+        now = time.monotonic()
+        manifest = ShardManifest(
+            run=self._run_name, ref=ref, parent=parent, base_digest=base_digest, layout=layout.digest
+        )
+        shard = self._shards.get(layout.digest)
+        if shard is None:
+            bucket_bytes = int(self._config.bucket_mib * 2**20)
+            shard = self._shards[layout.digest] = PackedShard(layout, self._exchange.rank, bucket_bytes)
+        shard.reset()
+        job = Job(
+            manifest=manifest, layout=layout, shard=shard, probe=probe, began_s=now,
+            deadline=now + self._config.deadline_s,
+        )
+        self._previous = PublishHandle(job)
+        self._jobs.put(job)
+        try:
+            shard.pack(ref, pack)
+        except ArealLoraError as e:
+            job.own = Failure.of(e)
+        except BaseException as e:
+            job.own = Failure(kind="failed", message=f"packing {ref} at trainer rank {self._exchange.rank}: {e!r}")
+            raise
+        finally:
+            job.pack_ms = (time.monotonic() - now) * 1e3
+            job.packed.set()
+        return self._previous
+
+    def close(self) -> None:
+        """End the publisher thread after the publish under way, and leave the group of this rank."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._leave()
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    # ------------------------------------------------------------ publisher thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.answer = self._run(job)
+            except ArealLoraError as e:
+                self._leave()
+                job.answer = e
+            except Exception as e:  # fault boundary: whatever it was, the main thread waits for an answer
+                log.exception("publish of %s", job.ref)
+                self._leave()
+                job.answer = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
+            job.ended.set()
+
+    def _run(self, job: Job) -> PublishReport:
+        step = self._told(job, self._coordinator.open(job) if self._coordinator is not None else None)
+        while True:
+            if step.failure is not None:
+                raise step.failure.error()
+            if step.report is not None:
+                return step.report
+            deadline = min(time.monotonic() + self._config.attempt_s, job.deadline)
+            sent = self._attempt(job, step, deadline)
+            raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(sent), self._patience_s(job))
+            parts = [msgspec.msgpack.decode(r, type=Sent) for r in raw]
+            step = self._told(job, self._coordinator.next_step(job, parts) if self._coordinator is not None else None)
+
+    def _told(self, job: Job, mine: Step | None) -> Step:
+        """Rank 0's step, on every rank."""
+        raw = self._exchange.broadcast_bytes(
+            None if mine is None else msgspec.msgpack.encode(mine), self._patience_s(job)
+        )
+        return msgspec.msgpack.decode(raw, type=Step) if mine is None else mine
+
+    def _attempt(self, job: Job, step: Step, deadline: float) -> Sent:
+        began = time.perf_counter()
+        wire: Failure | None = None
+        try:
+            if step.connect is not None:
+                self._connect(job, step.connect, deadline)
+            if self._coordinator is not None and step.connect is not None:
+                self._coordinator.announce(job, deadline)
+            if self._group is not None and job.shard.is_source:
+                job.shard.send(self._group, deadline)
+        except (PublishError, ManifestError) as e:
+            # Without this member the receivers hear of the failure at once instead of at their deadline.
+            self._leave()
+            wire = Failure.of(e)
+        send_ms = (time.perf_counter() - began) * 1e3
+        job.packed.wait()
+        return Sent(
+            ref=job.ref, layout=job.layout.digest, sums=job.shard.sums.tobytes(), pack_ms=job.pack_ms, send_ms=send_ms,
+            own=job.own, wire=wire,
+        )
+
+    def _connect(self, job: Job, members: Sequence[ServerEndpoint], deadline: float) -> None:
         """Make the groups anew: sources listen, rank 0 tells every server, all meet.
 
         Raises PublishError on every rank if a server or worker does not come in time.
         """
-        self.close()
-        timeout_s = self._config.deadline_s
-        world = 1 + sum(s.workers for s in self._servers)
+        self._leave()
+        left_s = deadline - time.monotonic()
         listener = None
-        if self._is_source:
+        if job.shard.is_source:
             listener = GroupListener(
-                source=self._rank, bind=self._bind, world=world, backend=self._backend, timeout_s=timeout_s,
-                bucket_bytes=int(self._config.bucket_mib * 2**20),
+                source=self._exchange.rank, bind=self._bind, world=1 + sum(s.workers for s in members),
+                backend=self._backend, timeout_s=left_s, bucket_bytes=int(self._config.bucket_mib * 2**20),
             )
-        gathered = self._exchange.all_gather_bytes(msgspec.msgpack.encode(listener and listener.endpoint))
+        gathered = self._exchange.all_gather_bytes(
+            msgspec.msgpack.encode(listener and listener.endpoint), self._patience_s(job)
+        )
         endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
+        if self._coordinator is not None:
+            self._coordinator.join(members, endpoints, left_s)
         failure: Failure | None = None
-        with ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="admin-join") as pool:
-            joins = [
-                pool.submit(client.join, request, timeout_s + GRACE_S)
-                for client, request in zip(self._clients, self._join_requests(endpoints, timeout_s), strict=True)
-            ] if self._rank == 0 else []
-            try:
-                if listener is not None:
-                    self._group = listener.accept()
-            except PublishError as e:
-                failure = Failure.of(e)
-            for join in joins:
-                try:
-                    join.result()
-                except (PublishError, ManifestError) as e:
-                    failure = Failure.of(e)  # a server's own words say more than the source's time-out
-        self._agree(Outcome(failure=failure))
-        self._connected = True
+        try:
+            if listener is not None:
+                self._group = listener.accept()
+            if self._coordinator is not None:
+                self._coordinator.joined()
+        except (PublishError, ManifestError) as e:
+            failure = Failure.of(e)
+        # Nobody sends unless all have met: the servers are told of the version only then.
+        raws = self._exchange.all_gather_bytes(msgspec.msgpack.encode(failure), self._patience_s(job))
+        for raw in raws:
+            if (failed := msgspec.msgpack.decode(raw, type=Failure | None)) is not None:
+                raise failed.error()
 
-    def publish(
-        self, ref: AdapterRef, parent: AdapterRef | None, spec: AdapterSpec,
-        owned: Sequence[tuple[str, torch.Tensor]], aliases: Mapping[str, str], base_digest: str,
-        probe: ProbeExpectation | None,
-    ) -> PublishHandle:
-        """Start publishing ``ref``; the tensors are copied before this returns.
-
-        ``owned`` are this rank's unique tensors (wire name, [r, in] or [out, r]), ``aliases``
-        this rank's further names for them. Only rank 0's ``probe`` is used. Joins the publish
-        before first, if nobody did. Raises ManifestError if the ranks' parts do not fit
-        together, or what the publish before ended with.
-        """
-        if self._previous is not None and not self._previous.joined:
-            self._previous.join()
-        if not self._connected:
-            self.connect()
-        started = time.perf_counter()
-        part = self._pack(ref, owned, aliases)
-        raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(part))
-        parts = [msgspec.msgpack.decode(r, type=Part) for r in raw]
-        manifest = self._manifest(ref, parent, spec, base_digest, parts)
-        phases = {"pack": max(p.pack_ms for p in parts)}
-        phases["manifest"] = (time.perf_counter() - started) * 1e3 - part.pack_ms
-        self._previous = PublishHandle(self, manifest, probe, phases)
-        return self._previous
-
-    def close(self) -> None:
-        """Leave the group of this rank, if it is a source."""
+    def _leave(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._group, self._connected = None, False
+            self._group = None
 
-    def _join_requests(self, endpoints: list[SourceEndpoint], timeout_s: float) -> list[JoinRequest]:
-        requests, first = [], 1
-        for server in self._servers:
-            ranks = list(range(first, first + server.workers))
-            requests.append(JoinRequest(run=self._run, endpoints=endpoints, ranks=ranks, timeout_s=timeout_s))
-            first += server.workers
-        return requests
-
-    def _pack(self, ref: AdapterRef, owned: Sequence[tuple[str, torch.Tensor]], aliases: Mapping[str, str]) -> Part:
-        started = time.perf_counter()
-        part = Part(ref=ref, shard=None, aliases=dict(aliases), pack_ms=0.0)
-        try:
-            if self._is_source:
-                part.shard = self._buffer.pack(owned)
-            elif owned:
-                raise PublishError(f"trainer rank {self._rank} owns {owned[0][0]} but is not among the sources")
-        except ArealLoraError as e:
-            part.failure = Failure.of(e)
-        part.pack_ms = (time.perf_counter() - started) * 1e3
-        return part
-
-    def _manifest(
-        self, ref: AdapterRef, parent: AdapterRef | None, spec: AdapterSpec, base_digest: str, parts: list[Part]
-    ) -> ShardManifest:
-        """The same on every rank, or the same error."""
-        aliases: dict[str, str] = {}
-        for rank, part in enumerate(parts):
-            if part.failure is not None:
-                raise part.failure.error()
-            if part.ref != parts[0].ref:
-                raise PublishError(f"trainer rank {rank} publishes {part.ref} while rank 0 publishes {parts[0].ref}")
-            for name, target in part.aliases.items():
-                if aliases.setdefault(name, target) != target:
-                    raise ManifestError(Refusal.DUPLICATE, f"{name} is an alias of {aliases[name]} and of {target}")
-        return build_manifest(
-            run=self._run, ref=ref, parent=parent, spec=spec, base_digest=base_digest, aliases=aliases,
-            shards=[p.shard for p in parts if p.shard is not None],
-        )
-
-    def run(self, manifest: ShardManifest, probe: ProbeExpectation | None) -> Outcome:
-        """The background part of this rank; called by ``PublishHandle`` from its thread."""
-        started = time.perf_counter()
-        outcome = Outcome()
-        try:
-            with ThreadPoolExecutor(max(1, len(self._clients)), thread_name_prefix="admin-publish") as pool:
-                posts = self._post(manifest, pool) if self._rank == 0 else []
-                lost = self._send()
-                outcome.send_ms = (time.perf_counter() - started) * 1e3
-                replies = self._acknowledged(manifest, posts)
-            if lost is not None:
-                raise lost
-            if self._rank == 0:
-                outcome.report = self._report(manifest, replies, probe, started)
-                if self._on_active is not None:
-                    self._on_active(manifest.ref)
-        except ArealLoraError as e:
-            outcome.failure = Failure.of(e)
-        return outcome
-
-    def _post(self, manifest: ShardManifest, pool: ThreadPoolExecutor) -> list[Future[PublishReply]]:
-        body, timeout_s = encode(manifest), self._config.deadline_s + GRACE_S
-        return [pool.submit(client.publish, body, timeout_s) for client in self._clients]
-
-    def _send(self) -> PublishError | None:
-        """Broadcast this rank's shard. A failure is returned: the servers' answers may tell its cause."""
-        if self._group is None:
-            return None
-        try:
-            self._group.start(self._buffer.flat, time.monotonic() + self._config.deadline_s).wait()
-        except PublishError as e:
-            return e
-        return None
-
-    def _acknowledged(self, manifest: ShardManifest, posts: list[Future[PublishReply]]) -> list[PublishReply]:
-        """Every server's answer; raises the most telling failure after all have answered."""
-        want = manifest_digest(manifest)
-        replies: list[PublishReply] = []
-        failures: list[ArealLoraError] = []
-        for client, post in zip(self._clients, posts):
-            try:
-                reply = post.result()
-                if (reply.ref, reply.digest) != (str(manifest.ref), want):
-                    raise PublishError(
-                        f"server {client.server} acknowledged {reply.ref} {reply.digest}, published was "
-                        f"{manifest.ref} {want}; it serves other numbers than were sent"
-                    )
-                replies.append(reply)
-            except (ManifestError, PublishError) as e:
-                failures.append(e)
-        refused = [f for f in failures if isinstance(f, ManifestError) and f.reason != Refusal.WIRE]
-        if refused:
-            raise refused[0]
-        if failures:
-            # A server that did not answer is the cause; that others missed the transfer is its effect.
-            failures.sort(key=lambda f: isinstance(f, ManifestError))
-            raise PublishError(f"{manifest.ref}: " + "; ".join(str(f) for f in failures))
-        return replies
-
-    def _report(
-        self, manifest: ShardManifest, replies: list[PublishReply], probe: ProbeExpectation | None, started: float
-    ) -> PublishReport:
-        acked = time.perf_counter()
-        deadline = time.monotonic() + self._config.deadline_s
-        probes = [self._probe(manifest.ref, client, probe, deadline) if probe else None for client in self._clients]
-        phases = {name: max(r.phases.get(name, 0.0) for r in replies) for r in replies for name in r.phases}
-        phases["ack"] = (acked - started) * 1e3
-        phases["probe"] = (time.perf_counter() - acked) * 1e3
-        acks = [
-            ServerAck(
-                server=str(s), digest=r.digest, phases=r.phases,
-                probe_mean_abs=p.mean_abs if p else None, probe_max_abs=p.max_abs if p else None,
-            )
-            for s, r, p in zip(self._servers, replies, probes, strict=True)
-        ]
-        done = [p for p in probes if p is not None]
-        return PublishReport(
-            ref=manifest.ref, digest=manifest_digest(manifest), nbytes=manifest.nbytes, phases=phases, acks=acks,
-            probe_mean_abs=max((p.mean_abs for p in done), default=None),
-            probe_max_abs=max((p.max_abs for p in done), default=None),
-        )
-
-    def _probe(self, ref: AdapterRef, client: AdminClient, probe: ProbeExpectation, deadline: float) -> ProbeResult:
-        def score(model: str | None) -> list[list[float]]:
-            return client.score(model, probe.token_ids, max(deadline - time.monotonic(), GRACE_S))
-
-        server = str(client.server)
-        key = (server, repr(probe.token_ids))
-        if key not in self._base_logprobs:
-            self._base_logprobs[key] = score(None)
-        served = score(str(ref))
-        return check_probe(ref, server, probe, served, self._base_logprobs[key], self._config.probe_tolerance)
-
-    def _agree(self, mine: Outcome) -> tuple[float, PublishReport | None]:
-        """Exchange outcomes; (slowest send in ms, report), or the same error on every rank."""
-        raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(mine))
-        outcomes = [msgspec.msgpack.decode(r, type=Outcome) for r in raw]
-        failures = [o.failure for o in outcomes if o.failure is not None]
-        if failures:
-            self.close()  # members may be out of step; the next publish connects anew
-            raise next((f for f in failures if f.kind != "failed"), failures[0]).error()
-        return max(o.send_ms for o in outcomes), outcomes[0].report
-
-
-class PublishHandle:
-    """A publish under way. ``join`` is collective and may be called again: it repeats its answer."""
-
-    def __init__(
-        self, publisher: Publisher, manifest: ShardManifest, probe: ProbeExpectation | None, phases: dict[str, float]
-    ) -> None:
-        self.ref = manifest.ref
-        self._publisher, self._phases = publisher, phases
-        self._outcome = Outcome(failure=Failure(kind="failed", message=f"{self.ref}: publish thread ended early"))
-        self._answer: PublishReport | ArealLoraError | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(manifest, probe), name=f"publish-{self.ref}", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def joined(self) -> bool:
-        """Whether ``join`` has told the outcome."""
-        return self._answer is not None
-
-    def done(self) -> bool:
-        """Whether this rank's part has ended (``join`` would not wait for it)."""
-        return not self._thread.is_alive()
-
-    def join(self) -> PublishReport:
-        """Wait for every server's acknowledgement and the probe.
-
-        Bounded by the configured deadline (transfer and acknowledgement) and again by it (all
-        scoring), so an ``Exchange`` must wait three of them. Raises ManifestError (refused),
-        PublishError (deadline, dead peer) or ParityError, the same on all ranks.
-        """
-        if self._answer is None:
-            self._thread.join()
-            try:
-                send_ms, report = self._publisher._agree(self._outcome)
-                if report is None:
-                    raise PublishError(f"{self.ref}: trainer rank 0 gave no report")
-                phases = self._phases | {"send": send_ms} | report.phases
-                self._answer = msgspec.structs.replace(report, phases=phases)
-            except (ManifestError, PublishError, ParityError) as e:
-                self._answer = e
-        if isinstance(self._answer, ArealLoraError):
-            raise self._answer
-        return self._answer
-
-    def _run(self, manifest: ShardManifest, probe: ProbeExpectation | None) -> None:
-        self._outcome = self._publisher.run(manifest, probe)
+    def _patience_s(self, job: Job) -> float:
+        return max(job.deadline - time.monotonic(), 0.0) + SLACK_S

@@ -183,6 +183,8 @@ class AdapterReceiver:
         except ManifestError as e:
             result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
+            for group in groups.values():
+                group.close()  # tells the other members at once; the trainer connects anew
             result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered
             result = clock.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))

@@ -22,6 +22,7 @@ from areal_lora.weight_sync.blocks import Block, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.receiver import AdapterReceiver
+from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.slots import SlotTable
 from areal_lora.weight_sync.wire import Pack
 
@@ -137,7 +138,7 @@ class MemoryServer:
     def __init__(
         self, *, run: str, secret: str, base_digest: str, shapes: Callable[[AdapterSpec], Shapes], workers: int = 1,
         n_slots: int = 4, deadline_s: float = 10.0, score: Score | None = None,
-        declared: Mapping[str, AdapterSpec] | None = None,
+        declared: Mapping[str, AdapterSpec] | None = None, name: str = "server-0",
     ) -> None:
         self.slots = SlotTable(n_slots)
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
@@ -151,9 +152,13 @@ class MemoryServer:
         ]
         self._run, self._secret, self._base_digest = run, secret, base_digest
         self._n_slots, self._deadline_s, self._score, self._last_id = n_slots, deadline_s, score, 0
+        self._modules = _modules(shapes)
+        self._replies: dict[AdapterRef, tp.PublishReply] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
-        self.endpoint = tp.ServerEndpoint(host="127.0.0.1", admin_port=self._http.server_port, workers=workers)
+        self.endpoint = tp.ServerEndpoint(
+            name=name, host="127.0.0.1", admin_port=self._http.server_port, data_port=0, workers=workers
+        )
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
 
     def __enter__(self) -> MemoryServer:
@@ -177,6 +182,10 @@ class MemoryServer:
         try:
             if (method, path) == ("GET", tp.INFO_PATH):
                 return 200, tp.encode_message(self._info())
+            if (method, path) == ("GET", tp.MODULES_PATH):
+                return 200, tp.encode_message(tp.ModulesReply(modules=self._modules, slots=self._n_slots, max_rank=64))
+            if (method, path) == ("GET", tp.PING_PATH):
+                return 200, tp.encode_message(tp.PingReply())
             if (method, path) == ("POST", tp.JOIN_PATH):
                 return 200, tp.encode_message(self._join(tp.decode_message(body, tp.JoinRequest)))
             if (method, path) == ("POST", tp.PUBLISH_PATH):
@@ -223,14 +232,10 @@ class MemoryServer:
             slot = self.slots.reserve(manifest.ref)
         except ManifestError:
             slot = None  # resident already or full: the receivers take it off the wire and say which
-        self._staged = [None] * len(self._receivers)
-        for receiver in self._receivers:
-            receiver.begin(manifest, announcement.layout, slot, self._deadline_s)
-        with self._arrived:
-            if not self._arrived.wait_for(lambda: all(self._staged), self._deadline_s + 1.0):
-                raise PublishError(f"{manifest.ref}: staging did not end")
-        results = [r for r in self._staged if r is not None]
+        results = self._stage(announcement, slot)
         failed = next((r for r in results if not r.ok), None)
+        if failed is not None and failed.reason == Refusal.DUPLICATE and manifest.ref in self._replies:
+            return self._replies[manifest.ref]
         if failed is not None:
             for receiver in self._receivers:
                 receiver.discard(manifest.ref)
@@ -240,7 +245,19 @@ class MemoryServer:
         self._last_id += 1
         self.slots.activate(manifest.ref, self._last_id)
         phases = {p: max(getattr(r, f"{p}_s") for r in results) * 1e3 for p in ("wire", "verify", "write")}
-        return tp.PublishReply(ref=str(manifest.ref), digest=results[0].digest, phases=phases | {"commit": 0.0})
+        reply = tp.PublishReply(ref=str(manifest.ref), digest=results[0].digest, phases=phases | {"commit": 0.0})
+        self._replies[manifest.ref] = reply
+        return reply
+
+    def _stage(self, announcement: Announcement, slot: int | None) -> list[tp.StageResult]:
+        """Every worker's result."""
+        self._staged = [None] * len(self._receivers)
+        for receiver in self._receivers:
+            receiver.begin(announcement.manifest, announcement.layout, slot, self._deadline_s)
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: all(self._staged), self._deadline_s + 1.0):
+                raise PublishError(f"{announcement.manifest.ref}: staging did not end")
+        return [r for r in self._staged if r is not None]
 
     def _scored(self, request: tp.ScoreRequest) -> tp.ScoreReply:
         if request.model is not None:
@@ -255,8 +272,18 @@ class MemoryServer:
             self._arrived.notify_all()
 
 
+def _modules(shapes: Callable[[AdapterSpec], Shapes]) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of every module that ``shapes`` names."""
+    spec = AdapterSpec(name="any", base_model="any", rank=1, alpha=1.0, target_modules=())
+    full = shapes(spec)
+    modules = {name.removesuffix(".lora_A.weight") for name in full if name.endswith(".lora_A.weight")}
+    return {m: (full[f"{m}.lora_A.weight"][1], full[f"{m}.lora_B.weight"][0]) for m in sorted(modules)}
+
+
 def _handler(server: MemoryServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections stay open, as the real server's do
+
         def do_GET(self) -> None:
             self._answer("GET")
 

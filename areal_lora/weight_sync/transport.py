@@ -7,9 +7,9 @@ method   path                request body                            answer
 =======  ==================  ======================================  =================================
 GET      ``/admin/info``     none                                    200 ``InfoReply``
 GET      ``/admin/modules``  none                                    200 ``ModulesReply``
-GET      ``/admin/ping``     none                                    200 ``PingReply``, 503 after 2 s
+GET      ``/admin/ping``     none                                    200 ``PingReply``, 503 after ``PING_S``
 POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
-POST     ``/admin/publish``  ``weight_sync.manifest.encode(m)``      200 ``PublishReply``
+POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``PublishReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
 =======  ==================  ======================================  =================================
 
@@ -18,15 +18,18 @@ is not 200 is a failure of the server. ``/admin/join`` answers when all workers 
 are members of all groups, ``/admin/publish`` when the version can be requested by name.
 
 The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
-hand every manifest it can decode to its receivers, also one it is going to refuse:
-``AdapterReceiver.begin`` drains the transfer of a refused manifest (or one that finds no free
-slot, ``slot=None``), which keeps the groups usable for the next version.
+hand every announcement it can decode to its receivers, also one it is going to refuse:
+``AdapterReceiver.begin`` drains the transfer of a refused version (or one that finds no free
+slot, ``slot=None``), which keeps the groups usable for the next one. A version that is active
+already is taken off the wire too and answered as before: when one server was lost, a trainer
+sends again to all others.
 """
 
 from __future__ import annotations
 
 import hmac
 import http.client
+import threading
 from typing import TypeVar
 
 import msgspec
@@ -39,6 +42,7 @@ PING_PATH = "/admin/ping"
 JOIN_PATH = "/admin/join"
 PUBLISH_PATH = "/admin/publish"
 SCORE_PATH = "/admin/score"
+PING_S = 2.0  # a worker whose thread is silent for this long is taken for stopped
 CONTENT_TYPE = "application/msgpack"
 
 M = TypeVar("M")
@@ -49,14 +53,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rollout server as the trainer reaches it; ``workers`` is its tensor parallel size."""
+    """One life of a rollout server: a restarted one has the same ``name`` and other ports.
 
+    ``workers`` is its tensor parallel size.
+    """
+
+    name: str
     host: str
     admin_port: int
+    data_port: int
     workers: int
 
+    @property
+    def data_url(self) -> str:
+        return f"http://{self.host}:{self.data_port}"
+
     def __str__(self) -> str:
-        return f"{self.host}:{self.admin_port}"
+        return f"{self.name} ({self.host}:{self.admin_port})"
 
 
 class SourceEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,8 +127,8 @@ class JoinReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class StageResult(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker's receiver reports once per ``begin``, from its background thread.
 
-    ``reason`` is empty if ``ok``, else a ``manifest.Refusal`` word. ``digest`` speaks of
-    the verified bytes (``digests.adapter_digest``). ``slot`` is -1 where none was given.
+    ``reason`` is empty if ``ok``, else a ``refusal.Refusal`` word. ``digest`` speaks of
+    the verified bytes (``wire.adapter_digest``). ``slot`` is -1 where none was given.
     """
 
     ref: str
@@ -140,7 +153,7 @@ class PublishReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RefusalReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a 409. ``reason`` is a ``manifest.Refusal`` word."""
+    """Body of a 409. ``reason`` is a ``refusal.Refusal`` word."""
 
     reason: str
     detail: str
@@ -174,47 +187,59 @@ def authorized(header: str | None, secret: str) -> bool:
 
 
 class AdminClient:
-    """Blocking client of one server's admin plane; one connection per call, safe to use from threads."""
+    """Blocking client of one server's admin plane over one kept-open connection, a call at a time.
+
+    Safe to use from threads. ``ping`` has a connection of its own: it never waits for another call.
+    All methods raise PublishError if the server fails or ``timeout_s`` passes.
+    """
 
     def __init__(self, server: ServerEndpoint, secret: str) -> None:
         self.server = server
         self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": CONTENT_TYPE}
+        self._connection = http.client.HTTPConnection(server.host, server.admin_port)
+        self._one_call = threading.Lock()
 
     def info(self, timeout_s: float) -> InfoReply:
-        return self._call("GET", INFO_PATH, None, InfoReply, timeout_s)
+        return self.call("GET", INFO_PATH, None, InfoReply, timeout_s)
 
     def modules(self, timeout_s: float) -> ModulesReply:
-        return self._call("GET", MODULES_PATH, None, ModulesReply, timeout_s)
-
-    def ping(self, timeout_s: float) -> PingReply:
-        """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
-        return self._call("GET", PING_PATH, None, PingReply, timeout_s)
+        return self.call("GET", MODULES_PATH, None, ModulesReply, timeout_s)
 
     def join(self, request: JoinRequest, timeout_s: float) -> JoinReply:
-        return self._call("POST", JOIN_PATH, encode_message(request), JoinReply, timeout_s)
+        return self.call("POST", JOIN_PATH, encode_message(request), JoinReply, timeout_s)
 
-    def publish(self, manifest: bytes, timeout_s: float) -> PublishReply:
+    def publish(self, announcement: bytes, timeout_s: float) -> PublishReply:
         """Raises ManifestError if the server refuses, PublishError if it fails."""
-        return self._call("POST", PUBLISH_PATH, manifest, PublishReply, timeout_s)
+        return self.call("POST", PUBLISH_PATH, announcement, PublishReply, timeout_s)
 
     def score(self, model: str | None, token_ids: list[list[int]], timeout_s: float) -> list[list[float]]:
         body = encode_message(ScoreRequest(model=model, token_ids=token_ids))
-        return self._call("POST", SCORE_PATH, body, ScoreReply, timeout_s).logprobs
+        return self.call("POST", SCORE_PATH, body, ScoreReply, timeout_s).logprobs
 
-    def _call(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
-        """``timeout_s`` bounds connecting and every read; admin answers are a single read."""
-        connection = http.client.HTTPConnection(self.server.host, self.server.admin_port, timeout=timeout_s)
+    def ping(self, timeout_s: float = PING_S) -> PingReply:
+        """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
+        own = AdminClient(self.server, "")
+        own._headers = self._headers
         try:
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-            status, answer = response.status, response.read()
-        except (OSError, http.client.HTTPException) as e:
-            raise PublishError(
-                f"{method} {path} of server {self.server} failed within {timeout_s:.1f} s: {e!r}; "
-                "see the server's log"
-            ) from e
+            return own.call("GET", PING_PATH, None, PingReply, timeout_s)
         finally:
-            connection.close()
+            own.close()
+
+    def close(self) -> None:
+        with self._one_call:
+            self._connection.close()
+
+    def call(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
+        """One request; ``kind`` is the message a 200 carries. Raises ManifestError for a 409."""
+        with self._one_call:
+            try:
+                status, answer = self._exchange(method, path, body, timeout_s)
+            except (OSError, http.client.HTTPException) as e:
+                self._connection.close()
+                raise PublishError(
+                    f"{method} {path} of server {self.server} failed within {timeout_s:.1f} s: {e!r}; "
+                    "see the server's log"
+                ) from e
         try:
             if status == http.client.CONFLICT:
                 refusal = decode_message(answer, RefusalReply)
@@ -225,3 +250,22 @@ class AdminClient:
             raise PublishError(f"{method} {path} of server {self.server}: malformed answer: {e}") from e
         text = answer[:300].decode("utf-8", "replace")
         raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
+
+    def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        """(status, body). ``timeout_s`` bounds connecting and every read; admin answers are a single read."""
+        connection = self._connection
+        reused = connection.sock is not None
+        connection.timeout = timeout_s
+        if reused:
+            connection.sock.settimeout(timeout_s)
+        try:
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            connection.close()
+            if not reused:
+                raise
+            # Servers close connections that were idle for a while. Every request may be repeated.
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+        return response.status, response.read()

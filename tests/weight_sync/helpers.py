@@ -18,7 +18,10 @@ def ref(version: int, name: str = "a") -> AdapterRef:
     return AdapterRef(name=name, version=version)
 
 
-def spec(rank: int = 4, alpha: float = 8.0, targets: tuple[str, ...] = ("linear_qkv", "linear_fc1")) -> AdapterSpec:
+def spec(
+    rank: int = 4, alpha: float = 8.0,
+    targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+) -> AdapterSpec:
     return AdapterSpec(name="a", base_model="m", rank=rank, alpha=alpha, target_modules=targets)
 
 

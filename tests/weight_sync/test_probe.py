@@ -12,8 +12,8 @@ MINE = [[0.0, -1.0, -2.0], [0.0, -3.0]]
 BASE = [[0.0, -1.5, -2.5], [0.0, -3.5]]
 
 
-def check(served, *, mine=MINE, base=BASE, b_nonzero=True, tolerance=1e-4):
-    expected = ProbeExpectation(token_ids=IDS, logprobs=mine, b_nonzero=b_nonzero)
+def check(served, *, mine=MINE, base=BASE, differs=True, tolerance=1e-4):
+    expected = ProbeExpectation(token_ids=IDS, logprobs=mine, differs=differs)
     return check_probe(ref(3), "s:1", expected, served, base, tolerance)
 
 
@@ -41,11 +41,11 @@ def test_disagreement_is_an_error_naming_version_and_server(served, word):
 def test_a_server_that_equals_its_base_is_caught_within_the_tolerance_too():
     with pytest.raises(ParityError, match="does not reach"):
         check(BASE, tolerance=100.0)
-    check(BASE, mine=BASE, b_nonzero=False)  # version 0: B is zero, so equal to base is right
+    check(BASE, mine=BASE, differs=False)  # version 0: B is zero, so equal to base is right
 
 
 def test_a_probe_without_tokens_proves_nothing():
     with pytest.raises(ParityError, match="no token"):
         check_probe(
-            ref(0), "s", ProbeExpectation(token_ids=[[1]], logprobs=[[0.0]], b_nonzero=False), [[0.0]], [[0.0]], 1.0
+            ref(0), "s", ProbeExpectation(token_ids=[[1]], logprobs=[[0.0]], differs=False), [[0.0]], [[0.0]], 1.0
         )

@@ -1,20 +1,22 @@
-"""A trainer of one rank and a server in the same process: what the ranks of a bigger one share."""
+"""A trainer of one rank and servers in the same process: what the ranks of a bigger one share."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.errors import ManifestError, ParityError, PublishError
+from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.weight_sync import transport as tp
+from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.exchange import SoloExchange
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.publisher import Publisher
-from areal_lora.weight_sync.testing import MemoryServer
+from areal_lora.weight_sync.testing import MemoryServer, pack_of
 
-from .helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
+from .helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +24,8 @@ pytestmark = pytest.mark.slow
 class LyingServer(MemoryServer):
     """Acknowledges what it was not sent."""
 
-    def _publish(self, manifest):
-        reply = super()._publish(manifest)
+    def _publish(self, announcement):
+        reply = super()._publish(announcement)
         return tp.PublishReply(ref=reply.ref, digest="0" * 32, phases=reply.phases)
 
 
@@ -31,79 +33,147 @@ def score(model, ids):
     return [[0.0] + [-1.0 if model else -2.0] * (len(row) - 1) for row in ids]
 
 
-def serve(kind=MemoryServer):
-    return kind(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score)
+def serve(kind=MemoryServer, name="server-0", **options):
+    return kind(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score, name=name, **options)
 
 
-def publisher_of(server, active=None, *, secret=SECRET, rank=0, sources=(0,), deadline_s=5.0):
-    return Publisher(
-        run=RUN, sources=sources, rank=rank, servers=[server.endpoint], secret=secret, exchange=SoloExchange(),
-        config=WeightSyncConfig(deadline_s=deadline_s), on_active=None if active is None else active.append,
-    )
+class Watch:
+    """Servers that a test says are there."""
+
+    def __init__(self, *servers):
+        self.servers = [s.endpoint for s in servers]
+
+    def present(self):
+        return list(self.servers)
 
 
-def publish(publisher, version, logprob=-1.0):
-    probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, logprob, logprob]], b_nonzero=True)
-    owned, aliases = share(values(version))
-    return publisher.publish(ref(version), None, spec(), owned, aliases, BASE, probe)
+class Solo:
+    """A publisher of one rank, and what it said became active."""
+
+    def __init__(self, *servers, secret=SECRET, watch=None, **config):
+        self.active = []
+        config = WeightSyncConfig(**({"deadline_s": 10.0, "bucket_mib": 0.001} | config))
+        self.publisher = Publisher(
+            run=RUN, config=config, exchange=SoloExchange(),
+            coordinator=Coordinator(
+                run=RUN, secret=secret, servers=[s.endpoint for s in servers], config=config, watch=watch,
+                on_active=self.active.append,
+            ),
+        )
+
+    def publish(self, version, logprob=-1.0, seed=None, differs=True, drop=0):
+        owned, aliases = share(values(version if seed is None else seed))
+        owned = owned[: len(owned) - drop]
+        layout = layout_of(owned, aliases)
+        probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, logprob, logprob]], differs=differs)
+        return self.publisher.publish(ref(version), None, layout, pack_of(layout, 0, dict(owned)), BASE, probe)
+
+    def refs(self):
+        return [active.ref for active in self.active]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.publisher.close()
 
 
 def test_a_version_is_announced_once_it_serves_and_was_checked():
-    active = []
-    with serve() as server:
-        publisher = publisher_of(server, active)
-        for version in range(3):  # connects by itself at the first
-            publish(publisher, version)
-        report = publisher._previous.join()
-        assert active == [ref(0), ref(1), ref(2)]
+    with serve() as server, Solo(server) as solo:
+        for version in range(3):  # connects by itself at the first; each joins the one before
+            handle = solo.publish(version)
+        report = handle.join()
+        assert handle.join() is report
+        assert solo.refs() == [ref(0), ref(1), ref(2)]
+        assert solo.active[-1].servers == (server.endpoint,)
         assert server.slots.newest("a") == ref(2)
-        assert (report.ref, report.probe_mean_abs, report.probe_max_abs) == (ref(2), 0.0, 0.0)
+        assert (report.ref, report.probe_mean_abs, report.probe_max_abs, report.differs) == (ref(2), 0.0, 0.0, True)
+        assert (report.attempts, report.lost) == (1, {})
         with pytest.raises(ParityError, match="above"):
-            publish(publisher, 3, logprob=-1.5).join()
-        assert active == [ref(0), ref(1), ref(2)]
-        publisher.close()
+            solo.publish(3, logprob=-1.5).join()
+        assert solo.refs() == [ref(0), ref(1), ref(2)]
 
 
 def test_the_next_publish_raises_what_nobody_heard_of_the_one_before():
-    with serve() as server:
-        publisher = publisher_of(server)
-        publish(publisher, 0, logprob=-9.0)
+    with serve() as server, Solo(server) as solo:
+        solo.publish(0, logprob=-9.0)
         with pytest.raises(ParityError):
-            publish(publisher, 1)
-        publish(publisher, 1).join()
-        publisher.close()
+            solo.publish(1)
+        solo.publish(1).join()
 
 
 def test_an_acknowledgement_of_other_numbers_is_an_error():
-    with serve(LyingServer) as server:
-        publisher = publisher_of(server)
-        with pytest.raises(PublishError, match="other numbers"):
-            publish(publisher, 0).join()
-        publisher.close()
+    with serve(LyingServer) as server, Solo(server) as solo, pytest.raises(ManifestError, match="other numbers"):
+        solo.publish(0).join()
 
 
-def test_a_wrong_secret_fails_the_connection_by_name():
-    with serve() as server:
-        publisher = publisher_of(server, secret="guess", deadline_s=1.5)
+def test_a_version_sent_again_is_acknowledged_again_and_other_numbers_under_its_name_are_not():
+    with serve() as server, Solo(server) as solo:
+        solo.publish(0).join()
+        solo.publish(0).join()
+        with pytest.raises(ManifestError, match="other numbers"):
+            solo.publish(0, seed=5).join()
+
+
+def test_a_wrong_secret_fails_the_publish_by_name():
+    with serve() as server, Solo(server, secret="guess", deadline_s=3.0) as solo:
         began = time.monotonic()
-        with pytest.raises(PublishError, match="401"):
-            publisher.connect()
-        assert time.monotonic() - began < 5.0
+        with pytest.raises(PublishError, match=r"server-0 .*401"):
+            solo.publish(0).join()
+        assert time.monotonic() - began < 3.0
 
 
-def test_tensors_of_a_rank_that_is_no_source_are_an_error():
-    with serve() as server:
-        publisher = publisher_of(server, rank=0, sources=())
-        publisher._connected = True
-        with pytest.raises(PublishError, match="not among the sources"):
-            publish(publisher, 0)
+def test_an_adapter_the_server_does_not_bind_is_an_error_before_anything_is_sent():
+    with serve() as server, Solo(server) as solo:
+        with pytest.raises(AdapterError, match="servers expect"):
+            solo.publish(0, drop=2).join()
+        assert server.writers[0].touched == set()
+        solo.publish(0).join()
 
 
-def test_a_manifest_without_all_tensors_is_refused_by_the_server_not_the_trainer():
-    with serve() as server:
-        publisher = publisher_of(server)
+def test_an_error_of_packing_reaches_join_and_one_of_the_code_its_caller():
+    with serve() as server, Solo(server) as solo:
         owned, aliases = share(values(0))
-        with pytest.raises(ManifestError, match="missing_tensor"):
-            publisher.publish(ref(0), None, spec(), owned[:-1], aliases, BASE, None).join()
-        publish(publisher, 0).join()
-        publisher.close()
+        layout = layout_of(owned, aliases)
+        good = pack_of(layout, 0, dict(owned))
+
+        def broken(error):
+            def pack(flat):
+                for done in good(flat):
+                    yield done
+                    if done == 3:
+                        raise error
+
+            return pack
+
+        began = time.monotonic()
+        handle = solo.publisher.publish(ref(0), None, layout, broken(AdapterError("no such tensor")), BASE, None)
+        with pytest.raises(AdapterError, match="no such tensor"):
+            handle.join()
+        with pytest.raises(ZeroDivisionError):
+            solo.publisher.publish(ref(0), None, layout, broken(ZeroDivisionError()), BASE, None)
+        with pytest.raises(PublishError, match="ZeroDivision"):
+            solo.publish(0)  # the one before is joined first
+        assert time.monotonic() - began < 4.0  # nobody waits for a deadline
+        solo.publish(0).join()
+
+
+def test_servers_hear_of_a_version_before_it_is_packed():
+    heard = threading.Event()
+
+    class Listening(MemoryServer):
+        def _publish(self, announcement):
+            heard.set()
+            return super()._publish(announcement)
+
+    with serve(Listening) as server, Solo(server) as solo:
+        solo.publish(0).join()
+        heard.clear()
+        owned, aliases = share(values(1))
+        layout = layout_of(owned, aliases)
+
+        def pack(flat):
+            assert heard.wait(5.0)
+            yield from pack_of(layout, 0, dict(owned))(flat)
+
+        solo.publisher.publish(ref(1), None, layout, pack, BASE, None).join()

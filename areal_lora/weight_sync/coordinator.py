@@ -1,0 +1,290 @@
+"""Rank 0's part of a publish: whom to send to, what their answers mean, what happens next.
+
+Called by rank 0's publisher thread only. Every decision becomes a ``Step`` for all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.errors import ArealLoraError, ManifestError, PublishError
+from areal_lora.obs.log import get_logger
+from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.fleet import Fleet, answers
+from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.membership import (
+    Finding,
+    Judgement,
+    Membership,
+    ServerWatch,
+    ServerWatcher,
+    judge,
+)
+from areal_lora.weight_sync.outcome import Failure, PublishReport, Sent, ServerAck, Step
+from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.transport import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.wire import adapter_digest
+
+WAIT_S = 0.1  # between looks for a server to go on with
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Active:
+    """``ref`` serves, and passed its probe, on ``servers`` and nowhere else; ``lost`` were given up since the last."""
+
+    ref: AdapterRef
+    servers: tuple[ServerEndpoint, ...]
+    lost: tuple[str, ...]
+
+
+class Publish(Protocol):
+    """What the coordinator needs to know of a publish; times are ``time.monotonic``."""
+
+    manifest: ShardManifest
+    layout: AdapterLayout
+    probe: ProbeExpectation | None
+    began_s: float
+    deadline: float
+
+    @property
+    def ref(self) -> AdapterRef: ...
+
+
+class Coordinator:
+    """``servers`` are those to begin with; ``watch``, if given, is where restarted and further ones appear.
+
+    ``on_active`` is called in the publisher thread, before ``PublishHandle.join`` returns.
+    """
+
+    def __init__(
+        self, *, run: str, secret: str, servers: Iterable[ServerEndpoint], config: WeightSyncConfig,
+        watch: ServerWatch | None = None, on_active: Callable[[Active], None] | None = None,
+    ) -> None:
+        self._config, self._on_active = config, on_active
+        self._fleet = Fleet(run, secret)
+        self._membership = Membership(servers)
+        self._watcher: ServerWatcher | None = None
+        if watch is not None:
+            self._watcher = ServerWatcher(watch, self._membership.wants, self._answers_ping)
+        self._sources: set[int] | None = None  # of the groups that stand; None: connect anew
+        self._newcomers: set[ServerEndpoint] = set()
+        self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
+        self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}
+        self._attempts = 0
+        self._lost: dict[str, str] = {}  # since the last version that was announced
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.close()
+        self._fleet.close()
+
+    # ------------------------------------------------------------ steps
+
+    def open(self, job: Publish) -> Step:
+        """How a publish begins. Where nothing has changed the servers are told of it right here."""
+        self._attempts = 1
+        members = self._membership.members
+        same = self._sources == _sources(job.layout) and self._candidates() == members
+        if same and members and self._fleet.checked(members, job.layout):
+            self.announce(job, min(time.monotonic() + self._config.attempt_s, job.deadline))
+            return Step()
+        return self._guarded(self._connect, job)
+
+    def next_step(self, job: Publish, parts: Sequence[Sent]) -> Step:
+        """What follows an attempt, given how it went at every rank."""
+        return self._guarded(self._follow, job, parts)
+
+    def announce(self, job: Publish, deadline: float) -> None:
+        """Post the version to all members."""
+        left_s = max(deadline - time.monotonic(), 0.01)
+        self._posts = self._fleet.publish(self._membership.members, job.manifest, job.layout, left_s)
+
+    def join(
+        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], timeout_s: float
+    ) -> None:
+        """Ask every member into the sources' groups; ``joined`` waits for them."""
+        self._joins = self._fleet.join(members, sources, timeout_s)
+
+    def joined(self) -> None:
+        """Raises PublishError for a server that did not come."""
+        for answer in answers(self._joins).values():
+            if isinstance(answer, ArealLoraError):
+                raise answer
+
+    def _guarded(self, decide: Callable[..., Step], *args: object) -> Step:
+        try:
+            return decide(*args)
+        except ArealLoraError as e:
+            self._sources = None
+            return Step(failure=Failure.of(e))
+
+    def _connect(self, job: Publish) -> Step:
+        """Make an attempt with whoever answers. Waits for a server to come (back) if too few are left."""
+        give_up = job.deadline - self._config.attempt_s / 2
+        while True:
+            plan = self._candidates()
+            newcomers = set(plan) - set(self._membership.members)
+            plan = self._able(job, plan)
+            if len(plan) >= self._config.min_servers:
+                self._newcomers = newcomers
+                self._sources, self._posts, self._joins = _sources(job.layout), {}, {}
+                return Step(connect=list(plan))
+            if self._watcher is None or time.monotonic() >= give_up:
+                raise PublishError(self._too_few(job, plan))
+            time.sleep(WAIT_S)
+
+    def _able(self, job: Publish, plan: tuple[ServerEndpoint, ...]) -> tuple[ServerEndpoint, ...]:
+        """Those of ``plan`` that answer, as the new members. Raises AdapterError if one cannot serve this layout."""
+        timeout_s = self._config.ping_s
+        silent = {s: e for s, e in self._fleet.pings(plan, timeout_s).items() if e is not None}
+        self._membership.admit(plan)
+        self._give_up({s: f"does not answer: {e}" for s, e in silent.items()})
+        self._fleet.keep(self._membership.members)
+        checks = answers(self._fleet.check(self._membership.members, job.layout, timeout_s))
+        self._give_up({s: f"does not say what it serves: {e}" for s, e in checks.items() if isinstance(e, Exception)})
+        return self._membership.members
+
+    def _follow(self, job: Publish, parts: Sequence[Sent]) -> Step:
+        _check_parts(job, parts)
+        findings = self._findings(job, parts)
+        judgement = judge(findings, retried=self._attempts > 1)
+        if any(f.error for f in findings) or any(p.wire for p in parts):
+            self._sources = None  # members may be out of step
+        self._give_up(judgement.lost)
+        acked_s = time.monotonic()
+        probes: dict[ServerEndpoint, ProbeResult] = {}
+        if judgement.complete:
+            probes = self._probed(job, judgement)
+        if not judgement.complete or len(self._membership.members) < self._config.min_servers:
+            if time.monotonic() >= job.deadline:
+                within = f"{job.ref} did not reach all servers within {self._config.deadline_s:g} s"
+                raise PublishError(f"{within}: {_errors(findings, parts)}")
+            log.warning("%s is sent again: %s", job.ref, _errors(findings, parts))
+            self._attempts += 1
+            return self._connect(job)
+        self._membership.succeeded()
+        report = self._report(job, parts, probes, acked_s)
+        if self._on_active is not None:
+            self._on_active(Active(ref=job.ref, servers=self._membership.members, lost=tuple(self._lost)))
+        self._lost = {}
+        return Step(report=report)
+
+    # ------------------------------------------------------------ what the servers did
+
+    def _candidates(self) -> tuple[ServerEndpoint, ...]:
+        return self._membership.with_newcomers(self._watcher.newcomers() if self._watcher else ())
+
+    def _answers_ping(self, server: ServerEndpoint) -> bool:
+        return self._fleet.ping(server, self._config.ping_s) is None
+
+    def _give_up(self, lost: Mapping[ServerEndpoint, str]) -> None:
+        if not lost:
+            return
+        for server, reason in lost.items():
+            log.error("rollout server %s is given up: it %s", server, reason)
+            self._lost[server.name] = reason
+        self._membership.lose(lost)
+        self._fleet.keep(self._membership.members)
+        self._sources = None
+
+    def _findings(self, job: Publish, parts: Sequence[Sent]) -> list[Finding]:
+        """How every member fared. Waits for all answers."""
+        by_source = {rank: np.frombuffer(part.sums, dtype=np.uint64) for rank, part in enumerate(parts)}
+        sums = [by_source[shard.source] for shard in job.layout.shards]
+        self._digest = adapter_digest(job.layout, np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint64))
+        self._replies = answers(self._posts) if self._posts else answers(self._joins)
+        errors: dict[ServerEndpoint, ManifestError | PublishError] = {}
+        for server, reply in self._replies.items():
+            if isinstance(reply, PublishReply) and (reply.ref, reply.digest) != (str(job.ref), self._digest):
+                raise ManifestError(
+                    Refusal.HASH,
+                    f"server {server} acknowledged {reply.ref} {reply.digest}, published was {job.ref} {self._digest}; "
+                    "it serves other numbers than were sent",
+                )
+            if isinstance(reply, (ManifestError, PublishError)):
+                errors[server] = reply
+            elif not self._posts:
+                errors[server] = PublishError(f"{job.ref} was not sent: {_errors((), parts)}")
+        silent = {s for s, e in self._fleet.pings(tuple(errors), self._config.ping_s).items() if e is not None}
+        return [
+            Finding(server=s, error=errors.get(s), alive=s not in silent, newcomer=s in self._newcomers)
+            for s in self._membership.members
+        ]
+
+    def _probed(self, job: Publish, judgement: Judgement) -> dict[ServerEndpoint, ProbeResult]:
+        """Score the probe on all that acknowledged; who cannot answer is given up. Raises ParityError."""
+        if job.probe is None:
+            return {}
+        deadline = max(job.deadline, time.monotonic() + self._config.ping_s)
+        posts = self._fleet.probe(judgement.keep, job.ref, job.probe, self._config.probe_tolerance, deadline)
+        results = answers(posts)
+        self._give_up({s: f"does not score the probe: {r}" for s, r in results.items() if isinstance(r, Exception)})
+        return {s: r for s, r in results.items() if isinstance(r, ProbeResult)}
+
+    def _report(
+        self, job: Publish, parts: Sequence[Sent], probes: Mapping[ServerEndpoint, ProbeResult], acked_s: float
+    ) -> PublishReport:
+        replies = {s: r for s in self._membership.members if isinstance(r := self._replies[s], PublishReply)}
+        names = {name for r in replies.values() for name in r.phases}
+        phases = {name: max(r.phases.get(name, 0.0) for r in replies.values()) for name in names}
+        phases |= {
+            "pack": max(p.pack_ms for p in parts), "send": max(p.send_ms for p in parts),
+            "ack": (acked_s - job.began_s) * 1e3, "probe": (time.monotonic() - acked_s) * 1e3,
+        }
+        acks = []
+        for server, reply in replies.items():
+            ack = ServerAck(server=server, digest=reply.digest, phases=reply.phases)
+            if (p := probes.get(server)) is not None:
+                ack = ServerAck(
+                    server=server, digest=reply.digest, phases=reply.phases, probe_mean_abs=p.mean_abs,
+                    probe_max_abs=p.max_abs, differs=p.differs,
+                )
+            acks.append(ack)
+        return PublishReport(
+            ref=job.ref, digest=self._digest, nbytes=job.layout.nbytes, phases=phases, acks=acks,
+            lost=dict(self._lost), attempts=self._attempts,
+            probe_mean_abs=max((p.mean_abs for p in probes.values()), default=None),
+            probe_max_abs=max((p.max_abs for p in probes.values()), default=None),
+            differs=all(p.differs for p in probes.values()) if probes else None,
+        )
+
+    def _too_few(self, job: Publish, plan: Sequence[ServerEndpoint]) -> str:
+        lost = "; ".join(f"{name} {reason}" for name, reason in self._lost.items()) or "none was lost in this publish"
+        return (
+            f"{job.ref}: {len(plan)} rollout servers are left, weight_sync.min_servers is {self._config.min_servers} "
+            f"({lost}); see the servers' logs"
+        )
+
+
+def _sources(layout: AdapterLayout) -> set[int]:
+    return {shard.source for shard in layout.shards}
+
+
+def _check_parts(job: Publish, parts: Sequence[Sent]) -> None:
+    """Whether all ranks speak of the same publish and have packed it; what else they say can be mended."""
+    for rank, part in enumerate(parts):
+        if part.own is not None:
+            raise part.own.error()
+        if (part.ref, part.layout) != (job.ref, job.layout.digest):
+            raise PublishError(
+                f"trainer rank {rank} publishes {part.ref} with layout {part.layout} while rank 0 publishes {job.ref} "
+                f"with {job.layout.digest}"
+            )
+        if part.wire is not None and part.wire.kind != "failed":
+            raise part.wire.error()
+
+
+def _errors(findings: Sequence[Finding], parts: Sequence[Sent]) -> str:
+    said = [f"{f.server}: {f.error}" for f in findings if f.error is not None]
+    said += [f"trainer rank {rank}: {p.wire.message}" for rank, p in enumerate(parts) if p.wire is not None]
+    return "; ".join(said)

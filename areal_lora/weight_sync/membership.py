@@ -1,0 +1,175 @@
+"""Which rollout servers take part in publishes: who is given up, who comes (back), who is left (rank 0).
+
+    every publish    members + newcomers -> attempt -> all acknowledged
+                                              `-> judge: lost, or once more -> attempt with the rest
+    meanwhile        ServerWatcher: servers in the run folder that are not members -> ping -> newcomers
+
+Decisions are pure; ``ServerWatcher`` is the one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from areal_lora.config.rendezvous import read_endpoint
+from areal_lora.errors import ManifestError, PublishError
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.transport import ServerEndpoint
+
+WATCH_S = 1.0
+FIRST_REST_S, LONGEST_REST_S = 1.0, 300.0  # before a server that was given up is tried again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """How one server fared in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
+
+    ``newcomer``: it took part for the first time.
+    """
+
+    server: ServerEndpoint
+    error: ManifestError | PublishError | None = None
+    alive: bool = True
+    newcomer: bool = False
+
+    @property
+    def refused(self) -> bool:
+        """It judged the version and said no; a transfer that broke is not its judgement."""
+        return isinstance(self.error, ManifestError) and self.error.reason != Refusal.WIRE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """``lost`` servers with the reason; ``complete``: all others serve the version."""
+
+    keep: tuple[ServerEndpoint, ...]
+    lost: dict[ServerEndpoint, str]
+    complete: bool
+
+
+def judge(findings: Sequence[Finding], *, retried: bool) -> Judgement:
+    """Who goes on after an attempt.
+
+    A server that failed and does not answer pings is lost. If all answer, the transfer is repeated
+    once with all; servers that still fail (``retried``) are lost, only newcomers if there are any
+    among them: a member that keeps others waiting is not told from those that wait. Raises the
+    ManifestError of a server that refused: the version is wrong, not the server.
+    """
+    for f in findings:
+        if f.error is not None and f.refused:
+            raise f.error
+    failed = [f for f in findings if f.error is not None]
+    lost = [f for f in failed if not f.alive]
+    if not lost and retried:
+        lost = [f for f in failed if f.newcomer] or failed
+    keep = tuple(f.server for f in findings if f not in lost)
+    return Judgement(
+        keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost),
+    )
+
+
+def _reason(f: Finding) -> str:
+    return f"{'failed again' if f.alive else 'does not answer'}: {f.error}"
+
+
+class Membership:
+    """The members, and for each server given up how long it rests. Only the publisher's thread changes it."""
+
+    def __init__(self, servers: Iterable[ServerEndpoint], clock: Callable[[], float] = time.monotonic) -> None:
+        self.members = _ordered(servers)
+        self._clock = clock
+        self._losses: dict[ServerEndpoint, tuple[int, float]] = {}  # how often in a row, resting until
+
+    def wants(self, server: ServerEndpoint) -> bool:
+        """Whether a server seen in the run folder should be asked to take part. Callable from any thread."""
+        _, until = self._losses.get(server, (0, 0.0))
+        return server not in self.members and self._clock() >= until
+
+    def with_newcomers(self, newcomers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
+        """The members of the next attempt; a newcomer replaces a member of its name, its former life."""
+        wanted = {s.name: s for s in self.members} | {s.name: s for s in newcomers if self.wants(s)}
+        return _ordered(wanted.values())
+
+    def admit(self, members: Iterable[ServerEndpoint]) -> None:
+        self.members = _ordered(members)
+
+    def lose(self, lost: Iterable[ServerEndpoint]) -> None:
+        """Servers given up rest before they are tried again, longer each time in a row."""
+        gone = set(lost)
+        for server in gone:
+            times = self._losses.get(server, (0, 0.0))[0] + 1
+            self._losses[server] = times, self._clock() + min(FIRST_REST_S * 2 ** (times - 1), LONGEST_REST_S)
+        self.members = tuple(s for s in self.members if s not in gone)
+
+    def succeeded(self) -> None:
+        """All members serve what was published."""
+        for server in self.members:
+            self._losses.pop(server, None)
+
+
+def _ordered(servers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
+    return tuple(sorted(servers, key=lambda s: (len(s.name), s.name)))
+
+
+class ServerWatch(Protocol):
+    """Where servers can be seen."""
+
+    def present(self) -> list[ServerEndpoint]:
+        """Servers that say they serve; some may be dead."""
+        ...
+
+
+class RendezvousWatch:
+    """Servers that have published their ports in a run folder; restarted ones publish new ports."""
+
+    def __init__(self, run_folder: Path, workers: int) -> None:
+        self._run_folder, self._workers = run_folder, workers
+
+    def present(self) -> list[ServerEndpoint]:
+        found = []
+        for path in (self._run_folder / "rendezvous").glob("server-*.json"):
+            index = int(path.stem.removeprefix("server-"))
+            if (endpoint := self.server(index)) is not None:
+                found.append(endpoint)
+        return found
+
+    def server(self, index: int) -> ServerEndpoint | None:
+        """Server ``index``, or None where it has not published yet."""
+        endpoint = read_endpoint(self._run_folder, "server", index)
+        if endpoint is None:
+            return None
+        return ServerEndpoint(
+            name=f"server-{index}", host=endpoint.host, admin_port=endpoint.ports["admin"],
+            data_port=endpoint.ports["data"], workers=self._workers,
+        )
+
+
+class ServerWatcher:
+    """Looks about every ``period_s`` for servers that could take part, in a thread of its own."""
+
+    def __init__(
+        self, watch: ServerWatch, wants: Callable[[ServerEndpoint], bool], ping: Callable[[ServerEndpoint], bool],
+        period_s: float = WATCH_S,
+    ) -> None:
+        self._watch, self._wants, self._ping, self._period_s = watch, wants, ping, period_s
+        self._newcomers: tuple[ServerEndpoint, ...] = ()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
+        self._thread.start()
+
+    def newcomers(self) -> tuple[ServerEndpoint, ...]:
+        """Servers that are not members and answered a ping a moment ago."""
+        return self._newcomers
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period_s):
+            self._newcomers = tuple(s for s in self._watch.present() if self._wants(s) and self._ping(s))
