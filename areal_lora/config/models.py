@@ -147,6 +147,12 @@ class TrainerConfig(Section):
     pp: PositiveInt = Field(1, description="Pipeline parallel size.")
     ep: PositiveInt = Field(1, description="Expert parallel size.")
     etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
+    pp_layers: list[PositiveInt] | None = Field(
+        None, description="Layers of each pipeline stage; spread evenly, earlier stages first, if unset."
+    )
+    moe_grouped_gemm: bool = Field(
+        False, description="A rank's experts of a layer as one grouped module instead of one module each."
+    )
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
@@ -191,12 +197,6 @@ class WeightSyncConfig(Section):
     probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
     probe_tolerance: PositiveFloat = Field(1e-4, description="Largest allowed mean |logp trainer - logp server|.")
 
-
-class EvalConfig(Section):
-    every_steps: NonNegInt = Field(
-        20, description="Evaluate the held-out split every this many steps; 0: only first and last."
-    )
-
     @property
     def attempt_s(self) -> float:
         """Deadline of one transfer, on both sides; a second one fits into ``deadline_s`` too."""
@@ -206,6 +206,12 @@ class EvalConfig(Section):
     def ping_s(self) -> float:
         """A server that is silent for this long is taken for dead."""
         return min(2.0, 0.1 * self.deadline_s)
+
+
+class EvalConfig(Section):
+    every_steps: NonNegInt = Field(
+        20, description="Evaluate the held-out split every this many steps; 0: only first and last."
+    )
 
 
 class SlurmConfig(Section):

@@ -6,7 +6,7 @@ One process per rank, all ranks call the same verbs in the same order (SPMD)::
     logp = engine.logprobs(batch, adapter="math")              # [T], whole batch, on every rank
     stats = engine.forward_backward(minibatch, loss_fn)        # sums into the adapter's gradients
     step = engine.optim_step("math", denominator=n_tokens)     # divide, reduce, clip, Adam
-    for name, tensor in engine.export_adapter("math"): ...     # this rank's share of the publish
+    for done in engine.pack_adapter("math", "float32", flat): ...  # this rank's share of the publish
 
 A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
 it into micro-batches and pads as its layout needs. Callers never see padding (contract C10).
@@ -14,14 +14,16 @@ it into micro-batches and pads as its layout needs. Callers never see padding (c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
+from areal_lora.weight_sync.layout import AdapterLayout
 
 MicroBatch = TrainBatch
 """A few whole sequences of a `TrainBatch`, packed 1-D without padding, on the engine's device."""
@@ -126,8 +128,20 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
+        """Who sends which wire tensor, where it lies, and which names share one (not collective, equal everywhere)."""
+        ...
+
+    def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
+        """Fill ``flat`` (uint8, host) with this rank's shard of ``adapter_layout(adapter, dtype)``; see `wire.Pack`.
+
+        Collective over the tensor-parallel groups of the ranks that send: every rank must run the
+        iterator to its end before the weights change. A rank without a shard gives an empty ``flat``.
+        """
+        ...
+
     def export_adapter(self, adapter: str) -> list[tuple[str, torch.Tensor]]:
-        """The wire tensors this rank owns: whole, contiguous fp32 clones, in `adapter_plan` order."""
+        """The wire tensors this rank owns: whole, contiguous fp32 copies, in `adapter_layout` order."""
         ...
 
     def adapter_plan(self, adapter: str) -> AdapterPlan:
@@ -138,8 +152,8 @@ class TrainEngine(Protocol):
         """Set the adapter's weights from whole wire tensors, equal on every rank (not collective).
 
         Alias names may be present when they equal their wire tensor. Raises
-        UnknownTensorError for unknown or missing names, AdapterError for wrong shapes.
-        Optimizer moments are kept.
+        UnknownTensorError for unknown or missing names, AdapterError for wrong shapes or unequal
+        aliases. Optimizer moments are kept.
         """
         ...
 

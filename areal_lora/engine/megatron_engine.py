@@ -15,18 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal_lora.config.architectures import read_hf_config
+from areal_lora.config.architectures import ModelShape, read_hf_config
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.packing import plan_microbatches
-from areal_lora.engine.base import AdapterPlan, LossFn
+from areal_lora.engine.base import AdapterPlan, LossFn, PlannedTensor
+from areal_lora.engine.megatron_utils.arena import Model, Range
+from areal_lora.engine.megatron_utils.convert import family_for
+from areal_lora.engine.megatron_utils.convert.registry import Dims, spec_covers
+from areal_lora.engine.megatron_utils.gather import AdapterMemory, checked
+from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
-from areal_lora.types import AdapterSpec, ExpertLayout, StepStats, TrainBatch
+from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,8 +41,7 @@ class _Resident:
     """The adapter that is attached to the model."""
 
     spec: AdapterSpec
-    sites: list[Any]
-    plan: AdapterPlan
+    memory: AdapterMemory
     optimizer: Any
 
 
@@ -43,25 +49,25 @@ class MegatronEngine:
     """`TrainEngine` on Megatron-core. Joins torch.distributed if the caller has not."""
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, device: torch.device) -> None:
+        hf = read_hf_config(Path(model.path))
+        shape = ModelShape.from_hf(hf)
+        check_widths(trainer, shape)
+        layout = Layout.of(trainer, layers=shape.layers, experts=shape.experts)
         if device.type == "cpu":
             install_cpu_patches()
         # Importing these loads Megatron, which must find the patches in place.
-        from areal_lora.engine.megatron_utils import gather, initialize, layout, lora, rows, schedule
+        from areal_lora.engine.megatron_utils import base_weights, initialize, lora, rows, schedule
         from areal_lora.engine.megatron_utils import model as base
         from areal_lora.engine.megatron_utils import optimizer as optim
-        from areal_lora.engine.megatron_utils.convert import family_for
-        from areal_lora.engine.megatron_utils.convert.registry import Dims
 
-        self._gather, self._lora, self._rows, self._schedule, self._optim = gather, lora, rows, schedule, optim
-        initialize.initialize_parallel(trainer, device)
+        self._lora, self._rows, self._schedule, self._optim = lora, rows, schedule, optim
+        tp_group, etp_group = initialize.initialize_parallel(trainer, device)
+        self._groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._device, self._trainer, self._path = device, trainer, model.path
-        hf = read_hf_config(Path(model.path))
-        dims = Dims.from_hf(hf)
-        self._layout = layout.Layout.of(trainer, layers=hf["num_hidden_layers"], experts=dims.experts)
-        layout.check_widths(trainer, vocab=hf["vocab_size"], kv_heads=dims.kv_heads, expert_width=dims.moe_ffn)
-        self._converter = gather.Converter(family=family_for(hf["model_type"]), dims=dims, layout=self._layout)
-        self._model: nn.Module = base.build_model(model, trainer, self._layout, device)
+        self._device, self._trainer, self._path, self._layout = device, trainer, model.path, layout
+        self._shape = Model(family=family_for(hf["model_type"]), dims=Dims.from_hf(hf), layout=layout)
+        self._model: nn.Module = base.build_model(model, trainer, layout, hf, device)
+        base_weights.load_base(self._model, model.path, self._shape, self.rank)
         self._resident: _Resident | None = None
 
     @property
@@ -70,7 +76,7 @@ class MegatronEngine:
 
     @property
     def is_source(self) -> bool:
-        return self._resident is not None and self.rank in self._resident.plan.sources
+        return self._resident is not None and self._resident.memory.shard("float32") is not None
 
     def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, total_steps: int, seed: int) -> None:
         if self._resident is not None:
@@ -78,22 +84,18 @@ class MegatronEngine:
                 "adapters", f"{spec.name!r} is a second adapter; the Megatron engine holds one at a time",
                 "list one adapter",
             )
-        if spec.expert_layout is not ExpertLayout.PER_EXPERT:
-            raise ConfigError("adapters.expert_layout", f"{spec.expert_layout} is not available yet", "per_expert")
         if spec.dropout:
             # Scores of one policy must be repeatable (contract C10).
             raise ConfigError("adapters.dropout", f"{spec.dropout} would make log-probabilities random", "0.0")
-        layout = self._layout
-        self._model = self._lora.attach(self._model, spec)
-        sites = self._lora.find_sites(
-            self._model, first_layer=layout.first_layer(self.rank), first_expert=layout.first_expert(self.rank)
-        )
-        plan = self._converter.plan(spec, self._lora.match_targets(spec.target_modules))
+        self._check_targets(spec)
+        memory = AdapterMemory(self._shape, spec, self.rank, self._device)
+        self._model = self._lora.attach(self._model, memory)
+        held = set(memory.held_names())
+        shards = memory.layout("float32").shards
+        memory.load({t.name: initial_tensor(t, seed) for shard in shards for t in shard.tensors if t.name in held})
         self._resident = _Resident(
-            spec=spec, sites=sites, plan=plan,
-            optimizer=self._optim.AdapterOptimizer(optimizer, total_steps, sites, layout, self.rank),
+            spec=spec, memory=memory, optimizer=self._optim.AdapterOptimizer(optimizer, total_steps, memory)
         )
-        self.load_adapter(spec.name, initial_tensors(plan, seed))
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
         if adapter is not None:
@@ -133,17 +135,23 @@ class MegatronEngine:
     def optim_step(self, adapter: str, denominator: float) -> StepStats:
         return self._adapter(adapter).optimizer.step(denominator)
 
+    def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
+        return self._adapter(adapter).memory.layout(dtype)
+
+    def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
+        return self._adapter(adapter).memory.pack(dtype, flat, self._groups)
+
     def export_adapter(self, adapter: str) -> list[tuple[str, Tensor]]:
-        resident = self._adapter(adapter)
-        tensors = self._gather.export(self._converter, resident.sites, self.rank)
-        return [(t.name, tensors[t.name]) for t in resident.plan.sources.get(self.rank, ())]
+        return self._adapter(adapter).memory.export(self._groups)
 
     def adapter_plan(self, adapter: str) -> AdapterPlan:
-        return self._adapter(adapter).plan
+        layout = self.adapter_layout(adapter)
+        sources = {s.source: tuple(PlannedTensor(name=t.name, shape=t.shape) for t in s.tensors) for s in layout.shards}
+        return AdapterPlan(sources=sources, aliases=layout.aliases)
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
-        resident = self._adapter(adapter)
-        self._gather.load(self._converter, resident.sites, resident.plan, tensors)
+        memory = self._adapter(adapter).memory
+        memory.load(checked(memory.layout("float32"), tensors))
 
     def base_digest(self) -> str:
         return base_digest(self._path)
@@ -152,7 +160,16 @@ class MegatronEngine:
         return self._adapter(adapter).optimizer.state_dict()
 
     def load_state_dict(self, adapter: str, state: Mapping[str, Tensor]) -> None:
-        self._adapter(adapter).optimizer.load_state_dict(dict(state))
+        self._adapter(adapter).optimizer.load_state_dict(state)
+
+    def _check_targets(self, spec: AdapterSpec) -> None:
+        sites = self._shape.every_site(spec)
+        for target in spec.target_modules:
+            if not any(spec_covers([target], key) for key in sites):
+                known = ", ".join(dict.fromkeys(f"{key.scope}.{key.linear}" for key in sites))
+                raise ConfigError(
+                    "adapters.target_modules", f"{target!r} matches no layer of this model", f"it has {known}"
+                )
 
     def _adapter(self, name: str) -> _Resident:
         if self._resident is None or self._resident.spec.name != name:
@@ -205,16 +222,12 @@ def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
     return data.numpy().tobytes().decode().split("\n")
 
 
-def initial_tensors(plan: AdapterPlan, seed: int) -> dict[str, Tensor]:
+def initial_tensor(tensor: WireTensor, seed: int) -> Tensor:
     """lora_A kaiming-uniform (a = sqrt 5, PEFT's choice), lora_B zero; a function of seed and name only."""
-    tensors = {}
-    for owned in plan.sources.values():
-        for planned in owned:
-            tensor = torch.zeros(planned.shape)
-            if planned.name.endswith("lora_A.weight"):
-                digest = hashlib.sha256(f"{seed}/{planned.name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-                bound = math.sqrt(1.0 / planned.shape[1])
-                tensor.uniform_(-bound, bound, generator=generator)
-            tensors[planned.name] = tensor
-    return tensors
+    values = torch.zeros(tensor.shape)
+    if tensor.name.endswith("lora_A.weight"):
+        digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = math.sqrt(1.0 / tensor.shape[1])
+        values.uniform_(-bound, bound, generator=generator)
+    return values

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
+import pkgutil
 import sys
 import types
 from collections.abc import Iterator
@@ -58,15 +59,6 @@ class RmsNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
 
-_scatter = torch.distributed.scatter
-
-
-def _scatter_contiguous(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, **options: Any) -> Any:
-    """`torch.distributed.scatter` for lists that hold views: gloo sends their memory as if it were contiguous."""
-    whole = None if scatter_list is None else [part.contiguous() for part in scatter_list]
-    return _scatter(tensor, whole, **options)
-
-
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -77,7 +69,7 @@ def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replace attribute ``name`` of module ``module`` by ``value``, because of ``why``."""
+    """Replace attribute ``name`` of ``module`` (or ``module:Class``) by ``value``, because of ``why``."""
 
     module: str
     name: str
@@ -92,7 +84,6 @@ TORCH_PATCHES = (
     Patch("torch.cuda", "synchronize", lambda *_: None, "pipeline communication synchronises the device"),
     Patch("torch.cuda", "get_rng_state", _get_rng_state, "RNG trackers save and restore the device generator"),
     Patch("torch.cuda", "set_rng_state", _set_rng_state, "RNG trackers save and restore the device generator"),
-    Patch("torch.distributed", "scatter", _scatter_contiguous, "Bridge scatters column slices of row-parallel weights"),
     Patch("torch.cuda", "manual_seed", torch.manual_seed, "RNG trackers seed the device generator"),
 )
 
@@ -112,6 +103,10 @@ MEGATRON_PATCHES = (
     Patch(
         "megatron.core.pipeline_parallel.schedules", "torch", _TorchOnCpu(),
         'the token counter of every schedule is made on device="cuda"',
+    ),
+    Patch(
+        "megatron.core.models.common.language_module.language_module:LanguageModule", "_is_in_embd_group",
+        lambda _: False, "tied embeddings of two stages are copied with .cuda(); both are read from the folder",
     ),
     Patch("megatron.core.models.backends", "WrappedTorchNorm", RmsNorm, "the stock one rejects sequence parallelism"),
     Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm, "final norm of the local layer spec"),
@@ -156,7 +151,7 @@ def _transformer_engine_stub() -> Iterator[None]:
 
 def _apply(patches: tuple[Patch, ...]) -> None:
     for patch in patches:
-        setattr(importlib.import_module(patch.module), patch.name, patch.value)
+        setattr(pkgutil.resolve_name(patch.module), patch.name, patch.value)
 
 
 _installed = False

@@ -22,7 +22,7 @@ def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_
     folder = adapter_folder(run_folder, tenant)
     if exchange.rank == 0:
         tensors = {name: tensor for part in parts for name, tensor in load(part).items()}
-        aliases = engine.adapter_plan(tenant.name).aliases
+        aliases = engine.adapter_layout(tenant.name).aliases
         tensors |= {name: tensors[target] for name, target in aliases.items()}
         save_peft(folder, tenant.spec, tensors, tenant.spec.base_model)
     return folder

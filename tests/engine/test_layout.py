@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
+from areal_lora.config.architectures import ModelShape
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
@@ -27,33 +29,72 @@ def test_ranks_are_numbered_like_megatron(sizes: dict[str, int]) -> None:
         assert layout.etp_rank(rank) == etp
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
-def test_every_expert_has_one_owner_that_holds_it(sizes: dict[str, int]) -> None:
-    layout = Layout.of(TrainerConfig(world_size=8, **sizes), layers=4, experts=8)
-    for layer, expert in itertools.product(range(4), range(8)):
-        owner = layout.owner(layer, expert)
-        assert layout.first_layer(owner) <= layer < layout.first_layer(owner) + layout.layers_per_stage
-        assert layout.first_expert(owner) <= expert < layout.first_expert(owner) + layout.experts_per_rank
-        assert layout.etp_rank(owner) == 0 == layout.edp_rank(owner)
-        dense = layout.owner(layer, None)
-        assert layout.tp_rank(dense) == 0 == layout.dp_rank(dense)
-        assert layout.stage(dense) == layout.stage(owner)
+def names(sizes: dict[str, int]) -> str:
+    return "-".join(f"{k}{v}" for k, v in sizes.items())
+
+
+@pytest.mark.parametrize("layers", [2, 4, 5, 7])
+@pytest.mark.parametrize("sizes", SIZES, ids=names)
+def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: int) -> None:
+    """So replicas stay silent and every rank agrees who speaks."""
+    layout = Layout.of(TrainerConfig(world_size=8, **sizes), layers=layers, experts=8)
+    for layer, expert in itertools.product(range(layers), (None, *range(8))):
+        holders = [
+            rank
+            for rank in range(8)
+            if layer in layout.layers_of(rank) and (expert is None or expert in layout.experts_of(rank))
+        ]
+        assert layout.owner(layer, expert) == min(holders)
+        assert layout.etp_rank(min(holders)) == 0 == layout.edp_rank(min(holders))
+        assert {layout.stage(rank) for rank in holders} == {layout.stage_of(layer)}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "numbers", "key"),
+    ("layers", "pp", "chosen", "expected"),
     [
-        ({"tp": 2}, {"vocab": 321, "kv_heads": 2, "expert_width": 64}, "trainer.tp"),
-        ({"tp": 4}, {"vocab": 320, "kv_heads": 2, "expert_width": 64}, "trainer.tp"),
-        ({"etp": 2}, {"vocab": 320, "kv_heads": 2, "expert_width": 63}, "trainer.etp"),
+        (4, 2, None, (2, 2)), (5, 2, None, (3, 2)), (7, 4, None, (2, 2, 2, 1)), (3, 3, None, (1, 1, 1)),
+        (7, 3, [1, 4, 2], (1, 4, 2)),
     ],
-)
-def test_widths_that_do_not_divide_are_refused(sizes: dict[str, int], numbers: dict[str, int], key: str) -> None:
+)  # fmt: skip
+def test_stages_may_be_uneven(layers: int, pp: int, chosen: list[int] | None, expected: tuple[int, ...]) -> None:
+    layout = Layout.of(TrainerConfig(world_size=2 * pp, pp=pp, pp_layers=chosen), layers=layers, experts=0)
+    assert layout.stage_layers == expected
+    assert [layer for rank in range(0, 2 * pp, 2) for layer in layout.layers_of(rank)] == list(range(layers))
+
+
+@pytest.mark.parametrize("chosen", [[2, 2], [1, 2, 3], [3, 3, 1, 1]])
+def test_stages_that_do_not_add_up_are_refused(chosen: list[int]) -> None:
+    with pytest.raises(ConfigError, match="pp_layers"):
+        Layout.of(TrainerConfig(world_size=3, pp=3, pp_layers=chosen), layers=7, experts=0)
+
+
+MOE = {
+    "model_type": "qwen2_moe", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 8,
+    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 80, "vocab_size": 320,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "key"),
+    [
+        ({"tp": 2}, {"vocab_size": 321}, "trainer.tp"), ({"tp": 8}, {"num_attention_heads": 4}, "trainer.tp"),
+        ({"tp": 4}, {"num_key_value_heads": 6, "num_attention_heads": 12, "hidden_size": 96}, "trainer.tp"),
+        ({"tp": 2}, {"shared_expert_intermediate_size": 81}, "trainer.tp"),
+        ({"tp": 2}, {"mlp_only_layers": [0], "intermediate_size": 97}, "trainer.tp"),
+        ({"etp": 2}, {"moe_intermediate_size": 63}, "trainer.etp"),
+    ],
+)  # fmt: skip
+def test_widths_that_do_not_divide_are_refused(sizes: dict[str, int], model: dict[str, Any], key: str) -> None:
+    check_widths(TrainerConfig(world_size=8, tp=8, etp=8), ModelShape.from_hf(MOE))
     with pytest.raises(ConfigError, match=key):
-        check_widths(TrainerConfig(world_size=8, **sizes), **numbers)
+        check_widths(TrainerConfig(world_size=8, **sizes), ModelShape.from_hf({**MOE, **model}))
 
 
-@pytest.mark.parametrize(("sizes", "model"), [({"ep": 4}, {"experts": 6}), ({"pp": 2}, {"layers": 5})])
-def test_layers_and_experts_must_divide(sizes: dict[str, int], model: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "model"),
+    [({"ep": 4}, {"experts": 6}), ({"pp": 8}, {"layers": 5}), ({"tp": 3}, {}), ({"ep": 4, "etp": 4}, {})],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], model: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Layout.of(TrainerConfig(world_size=8, **sizes), **{"layers": 4, "experts": 8, **model})

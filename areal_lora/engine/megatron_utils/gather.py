@@ -1,138 +1,195 @@
-"""Adapter tensors between this rank's shards and whole Hugging Face tensors.
+"""An adapter's memory on one rank, and moving it: packed onto the wire, exported, loaded.
 
-``plan`` says who owns which wire tensor without talking to anybody; ``export`` joins the
-shards of a tensor-parallel group on its owner; ``load`` cuts whole tensors into shards.
+The plans are made once (`plan`); a publish runs them without Python work per tensor::
+
+    tensor-parallel neighbours ->  receive section 0 | section 1 | ...     only where tp or etp > 1
+    this rank's memory         ->       blocks of section 0 | section 1 ... -> the shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
-from areal_lora.engine.base import AdapterPlan, PlannedTensor
-from areal_lora.engine.megatron_utils.convert.registry import (
-    Dims,
-    Family,
-    Piece,
-    Scope,
-    SiteKey,
-    to_hf,
-    to_megatron,
-    wire_names,
-)
-from areal_lora.engine.megatron_utils.layout import Layout
-from areal_lora.engine.megatron_utils.lora import AdapterSite, Linear
+from areal_lora.engine.megatron_utils.arena import Arena, Bank, Model, Range, arrange
+from areal_lora.engine.megatron_utils.plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Converter:
-    """A model's family, sizes and layout: what every rank knows about every adapter tensor."""
+class AdapterMemory:
+    """All numbers of one adapter on one rank. ``weights`` and ``grads`` are flat fp32 [arena.size]."""
 
-    family: Family
-    dims: Dims
-    layout: Layout
+    def __init__(self, model: Model, spec: AdapterSpec, rank: int, device: torch.device) -> None:
+        self.model, self.spec, self.rank = model, spec, rank
+        self.arena: Arena = arrange(model, spec, rank)
+        self.weights = torch.zeros(self.arena.size, device=device)
+        self.grads = torch.zeros(self.arena.size, device=device)
+        self._layouts: dict[str, AdapterLayout] = {}
+        self._packers: dict[str, _Packer] = {}
+        self._loading: LoadPlan | None = None
 
-    def pieces(self, site: AdapterSite) -> list[Piece]:
-        in_attention = site.linear in (Linear.QKV, Linear.PROJ)
-        scope = Scope.ATTENTION if in_attention else Scope.MLP if site.expert is None else Scope.EXPERT
-        key = SiteKey(linear=site.linear, layer=site.layer, scope=scope, expert=site.expert)
-        return self.family.pieces(self.dims, key)
+    def parameter(self, at: int, shape: Sequence[int]) -> nn.Parameter:
+        """A view of ``weights`` whose gradient accumulates in the same place of ``grads``."""
+        count = int(np.prod(shape))
+        parameter = nn.Parameter(self.weights[at : at + count].view(*shape))
+        parameter.grad = self.grads[at : at + count].view(*shape)
+        return parameter
 
-    def plan(self, spec: AdapterSpec, targets: set[Linear]) -> AdapterPlan:
-        """Who sends what for an adapter on ``targets``; the same on every rank."""
-        sources: dict[int, list[PlannedTensor]] = {}
-        aliases: dict[str, str] = {}
-        for key in self.family.sites(self.dims, range(self.layout.layers), spec.expert_layout):
-            if key.linear not in targets:
-                continue
-            shapes, shared = wire_names(self.family.pieces(self.dims, key))
-            aliases |= shared
-            sources.setdefault(self.layout.owner(key.layer, key.expert), []).extend(
-                PlannedTensor(name=name, shape=tuple(spec.rank if n < 0 else n for n in shape))
-                for name, shape in shapes.items()
+    def parameters(self, bank: Bank, index: int | None) -> tuple[nn.Parameter, nn.Parameter]:
+        """lora_A and lora_B of one of a bank's experts, or stacked of all (None)."""
+        if index is None:
+            return self.parameter(bank.a, bank.a_shape), self.parameter(bank.b, bank.b_shape)
+        (_, r, n_in), (_, n_out, _) = bank.a_shape, bank.b_shape
+        return (
+            self.parameter(bank.a + index * r * n_in, (r, n_in)),
+            self.parameter(bank.b + index * n_out * r, (n_out, r)),
+        )
+
+    def layout(self, dtype: str) -> AdapterLayout:
+        """The wire layout, equal on every rank (not collective)."""
+        if dtype not in self._layouts:
+            self._layouts[dtype] = wire_layout(self.model, self.spec, dtype)
+        return self._layouts[dtype]
+
+    def shard(self, dtype: str) -> ShardLayout | None:
+        """What this rank sends, None if nothing."""
+        return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
+
+    def pack(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
+        """See `TrainEngine.pack_adapter`; ``groups`` are the tensor-parallel groups of the split ranges."""
+        if dtype not in self._packers:
+            self._packers[dtype] = _Packer(self, self.layout(dtype))
+        yield from self._packers[dtype].pack(self.weights, flat, groups)
+
+    def export(self, groups: Mapping[Range, dist.ProcessGroup]) -> list[tuple[str, Tensor]]:
+        """This rank's shard as fp32 tensors that nothing else refers to. Collective like `pack`."""
+        shard = self.shard("float32")
+        values = torch.empty(shard.nbytes // 4 if shard else 0)
+        for _ in self.pack("float32", values.numpy().view(np.uint8), groups):
+            pass
+        return [
+            (t.name, values[t.offset // 4 : t.offset // 4 + int(np.prod(t.shape))].view(t.shape))
+            for t in (shard.tensors if shard else ())
+        ]
+
+    def held_names(self) -> tuple[str, ...]:
+        """The wire tensors of which this rank holds a part."""
+        if self._loading is None:
+            self._loading = load_plan(self.model, self.spec, self.rank)
+        return self._loading.names
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts out of whole fp32 tensors; those of `held_names` must be there (not collective)."""
+        names = self.held_names()
+        assert self._loading is not None
+        if not names:
+            return
+        blocks = self._loading.blocks
+        whole = [tensors[name].detach().to("cpu", torch.float32).contiguous() for name in names]
+        starts = np.repeat(np.array([t.data_ptr() for t in whole], dtype=np.int64), np.diff(blocks.first))
+        host = self.weights if self.weights.device.type == "cpu" else torch.empty(self.arena.size)
+        blocks.moved(src_by=starts).copy(0, host.data_ptr())
+        if host is not self.weights:
+            self.weights.copy_(host)
+
+
+class _Packer:
+    """One rank's plan with its memory; built at the first publish of a wire dtype."""
+
+    def __init__(self, memory: AdapterMemory, layout: AdapterLayout) -> None:
+        model, spec, rank = memory.model, memory.spec, memory.rank
+        self._plan: PackPlan = pack_plan(model, spec, rank, layout)
+        own = self._plan.own
+        where = model.layout
+        owners = {rank - where.tp_rank(rank), rank - where.etp_rank(rank)} - {rank}
+        plans = [pack_plan(model, spec, owner, layout) for owner in sorted(owners)]
+        self._sends = [t for plan in plans for t in plan.transfers if t.sender == rank]
+        self._received = torch.empty(self._plan.space - own, device=memory.weights.device)
+        on_gpu = memory.weights.device.type != "cpu"
+        # The blocks run on the host: GPU memory is mirrored there first, section by section.
+        self._mirror = torch.empty(self._plan.space, pin_memory=True) if on_gpu else None
+        self._blocks = self._plan.blocks
+        if self._mirror is not None:
+            self._blocks = self._blocks.moved(src_by=self._mirror.data_ptr())
+        else:
+            outside = self._blocks.src >= own * 4
+            self._blocks = self._blocks.moved(
+                src_by=np.where(outside, self._received.data_ptr() - own * 4, memory.weights.data_ptr())
             )
-        return AdapterPlan(sources={rank: tuple(t) for rank, t in sorted(sources.items())}, aliases=aliases)
+
+    def pack(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
+        plan = self._plan
+        # Sections one by one on both sides: NCCL matches batches, not single messages.
+        sent = [
+            work
+            for t in self._sends
+            for work in _start([dist.P2POp(dist.isend, weights[t.begin : t.end], t.receiver, groups[t.part])])
+        ]
+        received: list[list[dist.Work]] = [[] for _ in plan.ends]
+        for (section, part), transfers in groupby(plan.transfers, key=lambda t: (t.section, t.part)):
+            received[section] += _start([self._receive(t, groups[part]) for t in transfers])
+        begin = 0
+        for section, end in enumerate(plan.ends):
+            for work in received[section]:
+                work.wait()
+            if self._mirror is not None:
+                self._fetch(weights, section)
+            self._blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
+            begin = end
+            yield end
+        for work in sent:
+            work.wait()
+
+    def _receive(self, transfer: Transfer, group: dist.ProcessGroup) -> dist.P2POp:
+        at, count = transfer.to - self._plan.own, transfer.end - transfer.begin
+        return dist.P2POp(dist.irecv, self._received[at : at + count], transfer.sender, group)
+
+    def _fetch(self, weights: Tensor, section: int) -> None:
+        """GPU memory to the mirror: own memory with the first section, what was received with its own."""
+        assert self._mirror is not None
+        own = self._plan.own
+        if section == 0:
+            self._mirror[:own].copy_(weights, non_blocking=True)
+        for t in self._plan.transfers:
+            if t.section == section:
+                count = t.end - t.begin
+                self._mirror[t.to : t.to + count].copy_(
+                    self._received[t.to - own : t.to - own + count], non_blocking=True
+                )
+        torch.cuda.current_stream().synchronize()
 
 
-def export(converter: Converter, sites: Sequence[AdapterSite], rank: int) -> dict[str, Tensor]:
-    """Whole wire tensors that ``rank`` owns; collective over its tensor-parallel groups."""
-    tensors: dict[str, Tensor] = {}
-    for site in sites:
-        lora_a = _join(site, site.module.lora_A.detach(), site.a_split)
-        lora_b = _join(site, site.module.lora_B.detach(), site.b_split)
-        if converter.layout.owner(site.layer, site.expert) == rank:
-            tensors |= to_hf(converter.pieces(site), lora_a, lora_b)
-    return tensors
+def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv(operations)
+    return works
 
 
-def load(converter: Converter, sites: Sequence[AdapterSite], plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Copy this rank's shards out of whole tensors.
+def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The wire tensors among ``tensors``.
 
     Raises:
-        UnknownTensorError: a name that is neither in the plan nor an alias, or one missing.
+        UnknownTensorError: a name that is neither in the layout nor an alias, or one missing.
         AdapterError: a wrong shape, or an alias that differs from the tensor it stands for.
     """
-    planned = {t.name: t.shape for owned in plan.sources.values() for t in owned}
-    whole = _checked(planned, plan.aliases, tensors)
-    for site in sites:
-        lora_a, lora_b = to_megatron(converter.pieces(site), whole)
-        with torch.no_grad():
-            site.module.lora_A.copy_(_cut(site, lora_a, site.a_split))
-            site.module.lora_B.copy_(_cut(site, lora_b, site.b_split))
-
-
-def _checked(
-    planned: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    missing = sorted(planned.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - planned.keys() - aliases.keys())
+    shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
+    aliases = layout.aliases
+    missing = sorted(shapes.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - shapes.keys() - aliases.keys())
     if missing or unknown:
         kind, names = ("missing", missing) if missing else ("unknown", unknown)
         what = f"{len(names)} {kind}, first {names[0]}"
         raise UnknownTensorError(f"adapter tensors do not fit this model: {what}")
     for name, tensor in tensors.items():
-        shape = planned[aliases.get(name, name)]
-        if tuple(tensor.shape) != shape:
+        shape = shapes[aliases.get(name, name)]
+        if tuple(tensor.shape) != tuple(shape):
             raise AdapterError(f"adapter tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
         if name in aliases and not torch.equal(tensor, tensors[aliases[name]]):
             raise AdapterError(f"adapter tensor {name} differs from {aliases[name]}; Megatron keeps one for both")
-    return {name: tensors[name] for name in planned}
-
-
-def _group(site: AdapterSite) -> dist.ProcessGroup:
-    if site.expert is None:
-        return parallel_state.get_tensor_model_parallel_group()
-    return parallel_state.get_expert_tensor_parallel_group()
-
-
-def _halves(site: AdapterSite, dim: int) -> int:
-    """fc1 keeps its part of the gate rows, then its part of the up rows, on every rank."""
-    return 2 if site.linear == Linear.FC1 and dim == 0 else 1
-
-
-def _join(site: AdapterSite, local: Tensor, dim: int | None) -> Tensor:
-    """The whole tensor from every rank's part; replicated tensors are whole already."""
-    group = _group(site)
-    world = dist.get_world_size(group)
-    if dim is None or world == 1:
-        return local
-    parts = [torch.empty_like(local) for _ in range(world)]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    blocks = [part.chunk(_halves(site, dim), dim) for part in parts]
-    return torch.cat([block[half] for half in range(_halves(site, dim)) for block in blocks], dim)
-
-
-def _cut(site: AdapterSite, whole: Tensor, dim: int | None) -> Tensor:
-    """Inverse of `_join`: this rank's part of a whole tensor."""
-    group = _group(site)
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if dim is None or world == 1:
-        return whole
-    return torch.cat([half.chunk(world, dim)[rank] for half in whole.chunk(_halves(site, dim), dim)], dim)
+    return {name: tensors[name] for name in shapes}

@@ -11,8 +11,13 @@ from areal_lora.config.models import TrainerConfig
 from areal_lora.platforms.device import platform_of
 
 
-def initialize_parallel(trainer: TrainerConfig, device: torch.device, seed: int = 0) -> None:
-    """Make the groups of ``trainer``'s layout; joins the world from the environment if nobody has yet."""
+def initialize_parallel(
+    trainer: TrainerConfig, device: torch.device, seed: int = 0
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups of ``trainer``'s layout; joins the world from the environment if nobody has yet.
+
+    Returns this rank's tensor-parallel group and expert-tensor-parallel group.
+    """
     if not dist.is_initialized():
         dist.init_process_group(platform_of(device).collective)
     parallel_state.initialize_model_parallel(
@@ -20,3 +25,4 @@ def initialize_parallel(trainer: TrainerConfig, device: torch.device, seed: int 
         expert_model_parallel_size=trainer.ep, expert_tensor_parallel_size=trainer.etp,
     )
     model_parallel_cuda_manual_seed(seed)
+    return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()

@@ -1,122 +1,136 @@
-"""The frozen base model: Hugging Face folder to this rank's Megatron shard, right under expert parallelism."""
+"""The frozen base model: a Hugging Face folder as this rank's Megatron module.
+
+Bridge 0.3 has no Mixtral and no Qwen2-MoE, reads no rope theta where transformers 5 keeps it
+and no list of dense layers, and gives every expert-parallel rank the first experts. So the
+sizes come from config.json here, the weights from `base_weights`; Bridge builds the model.
+"""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from safetensors import safe_open
-from torch import Tensor, nn
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import nn
+from torch.nn import functional
 
+from areal_lora.config.architectures import ModelShape
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.engine.megatron_utils.grouped import ColumnGroupedLinear, RowGroupedLinear
 from areal_lora.engine.megatron_utils.layout import Layout
-from areal_lora.errors import UnknownTensorError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_model(model: ModelConfig, trainer: TrainerConfig, layout: Layout, device: torch.device) -> nn.Module:
-    """This rank's part of the model with its weights loaded. Parallel state must be initialised."""
+def build_model(
+    model: ModelConfig, trainer: TrainerConfig, layout: Layout, hf: Mapping[str, Any], device: torch.device
+) -> nn.Module:
+    """This rank's part of the model, weights not loaded. Parallel state must be initialised."""
     dtype = DTYPES[model.dtype]
-    bridge = AutoBridge.from_hf_pretrained(model.path, dtype=dtype)
-    provider = bridge.to_megatron_provider(load_weights=False)
-    _set_parallel(provider, trainer, dtype)
-    if device.type == "cpu":
-        _set_cpu(provider, layout)
+    provider = GPTModelProvider(
+        **_architecture(hf), **_parallel(trainer, layout, dtype), **_numerics(trainer, on_cpu=device.type == "cpu")
+    )
     provider.finalize()
-    module = provider.provide(
+    module: nn.Module = provider.provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
     )
     module = module.to(device=device, dtype=dtype)
-    bridge.load_hf_weights([module])
-    if layout.experts:
-        load_experts(module, model.path, layout, parallel_state.get_expert_model_parallel_rank())
+    if trainer.recompute and parallel_state.is_pipeline_first_stage():
+        # Megatron recomputes a block only if its input wants a gradient; embeddings are frozen.
+        module.get_submodule("embedding").register_forward_hook(
+            lambda _module, _args, output: output.detach().requires_grad_(torch.is_grad_enabled())
+        )
     # Losses arrive as plain sums; with this set the schedule divides by nothing.
-    module.config.calculate_per_token_loss = True
-    module.config.variable_seq_lengths = False
+    config: Any = module.config
+    config.calculate_per_token_loss = True
+    config.variable_seq_lengths = False
     return module
 
 
-def _set_parallel(provider: Any, trainer: TrainerConfig, dtype: torch.dtype) -> None:
-    provider.tensor_model_parallel_size = trainer.tp
-    provider.pipeline_model_parallel_size = trainer.pp
-    provider.expert_model_parallel_size = trainer.ep
-    provider.expert_tensor_parallel_size = trainer.etp
-    provider.sequence_parallel = trainer.tp > 1
-    provider.params_dtype = provider.pipeline_dtype = dtype
-    provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
-    provider.make_vocab_size_divisible_by = 1
-    provider.gradient_accumulation_fusion = False
-    # The router is frozen and no auxiliary loss may leak into the adapters' gradients.
-    provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
-    # One module per expert: the layout `per_expert` at every expert-parallel size.
-    provider.moe_grouped_gemm = False
-    provider.hidden_dropout = provider.attention_dropout = 0.0
+def _architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes and choices of the six families; `architectures.unsupported` has refused what these do not cover."""
+    shape = ModelShape.from_hf(hf)
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    fields: dict[str, Any] = {
+        "num_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads, "kv_channels": shape.head_dim, "ffn_hidden_size": shape.ffn,
+        "vocab_size": shape.vocab, "seq_length": shape.max_positions, "layernorm_epsilon": hf["rms_norm_eps"],
+        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": functional.silu,
+        "add_bias_linear": False, "add_qkv_bias": shape.model_type in ("qwen2", "qwen2_moe"),
+        "qk_layernorm": shape.model_type in ("qwen3", "qwen3_moe"),
+        "share_embeddings_and_output_weights": shape.tied, "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        "rope_scaling": rope.get("rope_type") == "llama3", "rope_scaling_factor": rope.get("factor") or 1.0,
+    }  # fmt: skip
+    if shape.experts:
+        sparse = set(shape.sparse_layers)
+        fields |= {
+            "num_moe_experts": shape.experts, "moe_ffn_hidden_size": shape.expert_ffn,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_layer_freq": [int(i in sparse) for i in range(shape.layers)],
+            # Softmax over the chosen experts, or over all without making the chosen ones sum to 1.
+            "moe_router_pre_softmax": shape.model_type != "mixtral" and not hf.get("norm_topk_prob", False),
+            "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
+            "moe_shared_expert_gate": shape.shared_ffn > 0,
+        }  # fmt: skip
+    return fields
+
+
+def _parallel(trainer: TrainerConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    stages = [["decoder"] * count for count in layout.stage_layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return {
+        "tensor_model_parallel_size": trainer.tp, "pipeline_model_parallel_size": trainer.pp,
+        "pipeline_model_parallel_layout": stages if trainer.pp > 1 else None,
+        "expert_model_parallel_size": trainer.ep, "expert_tensor_parallel_size": trainer.etp,
+        "sequence_parallel": trainer.tp > 1, "params_dtype": dtype, "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16, "fp16": False,
+    }  # fmt: skip
+
+
+def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "make_vocab_size_divisible_by": 1, "gradient_accumulation_fusion": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        # The router is frozen and no auxiliary loss may leak into the adapters' gradients.
+        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": trainer.moe_grouped_gemm,
+        "transformer_layer_spec": _spec_on_cpu if on_cpu else _spec_on_gpu,
+        "moe_token_dispatcher_type": "alltoall",
+        # Every weight is read from the folder.
+        "perform_initialization": False,
+    }  # fmt: skip
     if trainer.recompute:
-        provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if on_cpu:
+        # No fused kernels, and the token dispatcher whose collectives gloo accepts.
+        fused = (
+            "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion",
+            "moe_permute_fusion", "apply_rope_fusion", "persist_layer_norm",
+        )  # fmt: skip
+        fields |= dict.fromkeys(fused, False) | {
+            "use_cpu_initialization": True, "moe_token_dispatcher_type": "allgather",
+        }  # fmt: skip
+    return fields
 
 
-def _set_cpu(provider: Any, layout: Layout) -> None:
-    """Plain torch layers, no fused kernels, and the token dispatcher whose collectives gloo accepts."""
-    provider.transformer_layer_spec = get_gpt_layer_local_spec(
-        num_experts=layout.experts or None, moe_grouped_gemm=False, qk_layernorm=provider.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    provider.moe_token_dispatcher_type = "allgather"
-    provider.use_cpu_initialization = True
-    provider.bias_activation_fusion = provider.bias_dropout_fusion = False
-    provider.masked_softmax_fusion = provider.cross_entropy_loss_fusion = False
-    provider.moe_permute_fusion = provider.apply_rope_fusion = provider.persist_layer_norm = False
+def _spec_on_gpu(config: GPTModelProvider) -> Any:
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
 
 
-_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc1|linear_fc2)\.weight$")
-
-
-def load_experts(module: nn.Module, path: str, layout: Layout, ep_rank: int) -> None:
-    """Read this rank's experts from the safetensors files.
-
-    Bridge 0.3 gives every expert-parallel rank the first experts when each expert is a module
-    of its own. Raises UnknownTensorError for a missing tensor or an expert nobody loads.
-    """
-    index = _weight_index(path)
-    first_layer = parallel_state.get_pipeline_model_parallel_rank() * layout.layers_per_stage
-    loaded = 0
-    for name, parameter in module.named_parameters():
-        found = _EXPERT.search(name)
-        if found is None:
-            continue
-        layer, expert = first_layer + int(found[1]), ep_rank * layout.experts_per_rank + int(found[2])
-        base = f"model.layers.{layer}.mlp.experts.{expert}"
-        if found[3] == "linear_fc1":
-            whole = [_read(index, f"{base}.{part}_proj.weight") for part in ("gate", "up")]
-            dim = 0
-        else:
-            whole, dim = [_read(index, f"{base}.down_proj.weight")], 1
-        etp, rank = layout.etp, parallel_state.get_expert_tensor_parallel_rank()
-        with torch.no_grad():
-            parameter.copy_(torch.cat([w.chunk(etp, dim)[rank] for w in whole], dim=0 if dim == 0 else 1))
-        loaded += 1
-    expected = 2 * layout.layers_per_stage * layout.experts_per_rank
-    if loaded != expected:
-        raise UnknownTensorError(f"{path}: loaded {loaded} expert tensors on this rank, expected {expected}")
-
-
-def _weight_index(path: str) -> dict[str, Path]:
-    """Which file of the folder holds which tensor."""
-    index: dict[str, Path] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            index |= dict.fromkeys(tensors.keys(), file)
-    return index
-
-
-def _read(index: dict[str, Path], name: str) -> Tensor:
-    if name not in index:
-        raise UnknownTensorError(f"model tensor {name} is in no safetensors file of the model folder")
-    with safe_open(index[name], framework="pt") as tensors:
-        return tensors.get_tensor(name)
+def _spec_on_cpu(config: GPTModelProvider) -> Any:
+    """Plain torch layers; grouped experts with linear layers of our own, for Megatron's need Transformer Engine."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in block.layer_specs:
+        mlp = layer.submodules.mlp
+        if config.moe_grouped_gemm and "experts" in vars(mlp.submodules):
+            grouped = MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+            mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
+    return block

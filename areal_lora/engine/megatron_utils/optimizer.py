@@ -7,7 +7,7 @@ every adapter must step alone (contract C1), so each has a plain AdamW of its ow
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,12 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from areal_lora.config.models import OptimizerConfig
-from areal_lora.engine.megatron_utils.layout import Layout
-from areal_lora.engine.megatron_utils.lora import AdapterSite
-from areal_lora.types import StepStats
+from areal_lora.engine.megatron_utils.arena import Range
+from areal_lora.engine.megatron_utils.gather import AdapterMemory
+from areal_lora.errors import AdapterError
+from areal_lora.types import ExpertLayout, StepStats
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def lr_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -37,59 +40,62 @@ def lr_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterClass:
-    """Parameters whose gradients are reduced alike. ``counted``: this rank's copy enters the norm."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientClass:
+    """Elements [begin, end) of an adapter's memory whose gradients are reduced alike.
 
-    parameters: list[nn.Parameter]
+    ``groups`` are those to sum over, one after the other. ``counted``: this rank's copy enters the norm.
+    """
+
+    begin: int
+    end: int
     groups: list[dist.ProcessGroup]
     counted: bool
 
 
-def classify(sites: Sequence[AdapterSite], layout: Layout, rank: int) -> list[ParameterClass]:
-    """Split an adapter's parameters by what their gradients must be summed over.
+def classify(memory: AdapterMemory) -> list[GradientClass]:
+    """What the gradients of each range of a rank's memory must be summed over.
 
-    Split tensors are whole after the data-parallel sum, replicated ones need their
-    tensor-parallel ranks' parts as well (see `lora`). Each element counts once in the norm.
+    Split tensors are whole after the sum over their replicas, replicated ones need their tensor-parallel
+    ranks' parts as well (see `lora`). An adapter of all experts saw only this rank's experts, so its
+    replicas are the expert-parallel ranks, too. Each element counts once in the norm.
     """
+    layout, rank = memory.model.layout, memory.rank
+    dense = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
+    experts = [parallel_state.get_expert_data_parallel_group()]
+    first_dense, first_expert = layout.dp_rank(rank) == 0, layout.edp_rank(rank) == 0
+    if memory.spec.expert_layout is ExpertLayout.SHARED:
+        experts.append(parallel_state.get_expert_model_parallel_group())
+        first_expert = first_expert and layout.ep_rank(rank) == 0
+    tp, etp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+    rows = (
+        (Range.DENSE_SPLIT, dense, first_dense),
+        (Range.DENSE_WHOLE, [tp, *dense], first_dense and layout.tp_rank(rank) == 0),
+        (Range.EXPERT_SPLIT, experts, first_expert),
+        (Range.EXPERT_WHOLE, [etp, *experts], first_expert and layout.etp_rank(rank) == 0),
+    )
     classes = []
-    for expert in (False, True):
-        if expert:
-            tp_group = parallel_state.get_expert_tensor_parallel_group()
-            dp_group = parallel_state.get_expert_data_parallel_group()
-            tp_rank, dp_rank = layout.etp_rank(rank), layout.edp_rank(rank)
-        else:
-            tp_group = parallel_state.get_tensor_model_parallel_group()
-            dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            tp_rank, dp_rank = layout.tp_rank(rank), layout.dp_rank(rank)
-        for split in (False, True):
-            parameters = [
-                parameter
-                for site in sites
-                if (site.expert is not None) == expert
-                for parameter, dim in ((site.module.lora_A, site.a_split), (site.module.lora_B, site.b_split))
-                if (dim is not None) == split
-            ]
-            if parameters:
-                groups = [dp_group] if split else [tp_group, dp_group]
-                counted = dp_rank == 0 and (split or tp_rank == 0)
-                classes.append(ParameterClass(parameters, groups, counted))
+    for part, groups, counted in rows:
+        begin, end = memory.arena.extent(part)
+        if end > begin:
+            needed = [group for group in groups if dist.get_world_size(group) > 1]
+            classes.append(GradientClass(begin=begin, end=end, groups=needed, counted=counted))
     return classes
 
 
 class AdapterOptimizer:
-    """Gradients, moments, clock and learning rate of one adapter on one rank."""
+    """Moments, clock and learning rate of one adapter on one rank; its weights and gradients are `AdapterMemory`'s."""
 
-    def __init__(
-        self, config: OptimizerConfig, total_steps: int, sites: Sequence[AdapterSite], layout: Layout, rank: int
-    ) -> None:
+    def __init__(self, config: OptimizerConfig, total_steps: int, memory: AdapterMemory) -> None:
         self._config = config
         self._total_steps = total_steps
-        self._classes = classify(sites, layout, rank)
-        self.parameters = [p for c in self._classes for p in c.parameters]
+        self._classes = classify(memory)
+        self._grads = memory.grads
+        self._weights = nn.Parameter(memory.weights)
+        self._weights.grad = self._grads
         self.step_count = 0
         self._adam = torch.optim.AdamW(
-            self.parameters, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
+            [self._weights], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
             weight_decay=config.weight_decay, foreach=True,
         )
 
@@ -101,28 +107,24 @@ class AdapterOptimizer:
         if not skipped:
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             if factor < 1.0:
-                torch._foreach_mul_([p.grad for p in self.parameters], factor)
+                self._grads.mul_(factor)
             for group in self._adam.param_groups:
                 group["lr"] = lr
             self._adam.step()
             self.step_count += 1
-        self._adam.zero_grad(set_to_none=True)
+        # Kept and zeroed: the modules' gradients are views of it.
+        self._grads.zero_()
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
 
     def _reduce(self, denominator: float) -> float:
         """Leave the whole, divided gradient on every rank; return its norm over all unique elements."""
         squares = torch.zeros(1, dtype=torch.float64)
-        for group_of in self._classes:
-            flat = torch.cat([_gradient(p).reshape(-1) for p in group_of.parameters])
-            flat /= denominator
-            for group in group_of.groups:
-                if dist.get_world_size(group) > 1:
-                    dist.all_reduce(flat, group=group)
-            offset = 0
-            for parameter in group_of.parameters:
-                parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
-                offset += parameter.numel()
-            if group_of.counted:
+        self._grads.div_(denominator)
+        for part in self._classes:
+            flat = self._grads[part.begin : part.end]
+            for group in part.groups:
+                dist.all_reduce(flat, group=group)
+            if part.counted:
                 squares += flat.double().square().sum().cpu()
         # NaN and infinity survive the sum, so every rank sees the same verdict.
         dist.all_reduce(squares)
@@ -130,26 +132,22 @@ class AdapterOptimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and step count of this rank as flat tensors (clones)."""
-        state = {"step": torch.tensor([self.step_count], dtype=torch.int64)}
-        for index, parameter in enumerate(self.parameters):
-            moments = self._adam.state.get(parameter, {})
-            state[f"{index}.weight"] = parameter.detach().clone()
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[f"{index}.{name}"] = moments.get(name, torch.zeros_like(parameter)).clone()
-        return state
+        moments = self._adam.state.get(self._weights, {})
+        return {
+            "step": torch.tensor([self.step_count], dtype=torch.int64),
+            "weight": self._weights.detach().clone(),
+            **{n: moments.get(n, torch.zeros_like(self._weights)).detach().clone() for n in MOMENTS},
+        }
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Inverse of `state_dict` for the same layout and rank."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of `state_dict` for the same layout and rank. Raises AdapterError for one of another."""
+        wrong = [n for n in ("weight", *MOMENTS) if n not in state or state[n].shape != self._weights.shape]
+        if wrong or "step" not in state:
+            raise AdapterError(f"the adapter's state does not fit this rank: {', '.join(wrong) or 'step'}")
         self.step_count = int(state["step"])
-        for index, parameter in enumerate(self.parameters):
-            with torch.no_grad():
-                parameter.copy_(state[f"{index}.weight"])
-            self._adam.state[parameter] = {
-                "step": torch.tensor(float(self.step_count)),
-                **{name: state[f"{index}.{name}"].clone() for name in ("exp_avg", "exp_avg_sq")},
-            }
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """An expert that saw no token has no gradient: that is zero, not absence."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        with torch.no_grad():
+            self._weights.copy_(state["weight"])
+        self._adam.state[self._weights] = {
+            "step": torch.tensor(float(self.step_count)),
+            **{n: state[n].to(self._weights.device, copy=True) for n in MOMENTS},
+        }

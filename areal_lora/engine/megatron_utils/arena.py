@@ -1,0 +1,173 @@
+"""Where an adapter's numbers lie in the flat fp32 memory of a trainer rank. Pure; the same on every rank.
+
+All adapter parameters of a rank are views of one flat tensor, and so are their gradients::
+
+    | dense, split | dense, whole | experts, split | experts, whole |
+
+*split* parts are divided over a tensor-parallel group, *whole* ones are replicated over it; dense
+sites use the tensor-parallel group, routed experts the expert-tensor-parallel one. Each range is
+in site order, so a run of consecutive sites is one piece of memory to gather. The matrices of a
+rank's experts of one linear layer are stacked, whether Megatron keeps the experts in one module
+or in one each.
+
+Column-parallel layers (qkv, fc1) split lora_B over its rows, row-parallel ones (proj, fc2) split
+lora_A over its columns. All ranks of a pipeline stage have the same arrangement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from areal_lora.engine.megatron_utils.convert.registry import Dims, Family, Scope, SiteKey, spec_covers
+from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.types import AdapterSpec
+
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+Rows = tuple[tuple[int, int], ...]
+
+
+class Range(IntEnum):
+    """The four parts of a rank's memory, in order."""
+
+    DENSE_SPLIT = 0
+    DENSE_WHOLE = 1
+    EXPERT_SPLIT = 2
+    EXPERT_WHOLE = 3
+
+
+def is_routed(scope: Scope) -> bool:
+    """Whether the expert-tensor-parallel group divides it. The shared expert is divided like a dense layer."""
+    return scope in (Scope.EXPERT, Scope.ALL_EXPERTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bank:
+    """The adapters of one linear layer on one rank: its experts stacked, a dense layer as a stack of one.
+
+    lora_A is ``a_shape`` [n, r, in] at element ``a`` of the memory, lora_B ``b_shape`` [n, out, r] at ``b``,
+    both as this rank has them. ``experts`` are global numbers, empty unless every expert has an adapter of its own.
+    """
+
+    linear: str
+    layer: int
+    scope: Scope
+    experts: range
+    a: int
+    b: int
+    a_shape: tuple[int, int, int]
+    b_shape: tuple[int, int, int]
+
+    @property
+    def column_parallel(self) -> bool:
+        return self.linear in COLUMN_PARALLEL
+
+    @property
+    def keys(self) -> list[SiteKey]:
+        numbers: Sequence[int | None] = self.experts or [None]
+        return [SiteKey(linear=self.linear, layer=self.layer, scope=self.scope, expert=e) for e in numbers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model in a parallel layout: what every rank knows about every adapter."""
+
+    family: Family
+    dims: Dims
+    layout: Layout
+
+    def every_site(self, spec: AdapterSpec) -> list[SiteKey]:
+        """All sites that an adapter with this expert layout could have, in the order of `Family.sites`."""
+        return self.family.sites(self.dims, range(self.layout.layers), spec.expert_layout)
+
+    def sites(self, spec: AdapterSpec) -> list[SiteKey]:
+        """Those that the adapter has, in the same order."""
+        return [key for key in self.every_site(spec) if spec_covers(spec.target_modules, key)]
+
+    def group_size(self, scope: Scope) -> int:
+        return self.layout.etp if is_routed(scope) else self.layout.tp
+
+    def group_rank(self, scope: Scope, rank: int) -> int:
+        return self.layout.etp_rank(rank) if is_routed(scope) else self.layout.tp_rank(rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arena:
+    """The memory of one rank: ``bounds`` are the element offsets at which its four ranges begin, and its size."""
+
+    banks: tuple[Bank, ...]
+    bounds: tuple[int, int, int, int, int]
+
+    def extent(self, part: Range) -> tuple[int, int]:
+        return self.bounds[part], self.bounds[part + 1]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.bounds[-1]
+
+
+def arrange(model: Model, spec: AdapterSpec, rank: int) -> Arena:
+    """The arena of ``rank``; every rank of its stage has the same but for the numbers of its experts."""
+    shapes = list(_shapes(model, spec, rank))
+    sizes = [0, 0, 0, 0]
+    places: list[tuple[int, int, int, int]] = []  # range and offset in it of lora_A, then of lora_B
+    for linear, _, scope, _, a_shape, b_shape in shapes:
+        split, whole = (Range.EXPERT_SPLIT, Range.EXPERT_WHOLE) if is_routed(scope) else (
+            Range.DENSE_SPLIT, Range.DENSE_WHOLE
+        )  # fmt: skip
+        a_part, b_part = (whole, split) if linear in COLUMN_PARALLEL else (split, whole)
+        places.append((a_part, sizes[a_part], b_part, sizes[b_part]))
+        sizes[a_part] += _count(a_shape)
+        sizes[b_part] += _count(b_shape)
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    banks = tuple(
+        Bank(
+            linear=linear, layer=layer, scope=scope, experts=experts, a=bounds[a_part] + a, b=bounds[b_part] + b,
+            a_shape=a_shape, b_shape=b_shape,
+        )
+        for (linear, layer, scope, experts, a_shape, b_shape), (a_part, a, b_part, b) in zip(
+            shapes, places, strict=True
+        )
+    )
+    return Arena(banks=banks, bounds=(bounds[0], bounds[1], bounds[2], bounds[3], bounds[4]))
+
+
+Shape3 = tuple[int, int, int]
+
+
+def _shapes(model: Model, spec: AdapterSpec, rank: int) -> Iterator[tuple[str, int, Scope, range, Shape3, Shape3]]:
+    """Per linear layer of the rank's stage: name, layer, scope, experts, shapes of the rank's stacked lora_A and B."""
+    layers, mine = model.layout.layers_of(rank), model.layout.experts_of(rank)
+    for key in model.sites(spec):
+        # One stack per linear layer, met at the first of the rank's experts.
+        if key.layer not in layers or (key.expert is not None and key.expert != mine.start):
+            continue
+        pieces = model.family.pieces(model.dims, key)
+        n_in, n_out = pieces[0].in_features, sum(p.out_features for p in pieces)
+        size = model.group_size(key.scope)
+        if key.linear in COLUMN_PARALLEL:
+            n_out //= size
+        else:
+            n_in //= size
+        n = 1 if key.expert is None else len(mine)
+        experts = range(0) if key.expert is None else mine
+        yield key.linear, key.layer, key.scope, experts, (n, spec.rank, n_in), (n, n_out, spec.rank)
+
+
+def _count(shape: Shape3) -> int:
+    return shape[0] * shape[1] * shape[2]
+
+
+def held_rows(linear: str, rows: int, size: int) -> Callable[[int], Rows]:
+    """Which of ``rows`` output rows of a column-parallel layer rank k of ``size`` holds, in its own order.
+
+    fc1 is cut within its gate rows and within its up rows, so that each rank can multiply the two.
+    """
+    halves = 2 if linear == "linear_fc1" else 1
+    half = rows // halves
+    each = half // size
+    return lambda k: tuple((h * half + k * each, h * half + (k + 1) * each) for h in range(halves))

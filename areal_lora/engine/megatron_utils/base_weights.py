@@ -1,0 +1,146 @@
+"""Weights of the frozen base: from a Hugging Face folder straight into one rank's Megatron parameters.
+
+Every rank reads the slices it holds, so no weight travels between ranks and every layout is
+read the same way. Names of both of Megatron's layer kinds are known: plain torch and
+Transformer Engine, whose linear layers contain the norm before them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from areal_lora.engine.megatron_utils.arena import COLUMN_PARALLEL, Model, held_rows
+from areal_lora.engine.megatron_utils.convert.registry import Piece, Scope, SiteKey
+from areal_lora.errors import UnknownTensorError
+
+_NORMS = {
+    "input_layernorm.weight": "input_layernorm",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm",
+}
+_LAYER = re.compile(r"^decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
+_LINEAR = re.compile(
+    r"^(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
+    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.(?:local_experts\.(?P<expert>\d+)\.)?)?"
+    r"(?P<mlp>linear_fc[12]))\.(?P<what>weight|bias)(?P<number>\d*)$"
+)
+
+
+class Folder:
+    """The tensors of a model folder by name, in pieces."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._files: dict[str, Any] = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            opened = safe_open(file, framework="pt")
+            self._files |= dict.fromkeys(opened.keys(), opened)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._slice(name)[start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> Tensor:
+        return self._slice(name)[:, start:stop]
+
+    def whole(self, name: str) -> Tensor:
+        return self._slice(name)[:]
+
+    def _slice(self, name: str) -> Any:
+        """Raises UnknownTensorError."""
+        if name not in self._files:
+            raise UnknownTensorError(f"model tensor {name} is in no safetensors file of the model folder")
+        return self._files[name].get_slice(name)
+
+
+def load_base(module: nn.Module, path: str, model: Model, rank: int) -> None:
+    """Fill every parameter of ``module``. Raises UnknownTensorError for a missing tensor or an unknown parameter."""
+    folder = Folder(path)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(_read(folder, model, rank, name, parameter))
+
+
+def _read(folder: Folder, model: Model, rank: int, name: str, parameter: Tensor) -> Tensor:
+    """This rank's part of the parameter that Megatron calls ``name``."""
+    if (found := _LAYER.match(name)) is not None:
+        return _read_layer(folder, model, rank, int(found["layer"]), found["rest"])
+    tp, rows = model.layout.tp_rank(rank), parameter.shape[0]
+    if name == "decoder.final_layernorm.weight":
+        return folder.whole("model.norm.weight")
+    if name == "embedding.word_embeddings.weight":
+        return folder.rows("model.embed_tokens.weight", tp * rows, (tp + 1) * rows)
+    if name == "output_layer.weight":
+        # Tied models have no lm_head; the last stage keeps a copy of the embeddings.
+        hf = "lm_head.weight" if "lm_head.weight" in folder else "model.embed_tokens.weight"
+        return folder.rows(hf, tp * rows, (tp + 1) * rows)
+    raise UnknownTensorError(f"nothing is known about the model's parameter {name}")
+
+
+def _read_layer(folder: Folder, model: Model, rank: int, local: int, rest: str) -> Tensor:
+    layer = model.layout.layers_of(rank)[local]
+    base = f"model.layers.{layer}"
+    if rest in _NORMS:
+        return folder.whole(f"{base}.{_NORMS[rest]}.weight")
+    if rest == "mlp.router.weight":
+        routers = (f"{base}.mlp.gate.weight", f"{base}.block_sparse_moe.gate.weight")
+        return folder.whole(next((n for n in routers if n in folder), routers[0]))
+    if rest == "mlp.shared_experts.gate_weight":
+        return folder.whole(f"{base}.mlp.shared_expert_gate.weight")
+    if (found := _LINEAR.match(rest)) is None:
+        raise UnknownTensorError(f"nothing is known about the model's parameter {rest} of layer {layer}")
+    linear = found["attention"] or found["mlp"]
+    if not found["experts"]:
+        scope = Scope.SHARED_EXPERT if found["shared"] else Scope.ATTENTION if found["attention"] else Scope.MLP
+        return _read_linear(folder, model, rank, SiteKey(linear=linear, layer=layer, scope=scope), found["what"])
+    mine = model.layout.experts_of(rank)
+    number = found["expert"] or found["number"]  # neither: all of the rank's experts stacked
+    keys = [
+        SiteKey(linear=linear, layer=layer, scope=Scope.EXPERT, expert=expert)
+        for expert in (mine if not number else [mine[int(number)]])
+    ]
+    parts = [_read_linear(folder, model, rank, key, found["what"]) for key in keys]
+    return parts[0] if number else torch.stack(parts)
+
+
+def _read_linear(folder: Folder, model: Model, rank: int, key: SiteKey, what: str) -> Tensor:
+    """This rank's rows (column-parallel) or columns of a linear layer, fused from its projections."""
+    pieces = model.family.pieces(model.dims, key)
+    size, mine = model.group_size(key.scope), model.group_rank(key.scope, rank)
+    if key.linear not in COLUMN_PARALLEL:
+        if what == "bias":
+            raise UnknownTensorError(f"layer {key.layer}: nothing is known about a bias of {key.linear}")
+        each = pieces[0].in_features // size
+        return folder.columns(f"{pieces[0].name}.weight", mine * each, (mine + 1) * each)
+    held = held_rows(key.linear, sum(p.out_features for p in pieces), size)(mine)
+    return torch.cat([folder.rows(f"{name}.{what}", a, b) for name, a, b in row_parts(pieces, held)])
+
+
+def row_parts(pieces: Sequence[Piece], held: Sequence[tuple[int, int]]) -> list[tuple[str, int, int]]:
+    """(projection, first row, last row) that make up the rows ``held`` of a fused layer, in their order."""
+    spans = []  # fused start, stop, projection, its row there
+    for piece in pieces:
+        at = 0
+        for start, stop in piece.rows:
+            spans.append((start, stop, piece.name, at))
+            at += stop - start
+    spans.sort()
+    parts = []
+    for low, high in held:
+        for start, stop, name, at in spans:
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                parts.append((name, at + first - start, at + last - start))
+    return parts
