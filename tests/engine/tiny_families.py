@@ -33,15 +33,19 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 160, "initializer_range": 0.1}
+"""vLLM's attention on CPU takes heads of 32 and more."""
+
+
 @cache
-def tiny_model(kind: str) -> PreTrainedModel:
+def tiny_model(kind: str, wide: bool = False) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY[kind]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY[kind], **(_WIDE if wide else {})}))
     return model.float().eval()
 
 
-def save(kind: str, folder: Path) -> Path:
+def save(kind: str, folder: Path, wide: bool = False) -> Path:
     """The folder that transformers writes: what the published checkpoints look like."""
     path = folder / kind
-    tiny_model(kind).save_pretrained(path)
+    tiny_model(kind, wide).save_pretrained(path)
     return path

@@ -1,0 +1,32 @@
+"""vLLM's own LLM class: log-probabilities of TOKENS (JSON) with and without an adapter folder: BASE ADAPTER TOKENS."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ |= {"VLLM_PLUGINS": "areal_lora", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def main(base: str, adapter: str, tokens: list[int]) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    engine = LLM(
+        base, dtype="float32", max_model_len=128, enforce_eager=True, enable_lora=True, max_lora_rank=8, max_loras=2,
+        skip_tokenizer_init=True,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    rows = []
+    for request in (LoRARequest("converted", 1, adapter), None):
+        prompt = {"prompt_token_ids": tokens}
+        (output,) = engine.generate([prompt], params, lora_request=request, use_tqdm=False)
+        rows.append([output.prompt_logprobs[i][token].logprob for i, token in enumerate(tokens) if i])
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
