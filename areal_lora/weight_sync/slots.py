@@ -79,11 +79,17 @@ class SlotTable:
         self._drop(resident)
         return resident
 
-    def retirable(self, keep: int) -> list[AdapterRef]:
-        """Unused versions beyond the newest ``keep`` (>= 1) active ones of their adapter, oldest first."""
+    def retirable(self, keep: int, incoming: str | None = None) -> list[AdapterRef]:
+        """Unused versions beyond the newest ``keep`` (>= 1) active ones of their adapter, oldest first.
+
+        A version of adapter ``incoming`` that is about to become active is counted in; the newest
+        one before it is never named.
+        """
         if keep < 1:
             raise ValueError(f"keep is {keep}; the newest version must keep serving")
-        kept = {ref for name in {r.name for r in self._residents} for ref in self._versions(name)[-keep:]}
+        kept: set[AdapterRef] = set()
+        for name in {r.name for r in self._residents}:
+            kept.update(self._versions(name)[-max(1, keep - (name == incoming)) :])
         return [r for r in self.active() if r not in kept and not self._residents[r].in_use]
 
     def active(self) -> list[AdapterRef]:

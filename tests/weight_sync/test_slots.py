@@ -57,6 +57,14 @@ def test_the_newest_version_is_never_retired():
         t.retirable(keep=0)
 
 
+def test_room_is_made_for_a_version_about_to_come():
+    t = table(0, 1, 2)
+    assert t.retirable(keep=3) == []
+    assert t.retirable(keep=3, incoming="a") == [ref(0)]
+    assert t.retirable(keep=3, incoming="b") == []
+    assert t.retirable(keep=1, incoming="a") == [ref(0), ref(1)]  # the newest serves until its successor does
+
+
 def test_abort_gives_the_slot_back_and_leaves_the_old_version():
     t = table(0, n_slots=2)
     t.reserve(ref(1))

@@ -1,11 +1,10 @@
 """Admin plane of a rollout server: msgpack over HTTP on a port of its own, run secret required.
 
-Messages and paths of info, join, publish and score are ``weight_sync.transport``'s. Beside them:
+What a trainer uses is in ``weight_sync.transport``. Beside that:
 
 =======  ====================  ==================  ==========================================
 method   path                  request body        answer
 =======  ====================  ==================  ==========================================
-GET      ``/admin/modules``    none                200 ``ModulesReply``: what can be adapted
 POST     ``/admin/retire``     ``RetireRequest``   200; 404 unknown; 409 in use or the newest
 POST     ``/admin/drain``      none                200 when no request is running
 POST     ``/admin/shutdown``   none                200, then the server ends
@@ -32,12 +31,16 @@ from areal_lora.weight_sync.transport import (
     CONTENT_TYPE,
     INFO_PATH,
     JOIN_PATH,
+    MODULES_PATH,
+    PING_PATH,
     PUBLISH_PATH,
     SCORE_PATH,
     InfoReply,
     JoinReply,
     JoinRequest,
     Message,
+    ModulesReply,
+    PingReply,
     RefusalReply,
     ScoreReply,
     ScoreRequest,
@@ -46,7 +49,6 @@ from areal_lora.weight_sync.transport import (
     encode_message,
 )
 
-MODULES_PATH = "/admin/modules"
 RETIRE_PATH = "/admin/retire"
 DRAIN_PATH = "/admin/drain"
 SHUTDOWN_PATH = "/admin/shutdown"
@@ -55,14 +57,6 @@ DRAIN_POLL_S = 0.05
 
 class RetireRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ref: str
-
-
-class ModulesReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``names`` are the wire names of all matrices served; ``slots`` how many versions fit."""
-
-    names: list[str]
-    slots: int
-    max_rank: int
 
 
 class BearerAuth:
@@ -102,6 +96,7 @@ class AdminPlane:
         routes = [
             Route(INFO_PATH, self.info),
             Route(MODULES_PATH, self.modules),
+            Route(PING_PATH, _guarded(self.ping)),
             Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
             Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
             Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
@@ -116,6 +111,10 @@ class AdminPlane:
 
     async def modules(self, request: Request) -> Response:
         return _answer(self._modules)
+
+    async def ping(self, request: Request) -> Response:
+        await self._adapters.ping()
+        return _answer(PingReply())
 
     async def join(self, request: Request) -> Response:
         await self._adapters.join(decode_message(await request.body(), JoinRequest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,19 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from areal_lora.config.architectures import TARGETS, Scope
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import reachable_host
-from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ReportSocket, ServedAdapters
-from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth, ModulesReply
+from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
+from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth
+from areal_lora.engine.vllm_ext.channel import WorkerChannel
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.generate import Generator
-from areal_lora.engine.vllm_ext.lora_install import VLLM_MODULES
+from areal_lora.engine.vllm_ext.lora_install import vllm_modules
 from areal_lora.engine.vllm_ext.worker_extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
 from areal_lora.errors import ConfigError
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.transport import InfoReply
+from areal_lora.weight_sync.transport import InfoReply, ModulesReply
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -32,7 +35,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     engine: AsyncLLM
-    reports: ReportSocket
+    channel: WorkerChannel
     data_app: ASGIApp
     admin_app: ASGIApp
     n_slots: int
@@ -40,7 +43,7 @@ class Parts:
 
     def close(self, timeout_s: float) -> None:
         """End the engine's processes within about ``timeout_s`` and remove the shared memory they shared."""
-        self.reports.close()
+        self.channel.close()
         self.engine.shutdown(timeout_s)
         for file in Path("/dev/shm").glob(f"{self.shm_prefix}*") if self.shm_prefix else ():
             file.unlink(missing_ok=True)
@@ -49,11 +52,13 @@ class Parts:
 def engine_args(config: Config) -> AsyncEngineArgs:
     """Pure. Raises ConfigError for a rank or target that vLLM cannot hold."""
     rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
-    targets = {t for a in config.adapters for t in a.target_modules}
-    unknown = sorted(targets - VLLM_MODULES.keys())
+    targets = sorted({t for a in config.adapters for t in a.target_modules})
+    unknown = [t for t in targets if not vllm_modules([t])]
     if unknown:
-        known = ", ".join(sorted(VLLM_MODULES))
-        raise ConfigError("adapters.target_modules", f"{unknown} cannot be served", f"choose from {known}")
+        raise ConfigError(
+            "adapters.target_modules", f"{unknown} cannot be served",
+            f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
+        )
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rollout.max_lora_rank]
     if not ranks:
         raise ConfigError("rollout.max_lora_rank", f"{rollout.max_lora_rank} is above vLLM's limit")
@@ -76,7 +81,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         gpu_memory_utilization=rollout.gpu_memory_utilization, enforce_eager=rollout.enforce_eager or on_cpu,
         enable_prefix_caching=True, disable_log_stats=True, logprobs_mode="processed_logprobs",
         enable_lora=True, max_lora_rank=ranks[0], max_loras=max_loras, max_cpu_loras=max_loras,
-        lora_target_modules=sorted({m for t in targets for m in VLLM_MODULES[t]}),
+        lora_target_modules=vllm_modules(targets),
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
         **extra,
     )
@@ -90,18 +95,20 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     """Start the engine and connect everything; ready to serve when it returns."""
     digest = base_digest(config.model.path)
     engine = AsyncLLM.from_engine_args(engine_args(config))
-    reports = ReportSocket(secret)
+    channel = WorkerChannel(secret)
     setup = WorkerSetup(
-        run=config.run.name, run_folder=str(run_folder), base_digest=digest, report_port=reports.port, index=index,
+        run=config.run.name, run_folder=str(run_folder), base_digest=digest, ports=channel.ports, index=index,
         declared={a.name: a.spec(config.model.path) for a in config.adapters}, bind=reachable_host(config.cluster.bind),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
     )
     await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
     described = [
         msgspec.msgpack.decode(raw, type=WorkerDescription) for raw in await engine.collective_rpc("al_describe")
     ]
     first = described[0]
+    await channel.connect(len(described))
     adapters = ServedAdapters(
-        engine, reports, n_workers=len(described), n_slots=n_slots(config), resident=config.rollout.resident_versions,
+        engine, channel, n_workers=len(described), n_slots=n_slots(config), resident=config.rollout.resident_versions,
         deadline_s=config.weight_sync.deadline_s,
     )
     model = engine.model_config
@@ -111,10 +118,10 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
         run=config.run.name, model=config.model.path, base_digest=digest, workers=len(described),
         max_lora_rank=first.max_rank,
     )
-    modules = ModulesReply(names=first.names, slots=n_slots(config), max_rank=first.max_rank)
+    modules = ModulesReply(modules=first.modules, slots=n_slots(config), max_rank=first.max_rank)
     data_app = DataPlane(adapters, generator, engine.get_tokenizer(), config.rollout.max_num_seqs).app()
     return Parts(
-        engine=engine, reports=reports, n_slots=n_slots(config), shm_prefix=first.shm_prefix,
+        engine=engine, channel=channel, n_slots=n_slots(config), shm_prefix=first.shm_prefix,
         data_app=data_app if config.cluster.bind in LOOPBACK else BearerAuth(data_app, secret),
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),
     )

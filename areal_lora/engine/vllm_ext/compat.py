@@ -8,6 +8,7 @@ what                           why
 ``CpuLoraLinear`` (punica)     vLLM's CPU path is slow, and base tokens (-1) read the last slot
 ``bound_matrices``             where a worker keeps the stacked weights of all adapters
 ``activate``, ``deactivate``   vLLM loads adapters from files only, and evicts on its own
+``hide_llvmlite``              vLLM's scan of all loaded modules stumbles over numba's compiler
 =============================  ==================================================================
 """
 
@@ -17,6 +18,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import llvmlite.binding.ffi  # type: ignore[import-untyped]
 import numpy as np
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -39,10 +41,15 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms.cpu import CpuPlatform
 
+from areal_lora.config.architectures import target_of
 from areal_lora.engine.vllm_ext.cpu_linear_lora import BatchSlots, add_lora
 from areal_lora.engine.vllm_ext.cpu_moe_lora import ExpertAdapters, Spans, moe_lora
 from areal_lora.engine.vllm_ext.lora_install import Matrix
 from areal_lora.errors import AdapterError
+from areal_lora.obs.log import get_logger
+from areal_lora.weight_sync.modules import LORA_A, LORA_B
+
+log = get_logger(__name__)
 
 
 class CpuLoraLinear(PunicaWrapperCPU):
@@ -158,6 +165,7 @@ def install_cpu_lora() -> None:
     """Put the two CPU classes in place of vLLM's choices. Repeating it changes nothing."""
     if oracle.backend_to_kernel_cls is _kernel_classes:
         return
+    hide_llvmlite()
     global _vllm_kernel_classes
     _vllm_kernel_classes = oracle.backend_to_kernel_cls
     oracle.backend_to_kernel_cls = _kernel_classes
@@ -172,6 +180,22 @@ def _kernel_classes(backend: oracle.UnquantizedMoeBackend) -> list[type[mk.Fused
     return [CpuLoraExperts] if backend == oracle.UnquantizedMoeBackend.TRITON else _vllm_kernel_classes(backend)
 
 
+def hide_llvmlite() -> None:
+    """Let llvmlite's library object have no attributes with underscores.
+
+    It answers every name with a C function, ``__dict__`` too, which vLLM's CPU platform then takes for a namespace
+    when it looks through all modules for kernels to replace.
+    """
+    answer = llvmlite.binding.ffi._lib_wrapper.__getattr__
+
+    def getattr_(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    llvmlite.binding.ffi._lib_wrapper.__getattr__ = getattr_
+
+
 def adapter_manager(worker: Any) -> LRUCacheLoRAModelManager:
     """The manager that owns a worker's slots. ``worker`` is vLLM's, with the extension mixed in."""
     manager = worker.model_runner.lora_manager._adapter_manager
@@ -181,20 +205,24 @@ def adapter_manager(worker: Any) -> LRUCacheLoRAModelManager:
 
 
 def bound_matrices(worker: Any) -> Iterator[Matrix]:
-    """Every LoRA matrix a worker could hold, in the names of the wire."""
+    """Every LoRA matrix a worker could hold, in the names of the wire; modules of other kinds are left out."""
     manager = adapter_manager(worker)
     if manager.lora_config.fully_sharded_loras:
         raise AdapterError("fully_sharded_loras splits matrices by rank; start vLLM without it")
     for name, module in manager.modules.items():
-        if isinstance(module, FusedMoE3DWithLoRA):
-            raise AdapterError(f"{name}: fused 3-D expert adapters are not served yet")
+        parts = manager.packed_modules.get(name, [name])
+        if all(target_of(part) is None for part in parts):
+            continue
         if isinstance(module, FusedMoEWithLoRA):
-            yield from _expert_matrices(name, module)
+            if isinstance(module, FusedMoE3DWithLoRA) or not module.moe_config.is_act_and_mul:
+                log.warning("%s cannot be adapted: its experts are not separate gate, up and down projections", name)
+                continue
+            yield from _expert_matrices(module, parts)
         elif isinstance(module, BaseLinearLayerWithLoRA):
-            yield from _linear_matrices(name, module, manager.packed_modules.get(name, [name]))
+            yield from _linear_matrices(module, parts)
 
 
-def _linear_matrices(name: str, module: BaseLinearLayerWithLoRA, parts: list[str]) -> Iterator[Matrix]:
+def _linear_matrices(module: BaseLinearLayerWithLoRA, parts: list[str]) -> Iterator[Matrix]:
     a_begin = module.tp_rank * module.input_size if isinstance(module, RowParallelLinearWithLoRA) else 0
     a_full = module.input_size * (module.tp_size if isinstance(module, RowParallelLinearWithLoRA) else 1)
     if isinstance(module, MergedColumnParallelLinearWithLoRA):
@@ -209,35 +237,33 @@ def _linear_matrices(name: str, module: BaseLinearLayerWithLoRA, parts: list[str
         begins, fulls = [module.tp_rank * module.output_size], [module.output_size * module.tp_size]
     else:
         begins, fulls = [0], [module.output_size]
-    prefix = name.rpartition(".")[0]
-    for i, part in enumerate(parts):
-        leaf = f"{prefix}.{part.rpartition('.')[2]}"
-        yield Matrix(name=f"{leaf}.lora_A.weight", stacked=module.lora_a_stacked[i][:, 0], begin=a_begin, full=a_full)
-        stacked_b = module.lora_b_stacked[i][:, 0]
-        yield Matrix(name=f"{leaf}.lora_B.weight", stacked=stacked_b, begin=begins[i], full=fulls[i])
+    for part, a, b, begin, full in zip(parts, module.lora_a_stacked, module.lora_b_stacked, begins, fulls, strict=True):
+        yield Matrix(name=part + LORA_A, stacked=a, index=0, begin=a_begin, full=a_full)
+        yield Matrix(name=part + LORA_B, stacked=b, index=0, begin=begin, full=full)
 
 
-def _expert_matrices(name: str, module: FusedMoEWithLoRA) -> Iterator[Matrix]:
+def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Matrix]:
+    """``parts`` are vLLM's names of all experts' gate, down and up projections, expert by expert."""
     inter = module.intermediate_size_per_partition
     full_inter, begin_inter = inter * module.tp_size, inter * module.tp_rank
     gate_a, up_a = module.w13_lora_a_stacked
     gate_b, up_b = module.w13_lora_b_stacked
-    hidden = module.hidden_size
-    first = module.ep_rank * module.local_num_experts if module.use_ep else 0
-    layout = (
-        ("gate_proj.lora_A", gate_a, 0, hidden),
-        ("gate_proj.lora_B", gate_b, begin_inter, full_inter),
-        ("up_proj.lora_A", up_a, 0, hidden),
-        ("up_proj.lora_B", up_b, begin_inter, full_inter),
-        ("down_proj.lora_A", module.w2_lora_a_stacked[0], begin_inter, full_inter),
-        ("down_proj.lora_B", module.w2_lora_b_stacked[0], 0, hidden),
-    )
-    for expert in range(module.global_num_experts):
-        local = expert - first
-        held = 0 <= local < module.local_num_experts
-        for leaf, stacked, begin, full in layout:
-            part = stacked[:, local] if held else None
-            yield Matrix(name=f"{name}.{expert}.{leaf}.weight", stacked=part, begin=begin, full=full)
+    down_a, down_b = module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]
+    wide, narrow = (0, module.hidden_size), (begin_inter, full_inter)
+    rows = ((gate_a, gate_b, wide, narrow), (down_a, down_b, narrow, wide), (up_a, up_b, wide, narrow))
+    local = _local_experts(module)
+    for i, part in enumerate(parts):
+        a, b, inputs, outputs = rows[i % 3]
+        index = local[i // 3]
+        for suffix, stacked, (begin, full) in ((LORA_A, a, inputs), (LORA_B, b, outputs)):
+            held = stacked if index >= 0 else None
+            yield Matrix(name=part + suffix, stacked=held, index=max(index, 0), begin=begin, full=full)
+
+
+def _local_experts(module: FusedMoEWithLoRA) -> list[int]:
+    """For every expert of the layer its index on this worker, -1 if another one holds it."""
+    expert_map = module.base_layer.routed_experts.expert_map
+    return list(range(module.global_num_experts)) if expert_map is None else expert_map.tolist()
 
 
 def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:

@@ -1,15 +1,16 @@
 """Mixed into every vLLM worker: receives adapter versions beside generation.
 
-The server calls the ``al_`` methods through ``AsyncLLM.collective_rpc``. Such a call runs
-between two engine steps, so each returns at once; what takes time happens in threads, which
-report over a zmq socket to the server process::
+The server calls the ``al_`` methods through ``AsyncLLM.collective_rpc``. Such a call waits for its
+turn between two model steps and then holds up the next one, so only what must be in step with
+generation is one; everything else is a command to a background thread (``channel``)::
 
-    server                     worker (between steps)        worker thread
-    al_setup, al_describe
-    al_join  --------------->  starts a thread ------------> joins the trainers' groups --> Joined
-    al_begin --------------->  starts a thread ------------> receive, verify, write ------> Staged
-    al_commit -------------->  slot becomes a version
-    al_retire -------------->  slot is free again
+    server                      background thread              between two steps
+    al_setup, al_describe       starts
+    Join    ----------------->  thread: join the trainers' groups
+    Begin   ----------------->  thread: receive, write, verify
+    Ping    ----------------->  at once
+    al_commit  ----------------------------------------------> slot becomes a version
+    al_retire  ----------------------------------------------> slot is free again
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ import threading
 import time
 
 import msgspec
-import zmq
 
-from areal_lora.config.rendezvous import read_secret, zmq_curve_keys
+from areal_lora.config.rendezvous import read_secret
+from areal_lora.engine.vllm_ext.channel import (
+    Begin,
+    Command,
+    CommandThread,
+    Done,
+    Join,
+    Ping,
+    Respond,
+    Staged,
+)
 from areal_lora.engine.vllm_ext.compat import (
     activate,
     adapter_manager,
@@ -32,13 +42,11 @@ from areal_lora.engine.vllm_ext.compat import (
 from areal_lora.engine.vllm_ext.lora_install import StackedSlotWriter
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.obs.log import setup_logging
-from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
-from areal_lora.weight_sync.manifest import Refusal, decode
+from areal_lora.types import AdapterRef, AdapterSpec
+from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.receiver import AdapterReceiver
+from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import JoinRequest, StageResult
-
-REPORT_ROLE = "server-reports"  # CURVE identity of the server's report socket
-WORKER_ROLE = "server-worker"
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,90 +55,90 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     run_folder: str
     base_digest: str
-    report_port: int
+    ports: tuple[int, ...]
     index: int
     declared: dict[str, AdapterSpec]
     bind: str
+    cores: tuple[int, ...]
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
     max_rank: int
-    slots: int
-    names: list[str]
+    modules: dict[str, tuple[int, int]]
     shm_prefix: str
 
 
-class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
-    """``error`` is empty when the worker is a member of all groups."""
-
-    worker: int
-    error: str
-
-
-class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    worker: int
-    result: StageResult
-
-
-Report = Joined | Staged
-
-
-class _Reporter:
-    """PUSH socket to the server process, shared by this worker's threads."""
-
-    def __init__(self, setup: WorkerSetup) -> None:
-        secret = read_secret(setup.run_folder)
-        self._lock = threading.Lock()
-        public, private = zmq_curve_keys(secret, WORKER_ROLE)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, zmq_curve_keys(secret, REPORT_ROLE)[0])
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, private)
-        self._socket.connect(f"tcp://127.0.0.1:{setup.report_port}")
-
-    def send(self, report: Report) -> None:
-        with self._lock:
-            self._socket.send(msgspec.msgpack.encode(report))
-
-
 class _WorkerAdapters:
-    """State of one worker: where to write, who receives, where to report."""
+    """State of one worker: where to write, who receives, whom to answer."""
 
     def __init__(self, worker: object, rank: int, setup: WorkerSetup) -> None:
-        manager = adapter_manager(worker)
-        self.rank, self.slots = rank, manager.lora_slots
-        self.max_rank = manager.lora_config.max_lora_rank
+        self.rank = rank
+        self.max_rank = adapter_manager(worker).lora_config.max_lora_rank
         self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
-        self.reporter = _Reporter(setup)
-        self.receiver = AdapterReceiver(
-            self.writer, run=setup.run, base_digest=setup.base_digest, on_staged=self.staged,
+        self._receiver = AdapterReceiver(
+            self.writer, run=setup.run, base_digest=setup.base_digest, on_staged=self._staged,
             declared=setup.declared, bind=setup.bind,
+        )  # fmt: skip
+        self._asked: Respond | None = None  # who waits for the staging under way
+        self._last_staged: AdapterRef | None = None
+        self._joining: threading.Thread | None = None
+        self._commands = CommandThread(
+            secret=read_secret(setup.run_folder), ports=setup.ports, worker=rank, cores=setup.cores, handle=self._handle
         )
 
-    def staged(self, result: StageResult) -> None:
-        self.reporter.send(Staged(worker=self.rank, result=result))
+    def _handle(self, command: Command, respond: Respond) -> None:
+        joining = self._joining is not None and self._joining.is_alive()
+        match command:
+            case Ping():
+                respond(Done())
+            case Join() if joining:
+                respond(Done(error="still joining the groups of the request before"))
+            case Join(request=request):
+                self._joining = threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True)
+                self._joining.start()
+            case Begin() if joining or self._asked is not None:
+                respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
+            case Begin():
+                self._asked = respond
+                self._begin(command)
 
-    def join(self, request: JoinRequest) -> None:
+    def _begin(self, command: Begin) -> None:
+        if self._last_staged is not None and str(self._last_staged) not in command.active:
+            self._receiver.discard(self._last_staged)
+        self._last_staged = None
+        try:
+            announcement = decode(command.announcement)
+            slot = command.slot if command.slot >= 0 else None
+            self._receiver.begin(announcement.manifest, announcement.layout, slot, command.deadline_s)
+        except ManifestError as e:
+            self._answer(_unstaged(command, e.reason, e.detail))
+        except PublishError as e:
+            self._answer(_unstaged(command, Refusal.WIRE, str(e)))
+
+    def _staged(self, result: StageResult) -> None:
+        if result.ok:
+            self._last_staged = AdapterRef.parse(result.ref)
+        self._answer(Staged(result=result))
+
+    def _answer(self, staged: Staged) -> None:
+        respond, self._asked = self._asked, None
+        if respond is not None:
+            respond(staged)
+
+    def _join(self, request: JoinRequest, respond: Respond) -> None:
         error = ""
         try:
-            self.receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s)
+            self._receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s)
         except PublishError as e:
             error = str(e)
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only
             error = repr(e)
-        self.reporter.send(Joined(worker=self.rank, error=error))
+        respond(Done(error=error))
 
-    def begin(self, manifest_bytes: bytes, ref: str, slot: int, deadline_s: float) -> None:
-        """``slot`` is negative when none is free: the transfer is then taken off the wire and refused."""
-        try:
-            manifest: ShardManifest = decode(manifest_bytes)
-            self.receiver.begin(manifest, slot if slot >= 0 else None, deadline_s)
-        except ManifestError as e:
-            self.staged(StageResult(ref=ref, slot=slot, ok=False, reason=e.reason, detail=e.detail))
-        except PublishError as e:
-            self.staged(StageResult(ref=ref, slot=slot, ok=False, reason=Refusal.WIRE, detail=str(e)))
+
+def _unstaged(command: Begin, reason: str, detail: str) -> Staged:
+    return Staged(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
 
 
 class AdapterWorkerExtension:
@@ -146,32 +154,22 @@ class AdapterWorkerExtension:
 
     def al_describe(self) -> bytes:
         state = self._al_state
-        return msgspec.msgpack.encode(
-            WorkerDescription(
-                worker=state.rank, max_rank=state.max_rank, slots=state.slots, names=state.writer.names,
-                shm_prefix=shared_memory_prefix(),
-            )
+        described = WorkerDescription(
+            worker=state.rank, max_rank=state.max_rank, modules=state.writer.modules, shm_prefix=shared_memory_prefix()
         )
+        return msgspec.msgpack.encode(described)
 
-    def al_join(self, request_bytes: bytes) -> None:
-        request = msgspec.msgpack.decode(request_bytes, type=JoinRequest)
-        threading.Thread(target=self._al_state.join, args=(request,), name="join", daemon=True).start()
+    def al_commit(self, lora_id: int, slot: int, retired: list[int]) -> float:
+        """The version in ``slot`` serves as ``lora_id`` from now on, ``retired`` no longer do.
 
-    def al_begin(self, manifest_bytes: bytes, ref: str, slot: int, deadline_s: float) -> None:
-        args = (manifest_bytes, ref, slot, deadline_s)
-        threading.Thread(target=self._al_state.begin, args=args, name="begin", daemon=True).start()
-
-    def al_commit(self, lora_id: int, slot: int) -> float:
-        """Seconds taken: the only part of a publish that generation waits for."""
+        Seconds taken: the only part of a publish that generation waits for.
+        """
         started = time.perf_counter()
+        for old in retired:
+            deactivate(self, old)
         activate(self, lora_id, slot, self._al_state.max_rank)
         return time.perf_counter() - started
 
-    def al_discard(self, ref: str) -> None:
-        self._al_state.receiver.discard(AdapterRef.parse(ref))
-
-    def al_retire(self, lora_id: int) -> None:
-        deactivate(self, lora_id)
-
-    def al_close(self) -> None:
-        self._al_state.receiver.close()
+    def al_retire(self, lora_ids: list[int]) -> None:
+        for lora_id in lora_ids:
+            deactivate(self, lora_id)

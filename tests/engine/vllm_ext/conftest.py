@@ -22,7 +22,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         running = connect(folder, tiny_model, process)
         yield running
-        running.publisher.close()
+        running.source.close()
     finally:
         process.terminate()
         process.wait(20)

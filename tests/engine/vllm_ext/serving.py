@@ -1,37 +1,52 @@
-"""A tiny Qwen3-MoE, adapters for it, the Hugging Face reference, and a real server process."""
+"""Tiny models of every family, adapters for them, the Hugging Face reference, and a real server process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
-from areal_lora.types import AdapterRef, AdapterSpec
+from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.exchange import SoloExchange
-from areal_lora.weight_sync.publisher import Publisher, PublishReport
-from areal_lora.weight_sync.transport import AdminClient, ServerEndpoint
+from areal_lora.weight_sync.groups import BroadcastGroup, GroupListener
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.manifest import Announcement, encode
+from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.transport import AdminClient, JoinRequest, PublishReply, ServerEndpoint
+from areal_lora.weight_sync.wire import PackedShard
 
-LAYERS, EXPERTS, HIDDEN, INTER, RANK, ALPHA = 4, 8, 128, 64, 8, 16.0
-HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 32, 288
+HIDDEN, RANK, ALPHA, VOCAB = 128, 8, 16.0, 288
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 PROMPT = [(37 * i) % 251 + 5 for i in range(48)]  # long enough to reach every expert
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                  "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                  "shared_expert_intermediate_size": 96, "mlp_only_layers": [0]},
+    "llama": {},
+    "qwen2": {},
+}  # fmt: skip
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Tensors = dict[str, torch.Tensor]
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, family: str = "qwen3_moe") -> Path:
     torch.manual_seed(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
@@ -41,57 +56,40 @@ def make_model(folder: Path) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
     tokenizer.save_pretrained(folder)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=256, moe_intermediate_size=INTER,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
-        num_experts=EXPERTS, num_experts_per_tok=2, max_position_embeddings=512, tie_word_embeddings=False,
-        eos_token_id=1, pad_token_id=0, norm_topk_prob=True,
-    )
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+        "tie_word_embeddings": False, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+    }  # fmt: skip
+    config = CONFIG_MAPPING[family](**(sizes | FAMILIES[family]))
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
 
 
-def adapter(seed: int, b_scale: float = 0.1) -> Tensors:
-    """All lora_A and lora_B under their wire names."""
+def adapter(model: Path, seed: int, b_scale: float = 0.1) -> Tensors:
+    """All lora_A and lora_B, for every projection in the checkpoint and under its name there."""
     g = torch.Generator().manual_seed(seed)
     out: Tensors = {}
-
-    def add(module: str, n_out: int, n_in: int) -> None:
-        out[f"{module}.lora_A.weight"] = torch.randn(RANK, n_in, generator=g) * 0.1
-        out[f"{module}.lora_B.weight"] = torch.randn(n_out, RANK, generator=g) * b_scale
-
-    for layer in range(LAYERS):
-        p = f"model.layers.{layer}"
-        for name, n_out in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            add(f"{p}.self_attn.{name}_proj", n_out * HEAD_DIM, HIDDEN)
-        add(f"{p}.self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM)
-        for e in range(EXPERTS):
-            add(f"{p}.mlp.experts.{e}.gate_proj", INTER, HIDDEN)
-            add(f"{p}.mlp.experts.{e}.up_proj", INTER, HIDDEN)
-            add(f"{p}.mlp.experts.{e}.down_proj", HIDDEN, INTER)
+    for name, weight in sorted(load_file(model / "model.safetensors").items()):
+        module = name.removesuffix(".weight")
+        if ".layers." in name and module.rpartition(".")[2] in PROJECTIONS:
+            n_out, n_in = weight.shape
+            out[f"{module}.lora_A.weight"] = torch.randn(RANK, n_in, generator=g) * 0.1
+            out[f"{module}.lora_B.weight"] = torch.randn(n_out, RANK, generator=g) * b_scale
     return out
 
 
-def hf_logits(model: Path, tensors: Tensors | None, token_ids: list[int]) -> torch.Tensor:
-    """[T, V] of Hugging Face's model with the adapter merged into its weights."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    state = hf.state_dict()
+def hf_logits(model: Path, tensors: Tensors | None, token_ids: list[int], scale: float = ALPHA / RANK) -> torch.Tensor:
+    """[T, V] of Hugging Face's model, read from a copy of the checkpoint with the adapter merged into it."""
+    state = load_file(model / "model.safetensors")
     for name in tensors or {}:
         module, sep, _ = name.partition(".lora_A.")
-        if not sep:
-            continue
-        delta = (ALPHA / RANK) * tensors[f"{module}.lora_B.weight"] @ tensors[name]
-        parts = module.split(".")
-        if "experts" not in parts:
-            state[f"{module}.weight"] += delta
-            continue
-        expert, leaf, mlp = int(parts[5]), parts[6], ".".join(parts[:5])
-        if leaf == "down_proj":
-            state[f"{mlp}.down_proj"][expert] += delta
-        else:
-            begin = INTER if leaf == "up_proj" else 0
-            state[f"{mlp}.gate_up_proj"][expert, begin : begin + INTER] += delta
-    hf.load_state_dict(state)
+        if sep:
+            state[f"{module}.weight"] += scale * tensors[f"{module}.lora_B.weight"] @ tensors[name]
+    with tempfile.TemporaryDirectory() as merged:
+        save_file(state, Path(merged) / "model.safetensors", metadata={"format": "pt"})
+        (Path(merged) / "config.json").write_bytes((model / "config.json").read_bytes())
+        hf = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     with torch.no_grad():
         return hf(torch.tensor([token_ids])).logits[0]
 
@@ -100,6 +98,69 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], temperature: floa
     """[T], entry 0 is 0.0."""
     lp = (logits[:-1] / temperature).log_softmax(-1)
     return [0.0, *lp.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()]
+
+
+class Source:
+    """One trainer rank by hand: a real group, a real admin client, and whatever bytes a test wants to send."""
+
+    def __init__(self, admin: AdminClient, run: str = "test", bucket_bytes: int = 65536) -> None:
+        self.admin, self.run, self.bucket_bytes = admin, run, bucket_bytes
+        self._group: BroadcastGroup | None = None
+        self._told: set[str] = set()  # layouts the server was sent
+
+    def connect(self, timeout_s: float = 20.0) -> BroadcastGroup:
+        if self._group is None:
+            workers = self.admin.server.workers
+            listener = GroupListener(
+                source=0, bind="127.0.0.1", world=1 + workers, bucket_bytes=self.bucket_bytes, backend="gloo",
+                timeout_s=timeout_s,
+            )
+            request = JoinRequest(
+                run=self.run, endpoints=[listener.endpoint], ranks=list(range(1, 1 + workers)), timeout_s=timeout_s
+            )
+            thread = threading.Thread(target=self.admin.join, args=(request, timeout_s))
+            thread.start()
+            self._group = listener.accept()
+            thread.join()
+        return self._group
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._told = set()
+
+    def publish(
+        self, ref: AdapterRef, layout: AdapterLayout, tensors: Mapping[str, torch.Tensor], *,
+        parent: AdapterRef | None = None, base: str, run: str | None = None,
+        damage: Callable[[PackedShard], None] | None = None, deadline_s: float = 10.0,
+    ) -> PublishReply:
+        """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers."""
+        group = self.connect()
+        shard = PackedShard(layout, 0, self.bucket_bytes)
+        shard.pack(ref, pack_of(layout, 0, tensors))
+        if damage is not None:
+            damage(shard)
+        manifest = ShardManifest(
+            run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest
+        )
+        body = encode(Announcement(manifest=manifest, layout=None if layout.digest in self._told else layout))
+        answer: list[PublishReply | Exception] = []
+
+        def post() -> None:
+            try:
+                answer.append(self.admin.publish(body, deadline_s + 15.0))
+            except Exception as e:
+                answer.append(e)
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        shard.send(group, time.monotonic() + deadline_s)
+        thread.join()
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        self._told.add(layout.digest)
+        return answer[0]
 
 
 @dataclass
@@ -111,7 +172,7 @@ class RunningServer:
     config: Config
     process: subprocess.Popen[bytes]
     endpoint: Endpoint
-    publisher: Publisher
+    source: Source
     admin: AdminClient
     newest: AdapterRef | None = None
 
@@ -119,18 +180,32 @@ class RunningServer:
     def spec(self) -> AdapterSpec:
         return self.config.adapters[0].spec(str(self.model))
 
-    def publish(self, tensors: Tensors, version: int | None = None, spec: AdapterSpec | None = None) -> PublishReport:
-        """Publish as the next version; raises as the trainer would see it."""
+    def adapter(self, seed: int, b_scale: float = 0.1) -> Tensors:
+        return adapter(self.model, seed, b_scale)
+
+    def logprobs(self, tensors: Tensors | None, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """What Hugging Face says. [T]"""
+        return token_logprobs(hf_logits(self.model, tensors, token_ids, self.spec.scale), token_ids, temperature)
+
+    def score(self, ref: AdapterRef | None, token_ids: list[int] = PROMPT) -> list[float]:
+        """What the server says. [T]"""
+        return self.admin.score(str(ref) if ref else None, [token_ids], 10.0)[0]
+
+    def layout(self, tensors: Tensors, spec: AdapterSpec | None = None, dtype: str = "float32") -> AdapterLayout:
+        return make_layout(spec or self.spec, dtype, {0: [(n, tuple(t.shape)) for n, t in tensors.items()]}, {})
+
+    def publish(
+        self, tensors: Tensors, version: int | None = None, spec: AdapterSpec | None = None, **how: Any
+    ) -> AdapterRef:
+        """Publish as the next version, or as what ``how`` says; raises what the trainer would see."""
         if version is None:
             version = self.newest.version + 1 if self.newest else 0
         ref = AdapterRef(name="math", version=version)
-        handle = self.publisher.publish(
-            ref, self.newest, spec or self.spec, list(tensors.items()), {}, base_digest(self.model), None
-        )
-        self.publisher._previous = None  # its error, if any, belongs to this call only
-        report = handle.join()
+        layout = how.pop("layout", None) or self.layout(tensors, spec)
+        parent = self.newest if self.newest is not None and self.newest < ref else None
+        self.source.publish(ref, layout, tensors, parent=parent, base=base_digest(self.model), **how)
         self.newest = ref
-        return report
+        return ref
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.endpoint.ports['data']}{path}"
@@ -150,7 +225,7 @@ class RunningServer:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-def start(folder: Path, model: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, model: Path, **rollout: Any) -> subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves."""
     config = Config.model_validate({
         "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
@@ -161,8 +236,8 @@ def start(folder: Path, model: Path) -> subprocess.Popen[bytes]:
             "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
         }],
         "trainer": {"world_size": 1},
-        "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1},
-        "weight_sync": {"deadline_s": 8.0},
+        "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
+        "weight_sync": {"deadline_s": 20.0},
         "cluster": {"device": "cpu", "devices_per_node": 2},
     })
     folder.mkdir(parents=True)
@@ -178,15 +253,13 @@ def start(folder: Path, model: Path) -> subprocess.Popen[bytes]:
 def connect(folder: Path, model: Path, process: subprocess.Popen[bytes]) -> RunningServer:
     endpoint = wait_endpoint(folder, "server", 0, 120.0, still_alive=lambda: process.poll() is None)
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
-    secret = read_secret(folder)
-    server = ServerEndpoint(host=endpoint.host, admin_port=endpoint.ports["admin"], workers=1)
-    publisher = Publisher(
-        run="test", sources=[0], rank=0, servers=[server], secret=secret, config=config.weight_sync,
-        exchange=SoloExchange(),
+    server = ServerEndpoint(
+        name="server-0", host=endpoint.host, admin_port=endpoint.ports["admin"], data_port=endpoint.ports["data"],
+        workers=config.rollout.tp,
     )
+    admin = AdminClient(server, read_secret(folder))
     return RunningServer(
-        folder=folder, model=model, config=config, process=process, endpoint=endpoint, publisher=publisher,
-        admin=AdminClient(server, secret),
+        folder=folder, model=model, config=config, process=process, endpoint=endpoint, source=Source(admin), admin=admin
     )
 
 

@@ -2,52 +2,90 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.lora_install import Matrix, StackedSlotWriter, to_bfloat16
-from areal_lora.errors import ManifestError
+from areal_lora.engine.vllm_ext.lora_install import Matrix, StackedSlotWriter, vllm_modules
+from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.testing import pack_of
 
-P = "model.layers.0.self_attn."
-MAX_RANK, SLOTS = 8, 3
+ATTENTION, EXPERT = "model.layers.0.self_attn.", "model.layers.0.mlp.experts.{}.down_proj"
+MAX_RANK, SLOTS, ALPHA = 8, 3, 8.0
+Full = dict[str, np.ndarray]
 
 
 def spec(rank: int = 4, targets: tuple[str, ...] = ("linear_qkv", "linear_proj")) -> AdapterSpec:
-    return AdapterSpec(name="a", base_model="m", rank=rank, alpha=8.0, target_modules=targets)
+    return AdapterSpec(name="a", base_model="m", rank=rank, alpha=ALPHA, target_modules=targets)
 
 
 def worker(tp_rank: int, dtype: torch.dtype = torch.float32) -> tuple[StackedSlotWriter, dict[str, torch.Tensor]]:
     """Worker ``tp_rank`` of two: q_proj splits lora_B's rows, o_proj splits lora_A's columns."""
     buffers = {
-        P + "q_proj.lora_A.weight": torch.full((SLOTS, MAX_RANK, 10), 9.0, dtype=dtype),
-        P + "q_proj.lora_B.weight": torch.full((SLOTS, 6, MAX_RANK), 9.0, dtype=dtype),
-        P + "o_proj.lora_A.weight": torch.full((SLOTS, MAX_RANK, 6), 9.0, dtype=dtype),
-        P + "o_proj.lora_B.weight": torch.full((SLOTS, 10, MAX_RANK), 9.0, dtype=dtype),
+        ATTENTION + "q_proj.lora_A.weight": torch.full((SLOTS, 1, MAX_RANK, 10), 9.0, dtype=dtype),
+        ATTENTION + "q_proj.lora_B.weight": torch.full((SLOTS, 1, 6, MAX_RANK), 9.0, dtype=dtype),
+        ATTENTION + "o_proj.lora_A.weight": torch.full((SLOTS, 1, MAX_RANK, 6), 9.0, dtype=dtype),
+        ATTENTION + "o_proj.lora_B.weight": torch.full((SLOTS, 1, 10, MAX_RANK), 9.0, dtype=dtype),
     }
-    where = {P + "q_proj.lora_B.weight": (6 * tp_rank, 12), P + "o_proj.lora_A.weight": (6 * tp_rank, 12)}
+    half = (6 * tp_rank, 12)
+    split = {ATTENTION + "q_proj.lora_B.weight": half, ATTENTION + "o_proj.lora_A.weight": half}
     matrices = []
     for name, stacked in buffers.items():
-        begin, full = where.get(name, (0, 10))
-        matrices.append(Matrix(name=name, stacked=stacked, begin=begin, full=full))
-    return StackedSlotWriter(matrices, MAX_RANK), buffers
+        begin, full = split.get(name, (0, 10))
+        matrices.append(Matrix(name=name, stacked=stacked, index=0, begin=begin, full=full))
+    return StackedSlotWriter(matrices, MAX_RANK), {name: t[:, 0] for name, t in buffers.items()}
+
+
+def values(writer: StackedSlotWriter, s: AdapterSpec, seed: int = 0) -> Full:
+    rng = np.random.default_rng(seed)
+    return {n: rng.standard_normal(shape).astype(np.float32) for n, shape in writer.expected(s).items()}
+
+
+def layout_of(
+    full: Full, s: AdapterSpec, dtype: str = "float32", aliases: dict[str, str] | None = None
+) -> AdapterLayout:
+    return make_layout(s, dtype, {0: [(n, t.shape) for n, t in full.items()]}, aliases or {})
+
+
+def install(
+    writer: StackedSlotWriter, slot: int, layout: AdapterLayout, full: Full, cuts: tuple[int, ...] = ()
+) -> None:
+    """As the receiver does it: in runs of tensors, each from memory of its own."""
+    flat = np.empty(layout.nbytes, dtype=np.uint8)
+    list(pack_of(layout, 0, {n: torch.from_numpy(t) for n, t in full.items()})(flat))
+    (plan,) = writer.plan(layout)
+    writer.prepare(slot, layout)
+    tensors = layout.shards[0].tensors
+    bounds = (0, *cuts, len(tensors))
+    for first, last in itertools.pairwise(bounds):
+        begin = tensors[first].offset
+        end = tensors[last].offset if last < len(tensors) else layout.nbytes
+        bucket = flat[begin:end].copy()
+        writer.write(plan, slot, bucket.ctypes.data - begin, first, last)
+    writer.flush(slot)
 
 
 def test_expected_lists_the_targets_at_the_rank_asked_for() -> None:
     writer, _ = worker(0)
     assert writer.expected(spec()) == {
-        P + "q_proj.lora_A.weight": (4, 10), P + "q_proj.lora_B.weight": (12, 4),
-        P + "o_proj.lora_A.weight": (4, 12), P + "o_proj.lora_B.weight": (10, 4),
+        ATTENTION + "q_proj.lora_A.weight": (4, 10), ATTENTION + "q_proj.lora_B.weight": (12, 4),
+        ATTENTION + "o_proj.lora_A.weight": (4, 12), ATTENTION + "o_proj.lora_B.weight": (10, 4),
     }
-    only_proj = writer.expected(spec(targets=("linear_proj",)))
-    assert set(only_proj) == {P + "o_proj.lora_A.weight", P + "o_proj.lora_B.weight"}
+    for targets in (("linear_proj",), ("attention.linear_proj",)):
+        only_proj = writer.expected(spec(targets=targets))
+        assert set(only_proj) == {ATTENTION + "o_proj.lora_A.weight", ATTENTION + "o_proj.lora_B.weight"}
 
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [(spec(rank=9), "rank"), (spec(targets=("linear_fc1",)), "targets"), (spec(targets=("linear_typo",)), "targets"),
-     (spec(targets=()), "targets")],
+     (spec(targets=("linear_qkv", "expert.linear_fc1")), "targets"), (spec(targets=()), "targets")],
 )
 def test_what_cannot_be_served_is_refused(bad: AdapterSpec, reason: str) -> None:
     with pytest.raises(ManifestError) as e:
@@ -56,40 +94,117 @@ def test_what_cannot_be_served_is_refused(bad: AdapterSpec, reason: str) -> None
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
-def test_each_worker_takes_its_part_and_nothing_else_changes(tp_rank: int) -> None:
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3)])
+def test_each_worker_takes_its_part_and_nothing_else_changes(tp_rank: int, cuts: tuple[int, ...]) -> None:
     writer, buffers = worker(tp_rank)
-    rng = np.random.default_rng(0)
-    full = {n: rng.standard_normal(s).astype(np.float32) for n, s in writer.expected(spec()).items()}
-    writer.zero(1)
-    for name, tensor in full.items():
-        writer.write(1, name, tensor, 2.0 if "lora_B" in name else 1.0)
+    full = values(writer, spec())
+    install(writer, 1, layout_of(full, spec()), full, cuts)
     part = slice(6 * tp_rank, 6 * tp_rank + 6)
-    q_a, q_b = full[P + "q_proj.lora_A.weight"], full[P + "q_proj.lora_B.weight"]
-    assert np.array_equal(buffers[P + "q_proj.lora_A.weight"][1, :4].numpy(), q_a)
-    assert np.array_equal(buffers[P + "q_proj.lora_B.weight"][1, :, :4].numpy(), 2 * q_b[part])
-    assert np.array_equal(buffers[P + "o_proj.lora_A.weight"][1, :4].numpy(), full[P + "o_proj.lora_A.weight"][:, part])
+    q_a, q_b = full[ATTENTION + "q_proj.lora_A.weight"], full[ATTENTION + "q_proj.lora_B.weight"]
+    o_a = full[ATTENTION + "o_proj.lora_A.weight"]
+    assert np.array_equal(buffers[ATTENTION + "q_proj.lora_A.weight"][1, :4].numpy(), q_a)
+    assert np.array_equal(buffers[ATTENTION + "q_proj.lora_B.weight"][1, :, :4].numpy(), 2 * q_b[part])
+    assert np.array_equal(buffers[ATTENTION + "o_proj.lora_A.weight"][1, :4].numpy(), o_a[:, part])
     for name, t in buffers.items():
         rest = t[1, 4:] if "lora_A" in name else t[1, :, 4:]
         assert rest.abs().max() == 0, "the rest of the rank must be zero"
         assert bool((t[[0, 2]] == 9.0).all()), "other slots must not change"
 
 
+def test_a_slot_is_cleared_only_when_something_could_show_through() -> None:
+    writer, buffers = worker(0)
+    wide, narrow = spec(rank=8), spec(rank=2)
+    first, second, third = (values(writer, s, seed) for seed, s in enumerate((wide, wide, narrow)))
+    install(writer, 0, layout_of(first, wide), first)
+    spare = buffers[ATTENTION + "q_proj.lora_A.weight"][0]
+    plan = layout_of(second, wide)
+    writer.prepare(0, plan)
+    assert torch.equal(spare, torch.from_numpy(first[ATTENTION + "q_proj.lora_A.weight"])), "about to be overwritten"
+    install(writer, 0, plan, second)
+    install(writer, 0, layout_of(third, narrow), third)
+    assert torch.equal(spare[:2], torch.from_numpy(third[ATTENTION + "q_proj.lora_A.weight"]))
+    assert spare[2:].abs().max() == 0
+    writer.zero(0)
+    assert all(t[0].abs().max() == 0 for t in buffers.values())
+
+
+def experts(n: int = 2) -> tuple[StackedSlotWriter, torch.Tensor, torch.Tensor]:
+    """The second of two expert parallel workers: it holds every expert but 0."""
+    a, b = torch.zeros(SLOTS, n - 1, MAX_RANK, 6), torch.zeros(SLOTS, n - 1, 10, MAX_RANK)
+    matrices = []
+    for e in range(n):
+        module, held = EXPERT.format(e), e > 0
+        where = {"index": max(e - 1, 0), "begin": 0}
+        matrices.append(Matrix(name=f"{module}.lora_A.weight", stacked=a if held else None, full=6, **where))
+        matrices.append(Matrix(name=f"{module}.lora_B.weight", stacked=b if held else None, full=10, **where))
+    return StackedSlotWriter(matrices, MAX_RANK), a, b
+
+
 def test_experts_of_another_worker_are_expected_but_not_written() -> None:
-    name = "model.layers.0.mlp.experts.{}.down_proj.lora_B.weight"
-    held = torch.zeros(SLOTS, 10, MAX_RANK)
-    matrices = [Matrix(name=name.format(e), stacked=t, begin=0, full=10) for e, t in enumerate((held, None))]
-    writer = StackedSlotWriter(matrices, MAX_RANK)
-    assert len(writer.expected(spec(targets=("linear_fc2",)))) == 2
-    writer.write(0, name.format(1), np.ones((10, 4), np.float32), 1.0)
-    assert held.abs().max() == 0
+    writer, a, b = experts()
+    s = spec(targets=("linear_fc2",))
+    full = values(writer, s)
+    assert len(full) == 4
+    install(writer, 2, layout_of(full, s), full)
+    assert np.array_equal(a[2, 0, :4].numpy(), full[EXPERT.format(1) + ".lora_A.weight"])
+    assert np.array_equal(b[2, 0, :, :4].numpy(), 2 * full[EXPERT.format(1) + ".lora_B.weight"])
+    assert a[:2].abs().max() == 0
+    assert b[:2].abs().max() == 0
 
 
-def test_bfloat16_slots_round_to_nearest_even() -> None:
+def test_one_wire_tensor_reaches_all_its_names() -> None:
+    writer, a, b = experts(4)
+    s = spec(targets=("expert.linear_fc2",))
+    wire = {n: t for n, t in values(writer, s).items() if ".experts.0." in n}
+    aliases = {n: re.sub(r"experts\.\d+", "experts.0", n) for n in writer.expected(s) if n not in wire}
+    install(writer, 0, layout_of(wire, s, aliases=aliases), wire)
+    for local in range(3):
+        assert np.array_equal(a[0, local, :4].numpy(), wire[EXPERT.format(0) + ".lora_A.weight"])
+        assert np.array_equal(b[0, local, :, :4].numpy(), 2 * wire[EXPERT.format(0) + ".lora_B.weight"])
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("slots", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_are_rounded_once_to_what_the_slots_hold(wire: str, slots: torch.dtype) -> None:
     print("seed 4")
-    values = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float32)
-    want = torch.from_numpy(values).bfloat16()
-    assert torch.equal(torch.from_numpy(to_bfloat16(values)).view(torch.bfloat16), want)
-    writer, buffers = worker(0, torch.bfloat16)
-    tensor = values[:4, :10].copy()
-    writer.write(2, P + "q_proj.lora_A.weight", tensor, 1.0)
-    assert torch.equal(buffers[P + "q_proj.lora_A.weight"][2, :4], want[:4, :10])
+    writer, buffers = worker(0, slots)
+    full = values(writer, spec(), seed=4)
+    install(writer, 2, layout_of(full, spec(), wire), full)
+    sent = torch.from_numpy(full[ATTENTION + "o_proj.lora_B.weight"]).to(getattr(torch, wire)).float()
+    assert torch.equal(buffers[ATTENTION + "o_proj.lora_B.weight"][2, :, :4], (2 * sent).to(slots))
+
+
+def test_a_layout_that_does_not_fit_is_no_plan() -> None:
+    writer, _ = worker(0)
+    full = values(writer, spec())
+    short = full | {ATTENTION + "q_proj.lora_B.weight": full[ATTENTION + "q_proj.lora_B.weight"][:11]}
+    foreign = full | {"model.layers.9.self_attn.q_proj.lora_A.weight": np.zeros((4, 10), np.float32)}
+    wide = {n: np.zeros((9, t.shape[1]) if "lora_A" in n else (t.shape[0], 9), np.float32) for n, t in full.items()}
+    for tensors, s, reason in ((short, spec(), "shape"), (foreign, spec(), "unknown_tensor"), (wide, spec(9), "shape")):
+        with pytest.raises(ManifestError) as e:
+            writer.plan(layout_of(tensors, s))
+        assert e.value.reason == reason
+    layout = layout_of(full, spec())
+    shard = layout.shards[0]
+    cut = AdapterLayout(spec=spec(), dtype="float32", shards=(
+        type(shard)(source=0, tensors=shard.tensors, nbytes=shard.nbytes - 4),
+    ), aliases={})
+    with pytest.raises(ValueError, match="leaves its source"):
+        writer.plan(cut)
+
+
+def test_slots_of_another_dtype_are_an_error_at_start() -> None:
+    stacked = torch.zeros(SLOTS, 1, MAX_RANK, 10, dtype=torch.float16)
+    matrix = Matrix(name=ATTENTION + "q_proj.lora_A.weight", stacked=stacked, index=0, begin=0, full=10)
+    other = replace(matrix, name="model.layers.0.mlp.gate.lora_A.weight")
+    with pytest.raises(AdapterError, match="float16"):
+        StackedSlotWriter([matrix], MAX_RANK)
+    with pytest.raises(AdapterError):
+        StackedSlotWriter([other], MAX_RANK)  # nothing that can be adapted
+
+
+def test_targets_name_the_modules_vllm_wraps() -> None:
+    assert vllm_modules(["linear_fc1"]) == ["experts", "gate_up_proj"]
+    assert vllm_modules(["expert.linear_fc1", "linear_proj"]) == ["experts", "o_proj"]
+    assert vllm_modules(["shared_expert.linear_fc2"]) == ["down_proj"]
+    assert vllm_modules(["linear_typo"]) == []
