@@ -21,7 +21,8 @@ from numba.extending import intrinsic
 
 F32, BF16 = 0, 1  # element kinds
 
-_SHORT_ROW = 64  # elements; below this a loop is faster than a call of memcpy
+_SHORT_ROW = 4096  # elements; below this a loop is faster than a call of memcpy
+_SCRATCH = 1024  # elements
 
 
 @intrinsic
@@ -62,19 +63,20 @@ def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_f32_bf16(src: int, dst: int, n: int, scale: Any) -> None:
+def _row_f32_bf16(src: int, dst: int, n: int, scale: Any, scratch: Any) -> None:
     b = carray(_pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):
         bits = carray(_pointer(src), n, np.uint32)
         for j in range(n):
             b[j] = _to_bf16(bits[j])
-    else:
-        a = carray(_pointer(src), n, np.float32)
-        one = np.empty(1, np.float32)
-        word = one.view(np.uint32)
-        for j in range(n):
-            one[0] = a[j] * scale
-            b[j] = _to_bf16(word[0])
+        return
+    a, words = carray(_pointer(src), n, np.float32), scratch.view(np.uint32)
+    for at in range(0, n, len(scratch)):
+        m = min(len(scratch), n - at)
+        for j in range(m):
+            scratch[j] = a[at + j] * scale
+        for j in range(m):
+            b[at + j] = _to_bf16(words[j])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -89,18 +91,21 @@ def _row_bf16_f32(src: int, dst: int, n: int, scale: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
+def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any, scratch: Any) -> None:
     a, b = carray(_pointer(src), n, np.uint16), carray(_pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):
         for j in range(n):
             b[j] = a[j]
-    else:
-        one = np.empty(1, np.uint32)
-        value = one.view(np.float32)
-        for j in range(n):
-            one[0] = np.uint32(a[j]) << np.uint32(16)
-            value[0] = value[0] * scale
-            b[j] = _to_bf16(one[0])
+        return
+    words = scratch.view(np.uint32)
+    for at in range(0, n, len(scratch)):
+        m = min(len(scratch), n - at)
+        for j in range(m):
+            words[j] = np.uint32(a[at + j]) << np.uint32(16)
+        for j in range(m):
+            scratch[j] = scratch[j] * scale
+        for j in range(m):
+            b[at + j] = _to_bf16(words[j])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -117,6 +122,7 @@ def copy_blocks(
     """
     src_item = 4 if src_kind == F32 else 2
     dst_item = 4 if dst_kind == F32 else 2
+    scratch = np.empty(_SCRATCH, np.float32)
     for i in range(first, last):
         a = src_base + src[i]
         b = dst_base + dst[i] + slot * dst_step[i]
@@ -131,13 +137,13 @@ def copy_blocks(
                 else:
                     _row_f32_f32(x, y, n, factor)
             elif src_kind == F32:
-                _row_f32_bf16(x, y, n, factor)
+                _row_f32_bf16(x, y, n, factor, scratch)
             elif dst_kind == F32:
                 _row_bf16_f32(x, y, n, factor)
             elif factor == np.float32(1.0) and n >= _SHORT_ROW:
                 _memcpy(y, x, n * 2)
             else:
-                _row_bf16_bf16(x, y, n, factor)
+                _row_bf16_bf16(x, y, n, factor, scratch)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -151,11 +157,11 @@ def fingerprints(
 ) -> None:
     """Fingerprint and finiteness of tensors ``first:last``, each ``sizes[i]`` elements at ``base + offsets[i]``.
 
-    ``sums`` uint64 [n]: over blocks of ``len(keys)`` elements, ``h = mix(h, sum_j x_j * keys_j mod 2^64)``,
-    where x_j is the element's bit pattern; a multilinear hash (Lemire and Kaser, "Strongly universal
+    ``sums`` uint64 [n]: over blocks of ``len(keys)`` 32-bit words, ``h = mix(h, sum_j x_j * keys_j mod 2^64)``
+    from ``h = sizes[i]`` on, where x_j is a word's bit pattern (two bfloat16 to a word); a multilinear hash (Lemire and Kaser, "Strongly universal
     string hashing is fast", 2014) chained over blocks. ``bad`` uint8 [n]: 1 where an exponent is all ones.
     """
-    width = len(keys)
+    width = len(keys) if kind == F32 else 2 * len(keys)
     for i in range(first, last):
         h = np.uint64(sizes[i])
         infinite = np.uint32(0)
@@ -170,11 +176,19 @@ def fingerprints(
                     acc += np.uint64(x) * keys[j]
                     infinite |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
             else:
-                halves = carray(_pointer(base + offsets[i] + at * 2), n, np.uint16)
-                for j in range(n):
-                    y = np.uint32(halves[j])
+                # Two elements to a word: the tensor's odd last one stands alone.
+                pairs = n // 2
+                doubles = carray(_pointer(base + offsets[i] + at * 2), pairs, np.uint32)
+                for j in range(pairs):
+                    y = doubles[j]
                     acc += np.uint64(y) * keys[j]
                     infinite |= np.uint32((y & np.uint32(0x7F80)) == np.uint32(0x7F80))
+                    infinite |= np.uint32((y & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
+                if n % 2:
+                    half = carray(_pointer(base + offsets[i] + (at + n - 1) * 2), 1, np.uint16)
+                    z = np.uint32(half[0])
+                    acc += np.uint64(z) * keys[pairs]
+                    infinite |= np.uint32((z & np.uint32(0x7F80)) == np.uint32(0x7F80))
             h = _mix(h, acc)
             at += n
         sums[i] = h
