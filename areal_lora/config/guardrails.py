@@ -8,39 +8,20 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator
 
 from areal_lora.config import architectures as arch
 from areal_lora.config import targets
 from areal_lora.config.facts import Facts, server_ports
+from areal_lora.config.findings import Finding, Rule, Severity, shape_of
 from areal_lora.config.models import Config
+from areal_lora.config.rules_layout import rollout_layout, trainer_layout
 from areal_lora.errors import ConfigError
+
+__all__ = ["Finding", "Severity", "check", "resolve_targets"]
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
-
-
-class Severity(StrEnum):
-    ERROR = "error"
-    WARNING = "warning"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One broken rule: the dotted key (or file), why, and what to do about it."""
-
-    path: str
-    reason: str
-    fix: str
-    severity: Severity = Severity.ERROR
-
-    def error(self) -> ConfigError:
-        return ConfigError(self.path, self.reason, self.fix)
-
-
-Rule = Callable[[Config, Facts], Iterator[Finding]]
 
 
 def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
@@ -54,7 +35,7 @@ def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
 
 def resolve_targets(config: Config, facts: Facts) -> Config:
     """``config`` with canonical ``target_modules`` and nothing left to exclude. It must have passed `check`."""
-    shape = _shape(facts)
+    shape = shape_of(facts)
     if shape is None:
         raise ConfigError("model.path", "its sizes are unknown", "give a Hugging Face model folder")
     adapters = [
@@ -72,16 +53,6 @@ def resolve_targets(config: Config, facts: Facts) -> Config:
 # --- rules: model ------------------------------------------------------------------------
 
 
-def _shape(facts: Facts) -> arch.ModelShape | None:
-    """Sizes of the model; None where the model rule has already complained."""
-    if facts.hf_config is None or facts.hf_config.get("model_type") not in arch.SUPPORTED:
-        return None
-    try:
-        return arch.ModelShape.from_hf(facts.hf_config)
-    except KeyError:
-        return None
-
-
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
     if facts.hf_config is None:
         fix = "give a Hugging Face model folder"
@@ -96,7 +67,7 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             path="model.path", reason=f"architecture {kind!r} has no converter", fix=f"use one of {arch.SUPPORTED}"
         )
-    elif _shape(facts) is None:
+    elif shape_of(facts) is None:
         yield Finding(path="model.path", reason="config.json lacks sizes of the model", fix="use a complete folder")
     if not facts.model_is_local:
         yield Finding(
@@ -108,7 +79,7 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
-    if _shape(facts) and facts.hf_config is not None:
+    if shape_of(facts) and facts.hf_config is not None:
         for problem in arch.unsupported(facts.hf_config):
             yield Finding(path="model.path", reason=problem, fix="use another model")
 
@@ -137,96 +108,12 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
             reason=f"{probe} tokens do not fit rollout.max_model_len = {longest}",
             fix="lower it",
         )
-    shape = _shape(facts)
+    shape = shape_of(facts)
     if shape and shape.max_positions and longest > shape.max_positions:
         yield Finding(
             path="rollout.max_model_len",
             reason=f"{longest} is beyond the model's {shape.max_positions} positions",
             fix=f"set it to at most {shape.max_positions}",
-        )
-
-
-# --- rules: parallelism ------------------------------------------------------------------
-
-
-def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
-    t, shape = config.trainer, _shape(facts)
-    against_model = list(_trainer_against_model(config, shape)) if shape else []
-    yield from against_model
-    if against_model:
-        # A size that is wrong for the model makes the products below wrong too; one line is enough.
-        return
-    for names, size in (("tp x pp", t.tp * t.pp), ("etp x ep x pp", t.etp * t.ep * t.pp)):
-        if t.world_size % size:
-            yield Finding(
-                path="trainer.world_size",
-                reason=f"{t.world_size} ranks cannot be divided by {names} = {size}",
-                fix=f"use a multiple of {size}",
-            )
-
-
-def _trainer_against_model(config: Config, shape: arch.ModelShape) -> Iterator[Finding]:
-    t = config.trainer
-    yield from _divides("trainer.tp", t.tp, shape.heads, "attention heads")
-    yield from _divides("trainer.tp", t.tp, shape.kv_heads, "key/value heads")
-    yield from _divides("trainer.tp", t.tp, shape.vocab, "vocabulary entries")
-    if t.pp > shape.layers:
-        yield Finding(
-            path="trainer.pp",
-            reason=f"{t.pp} stages are more than the model's {shape.layers} layers",
-            fix=f"use at most {shape.layers}",
-        )
-    yield from _dense_columns("trainer.tp", t.tp, shape)
-    if shape.experts:
-        yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
-        yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
-    elif t.ep > 1 or t.etp > 1:
-        key = "trainer.ep" if t.ep > 1 else "trainer.etp"
-        yield Finding(path=key, reason="the model is dense: it has no experts to divide", fix="set it to 1")
-
-
-def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
-    tp, per_node = config.rollout.tp, config.cluster.devices_per_node
-    if config.cluster.device != "cpu" and tp > per_node:
-        yield Finding(
-            path="rollout.tp",
-            reason=f"one server of {tp} devices does not fit a node of {per_node}",
-            fix=f"set it to at most {per_node}",
-        )
-    shape = _shape(facts)
-    if shape is None:
-        return
-    yield from _divides("rollout.tp", tp, shape.heads, "attention heads")
-    yield from _kv_heads("rollout.tp", tp, shape)
-    if shape.experts:
-        yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
-    yield from _dense_columns("rollout.tp", tp, shape)
-
-
-def _dense_columns(key: str, tp: int, shape: arch.ModelShape) -> Iterator[Finding]:
-    if shape.dense_layers:
-        yield from _divides(key, tp, shape.ffn, "columns of the dense MLP")
-    if shape.shared_ffn:
-        yield from _divides(key, tp, shape.shared_ffn, "columns of the shared expert")
-
-
-def _divides(key: str, size: int, total: int, what: str) -> Iterator[Finding]:
-    if total % size:
-        options = [n for n in range(1, total + 1) if total % n == 0]
-        near = sorted(options, key=lambda n: abs(n - size))[:4]
-        yield Finding(
-            path=key,
-            reason=f"{size} does not divide the model's {total} {what}",
-            fix=f"use a divisor of {total}, such as {', '.join(map(str, sorted(near)))}",
-        )
-
-
-def _kv_heads(key: str, tp: int, shape: arch.ModelShape) -> Iterator[Finding]:
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        yield Finding(
-            path=key,
-            reason=f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads",
-            fix=f"use a divisor or a multiple of {shape.kv_heads}",
         )
 
 
@@ -240,7 +127,7 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
-    shape = _shape(facts)
+    shape = shape_of(facts)
     for i, adapter in enumerate(config.adapters if shape else ()):
         try:
             targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
@@ -353,7 +240,7 @@ def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
-    shape = _shape(facts)
+    shape = shape_of(facts)
     if config.cluster.device != "cpu" or facts.memory_bytes is None or shape is None:
         return
     copies = config.trainer.world_size + config.rollout.servers

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from areal_lora.config.architectures import known_config
-from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.facts import Facts
 from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
 
@@ -39,7 +38,8 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["trainer.ep=3", "trainer.world_size=3"], {}, "trainer.ep", ["3 does not divide", "8 experts", "4, 8"]),
     ("embedded", ["trainer.tp=3"], {}, "trainer.tp", ["4 attention heads"]),
     ("embedded", ["trainer.pp=5"], {}, "trainer.pp", ["5 stages", "4 layers"]),
-    ("dense", ["trainer.tp=16", "trainer.world_size=16", "cluster.devices_per_node=32"], {}, "trainer.tp", ["8 key/value heads"]),
+    ("dense", ["trainer.tp=64"], {}, "trainer.tp", ["32 attention heads"]),
+    ("embedded", ["trainer.pp=2", "trainer.world_size=4", "trainer.pp_layers=[1, 2]"], {}, "trainer.pp_layers", ["[1, 2]", "4 layers"]),
     ("embedded", ["trainer.etp=3"], {}, "trainer.etp", ["64 columns of an expert"]),
     ("embedded", ["trainer.world_size=3"], {}, "trainer.world_size", ["etp x ep x pp = 2", "multiple of 2"]),
     ("moe", ["trainer.world_size=6", "trainer.ep=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
@@ -117,45 +117,3 @@ def test_targets_become_canonical() -> None:
     resolved = resolve_targets(config, FACTS["embedded"])
     assert resolved.adapters[0].target_modules == ["linear_proj", "linear_qkv"]
     assert resolve_targets(resolved, FACTS["embedded"]) == resolved
-
-
-# --- facts from the machine ---------------------------------------------------------------
-
-
-def test_a_listening_port_is_found() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        config = load_config(EMBEDDED, [f"rollout.port={port}"])
-        assert gather_facts(config, runs_here=True).ports_in_use == {port}
-        assert gather_facts(config, runs_here=False).ports_in_use == frozenset()
-    assert gather_facts(config, runs_here=True).ports_in_use == frozenset()
-
-
-def test_model_folder_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-
-    def facts(path: str) -> Facts:
-        return gather_facts(load_config(EMBEDDED, [f"model.path={path}"]), runs_here=False)
-
-    assert "no folder" in facts("some/where").model_problem
-    (tmp_path / "m").mkdir()
-    assert "no config.json" in facts(str(tmp_path / "m")).model_problem
-    (tmp_path / "m" / "config.json").write_text("{")
-    assert "cannot be read" in facts(str(tmp_path / "m")).model_problem
-    known = facts("Qwen/Qwen3-8B")
-    assert known.hf_config is not None
-    assert not known.model_is_local
-    snapshot = tmp_path / "hub" / "models--some--where" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
-    cached = facts("some/where")
-    assert cached.hf_config == {"model_type": "qwen3"}
-    assert cached.model_is_local
-
-
-def test_visible_devices_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert gather_facts(load_config(DENSE), runs_here=True).devices == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gather_facts(load_config(DENSE), runs_here=True).devices == 0
-    assert gather_facts(load_config(EMBEDDED), runs_here=True).devices is None

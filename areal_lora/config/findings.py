@@ -1,0 +1,43 @@
+"""What a rule finds, and what rules are functions of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_lora.config.architectures import SUPPORTED, ModelShape
+from areal_lora.config.facts import Facts
+from areal_lora.config.models import Config
+from areal_lora.errors import ConfigError
+
+
+class Severity(StrEnum):
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One broken rule: the dotted key (or file), why, and what to do about it."""
+
+    path: str
+    reason: str
+    fix: str
+    severity: Severity = Severity.ERROR
+
+    def error(self) -> ConfigError:
+        return ConfigError(self.path, self.reason, self.fix)
+
+
+Rule = Callable[[Config, Facts], Iterator[Finding]]
+
+
+def shape_of(facts: Facts) -> ModelShape | None:
+    """Sizes of the model; None where the model rule has already complained."""
+    if facts.hf_config is None or facts.hf_config.get("model_type") not in SUPPORTED:
+        return None
+    try:
+        return ModelShape.from_hf(facts.hf_config)
+    except KeyError:
+        return None

@@ -1,0 +1,102 @@
+"""Rules about parallel sizes. Those of the trainer refuse what `engine.megatron_utils.layout` would refuse later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from areal_lora.config.architectures import ModelShape
+from areal_lora.config.facts import Facts
+from areal_lora.config.findings import Finding, shape_of
+from areal_lora.config.models import Config, TrainerConfig
+
+
+def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
+    t, shape = config.trainer, shape_of(facts)
+    against_model = list(_trainer_against_model(config, shape)) if shape else []
+    yield from against_model
+    if against_model:
+        # A size that is wrong for the model makes the products below wrong too; one line is enough.
+        return
+    for names, size in (("tp x pp", t.tp * t.pp), ("etp x ep x pp", t.etp * t.ep * t.pp)):
+        if t.world_size % size:
+            yield Finding(
+                path="trainer.world_size",
+                reason=f"{t.world_size} ranks cannot be divided by {names} = {size}",
+                fix=f"use a multiple of {size}",
+            )
+
+
+def _trainer_against_model(config: Config, shape: ModelShape) -> Iterator[Finding]:
+    t = config.trainer
+    yield from _divides("trainer.tp", t.tp, shape.heads, "attention heads")
+    yield from _kv_heads("trainer.tp", t.tp, shape)
+    yield from _divides("trainer.tp", t.tp, shape.head_dim * (shape.heads + 2 * shape.kv_heads), "rows of linear_qkv")
+    yield from _divides("trainer.tp", t.tp, shape.vocab, "vocabulary entries")
+    yield from _dense_columns("trainer.tp", t.tp, shape)
+    yield from _stages(t, shape)
+    if shape.experts:
+        yield from _divides("trainer.ep", t.ep, shape.experts, "experts")
+        yield from _divides("trainer.etp", t.etp, shape.expert_ffn, "columns of an expert")
+    elif t.ep > 1 or t.etp > 1:
+        key = "trainer.ep" if t.ep > 1 else "trainer.etp"
+        yield Finding(path=key, reason="the model is dense: it has no experts to divide", fix="set it to 1")
+
+
+def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
+    if t.pp > shape.layers:
+        yield Finding(
+            path="trainer.pp",
+            reason=f"{t.pp} stages are more than the model's {shape.layers} layers",
+            fix=f"use at most {shape.layers}",
+        )
+    elif t.pp_layers is not None and (len(t.pp_layers) != t.pp or sum(t.pp_layers) != shape.layers):
+        yield Finding(
+            path="trainer.pp_layers",
+            reason=f"{t.pp_layers} does not give {t.pp} stages the model's {shape.layers} layers",
+            fix="write one number for each stage, or leave it out",
+        )
+
+
+def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
+    tp, per_node = config.rollout.tp, config.cluster.devices_per_node
+    if config.cluster.device != "cpu" and tp > per_node:
+        yield Finding(
+            path="rollout.tp",
+            reason=f"one server of {tp} devices does not fit a node of {per_node}",
+            fix=f"set it to at most {per_node}",
+        )
+    shape = shape_of(facts)
+    if shape is None:
+        return
+    yield from _divides("rollout.tp", tp, shape.heads, "attention heads")
+    yield from _kv_heads("rollout.tp", tp, shape)
+    if shape.experts:
+        yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
+    yield from _dense_columns("rollout.tp", tp, shape)
+
+
+def _dense_columns(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
+    if shape.dense_layers:
+        yield from _divides(key, tp, shape.ffn, "columns of the dense MLP")
+    if shape.shared_ffn:
+        yield from _divides(key, tp, shape.shared_ffn, "columns of the shared expert")
+
+
+def _divides(key: str, size: int, total: int, what: str) -> Iterator[Finding]:
+    if total % size:
+        options = [n for n in range(1, total + 1) if total % n == 0]
+        near = sorted(options, key=lambda n: abs(n - size))[:4]
+        yield Finding(
+            path=key,
+            reason=f"{size} does not divide the model's {total} {what}",
+            fix=f"use a divisor of {total}, such as {', '.join(map(str, sorted(near)))}",
+        )
+
+
+def _kv_heads(key: str, tp: int, shape: ModelShape) -> Iterator[Finding]:
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        yield Finding(
+            path=key,
+            reason=f"{tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key/value heads",
+            fix=f"use a divisor or a multiple of {shape.kv_heads}",
+        )

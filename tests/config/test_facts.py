@@ -1,0 +1,54 @@
+"""What the guardrails are told about this machine and the model folder."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.load import load_config
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
+EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]
+
+
+def test_a_listening_port_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        config = load_config(EMBEDDED, [f"rollout.port={port}"])
+        assert gather_facts(config, runs_here=True).ports_in_use == {port}
+        assert gather_facts(config, runs_here=False).ports_in_use == frozenset()
+    assert gather_facts(config, runs_here=True).ports_in_use == frozenset()
+
+
+def test_model_folder_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def facts(path: str) -> Facts:
+        return gather_facts(load_config(EMBEDDED, [f"model.path={path}"]), runs_here=False)
+
+    assert "no folder" in facts("some/where").model_problem
+    (tmp_path / "m").mkdir()
+    assert "no config.json" in facts(str(tmp_path / "m")).model_problem
+    (tmp_path / "m" / "config.json").write_text("{")
+    assert "cannot be read" in facts(str(tmp_path / "m")).model_problem
+    known = facts("Qwen/Qwen3-8B")
+    assert known.hf_config is not None
+    assert not known.model_is_local
+    snapshot = tmp_path / "hub" / "models--some--where" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
+    cached = facts("some/where")
+    assert cached.hf_config == {"model_type": "qwen3"}
+    assert cached.model_is_local
+
+
+def test_visible_devices_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert gather_facts(load_config(DENSE), runs_here=True).devices == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gather_facts(load_config(DENSE), runs_here=True).devices == 0
+    assert gather_facts(load_config(EMBEDDED), runs_here=True).devices is None
