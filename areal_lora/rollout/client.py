@@ -145,9 +145,11 @@ class CompletionClient:
         """One request to the least loaded server; choices come back complete and ordered by index."""
         server: Server | None = None
         try:
-            async with asyncio.timeout(deadline_s), self.router.lease(ref, sequences) as server:
+            async with asyncio.timeout(deadline_s) as clock, self.router.lease(ref, sequences, clock) as server:
                 payload = await self._exchange(server, ref, _encode(request))
         except TimeoutError:
+            if server is not None and server.lost:
+                raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: given up by the trainer") from None
             if server is not None:
                 self.router.failed(server)
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {deadline_s:g} s") from None

@@ -100,7 +100,10 @@ class Controller:
     def _announce(self, request: m.AnnounceVersion) -> m.Done:
         runtime = self._adapter(request.adapter)
         runtime.feed.announce(request.version)
-        self._router.announce(AdapterRef(name=request.adapter, version=request.version))
+        if request.lost:
+            log.warning("given up by the trainer: %s", ", ".join(request.lost))
+        ref = AdapterRef(name=request.adapter, version=request.version)
+        self._router.announce(ref, request.servers, request.lost)
         self._admit(runtime)
         runtime.notify()
         return m.Done()
@@ -189,7 +192,10 @@ class Controller:
                 seed = request_seed(self._seed, ticket.prompt, ticket.issue, ticket.tries)
                 episode = await runtime.workflow.run(ticket.prompt, ref, seed)
             except GenerationFault as fault:
-                back_off_s = feed.retry(ticket, fault.kind, fault.detail, retryable=fault.retryable)
+                back_off_s = feed.retry(
+                    ticket, fault.kind, fault.detail, retryable=fault.retryable,
+                    served=fault.kind is not FaultKind.CONNECTION,
+                )
                 continue
             bad = first_fault(episode.group)
             if bad is not None:

@@ -27,6 +27,7 @@ MAX_ISSUES = 4  # issues of one prompt, when groups are dropped as stale
 MIN_LOST_IN_A_ROW = 16
 BACK_OFF_S = 0.1
 MAX_BACK_OFF_S = 5.0
+UNSERVED_WAIT_S, UNSERVED_S = 0.2, 300.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class AdapterFeed:
         self._retried: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
         self._lost_in_a_row = 0
+        self._unserved_since: float | None = None
         self._tokens = 0
         self._generation_s = 0.0
         self._idle_s = 0.0
@@ -158,7 +160,7 @@ class AdapterFeed:
         """All trajectories of the group are ``ok``; it is ready unless it came too late."""
         self._forget_running(ticket)
         self._ledger.finish(ticket.seq)
-        self._lost_in_a_row = 0
+        self._lost_in_a_row, self._unserved_since = 0, None
         self._tokens += sum(sum(t.loss_mask) for t in episode.group.trajectories)
         self._generation_s += self._clock() - ticket.begun_s
         finished = Finished(ticket=ticket, episode=episode, oldest=episode.group.oldest_version)
@@ -168,17 +170,26 @@ class AdapterFeed:
         else:
             self._drop_and_reissue(ticket, verdict)
 
-    def retry(self, ticket: Ticket, kind: str, detail: str, *, retryable: bool = True) -> float | None:
+    def retry(
+        self, ticket: Ticket, kind: str, detail: str, *, retryable: bool = True, served: bool = True
+    ) -> float | None:
         """Seconds to wait before the next :meth:`begin`, or None: the group is dropped for good.
 
-        Raises RolloutError when two steps' worth of groups in a row were lost this way.
+        A request to a server that is gone (``served`` False) does not count, for ``UNSERVED_S``: the
+        group waits for one to be (back) there. Raises RolloutError when two steps' worth of groups
+        in a row were lost this way.
         """
         self.last_fault = f"{kind}: {detail}"
+        if not served:
+            if self._unserved_since is None:
+                self._unserved_since = self._clock()
+            served = self._clock() - self._unserved_since > UNSERVED_S
+            ticket.tries -= not served
         if retryable and ticket.tries < MAX_TRIES:
             self._ledger.requeue(ticket.seq)
             ticket.version = None
             self._retried[kind] += 1
-            return min(BACK_OFF_S * 2 ** (ticket.tries - 1), MAX_BACK_OFF_S)
+            return min(BACK_OFF_S * 2 ** max(ticket.tries - 1, 0), MAX_BACK_OFF_S) if served else UNSERVED_WAIT_S
         self._forget_running(ticket)
         self._ledger.drop(ticket.seq, kind)
         self._lost_in_a_row += 1

@@ -1,7 +1,7 @@
 """The rollout controller: ``python -m areal_lora.rollout.main --run-folder DIR``.
 
-Reads prompts and tokenizer while the servers start, waits for their endpoints, then binds its
-control socket and publishes it as ``controller-0``. SIGTERM, SIGINT, a Shutdown message or the
+Reads prompts and tokenizer while the servers start, binds its control socket and publishes it as
+``controller-0``. The trainer's announcements say which servers there are. SIGTERM, SIGINT, a Shutdown message or the
 parent's death end it and its scorer children.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.rendezvous import publish_endpoint, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 from areal_lora.rollout.client import CompletionClient
@@ -38,7 +38,6 @@ from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Sample
 
 ROLE = "controller"
-SERVER_TIMEOUT_S = 3600.0
 _PR_SET_PDEATHSIG = 1
 
 log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
@@ -67,9 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
         data = load_data(config, run_folder)
-        set_status(run_folder, ROLE, 0, "waiting for the rollout servers")
-        urls = [server_url(run_folder, index) for index in range(config.rollout.servers)]
-        asyncio.run(serve_until_signal(config, run_folder, data, urls))
+        asyncio.run(serve_until_signal(config, run_folder, data))
     except ArealLoraError as error:
         log.error("%s: %s", type(error).__name__, error)
         return error.exit_code
@@ -98,26 +95,17 @@ def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: Tokenizer) -
     )
 
 
-def server_url(run_folder: Path, index: int) -> str:
-    endpoint = wait_endpoint(run_folder, "server", index, SERVER_TIMEOUT_S)
-    return f"http://{endpoint.host}:{endpoint.ports['data']}"
-
-
-async def serve_until_signal(
-    config: Config, run_folder: Path, data: Sequence[AdapterData], urls: Sequence[str]
-) -> None:
+async def serve_until_signal(config: Config, run_folder: Path, data: Sequence[AdapterData]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(config, run_folder, data, urls, stop)
+    await serve(config, run_folder, data, stop)
 
 
-async def serve(
-    config: Config, run_folder: Path, data: Sequence[AdapterData], urls: Sequence[str], stop: asyncio.Event
-) -> None:
+async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], stop: asyncio.Event) -> None:
     """Serve until ``stop`` is set; nothing is left behind. Raises the first error of any task."""
     secret = read_secret(run_folder)
-    router = Router(urls)
+    router = Router()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(CompletionClient(router, secret))
         runtimes = {}
@@ -132,7 +120,7 @@ async def serve(
                 tasks.create_task(socket.serve(controller.handle, tasks))
                 publish_endpoint(run_folder, ROLE, 0, {"control": socket.port}, host=config.cluster.bind)
                 set_status(run_folder, ROLE, 0, "serving")
-                log.info("serving %s on port %d from %d servers", ", ".join(runtimes), socket.port, len(urls))
+                log.info("serving %s on port %d", ", ".join(runtimes), socket.port)
                 await stop.wait()
                 raise _Stop
         except* _Stop:

@@ -13,7 +13,7 @@ import msgspec
 
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -30,10 +30,16 @@ class Hello(Message, frozen=True):
 
 
 class AnnounceVersion(Message, frozen=True):
-    """``adapter@v{version}`` is active on the servers. The first one also names the next step. Reply: Done."""
+    """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Done.
+
+    ``lost`` are servers given up since the last announcement. The first announcement also names
+    the next step; the newest version may be announced again, with other servers.
+    """
 
     adapter: str
     version: int
+    servers: dict[str, str]
+    lost: tuple[str, ...] = ()
 
 
 class GetBatch(Message, frozen=True):

@@ -1,15 +1,17 @@
 """Which rollout server gets a request: the one with the fewest sequences outstanding.
 
-Only servers that hold the asked version and are not cooling down after a failure are
-considered. A server that failed is left alone for a time that doubles with each failure;
-the first request after that is its trial.
+Which servers there are, and what each holds, comes with the trainer's announcements. Only servers
+that hold the asked version and are not cooling down after a failure are considered. A server that
+failed is left alone for a time that doubles with each failure; the first request after that is
+its trial. A server that the trainer has given up gets no requests until it is announced again,
+and what runs on it is cut off, so that it can be asked of another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -26,26 +28,43 @@ class VersionRetired(RolloutError):
 
 @dataclass(slots=True)
 class Server:
-    """One replica as the router sees it."""
+    """One life of a replica as the router sees it."""
 
     url: str
     outstanding: int = 0
     failures: int = 0
     down_until_s: float = 0.0
     versions: set[AdapterRef] = field(default_factory=set)
+    lost: bool = False
+    clocks: set[asyncio.Timeout] = field(default_factory=set)
+
+    def lose(self) -> None:
+        """End what runs here now, instead of at its deadline."""
+        self.lost = True
+        for clock in self.clocks:
+            if not clock.expired():
+                clock.reschedule(asyncio.get_running_loop().time())
 
 
 class Router:
-    """Chooses servers and remembers what they hold and how they fare."""
+    """Chooses servers and remembers what they hold and how they fare. ``servers`` are by name."""
 
-    def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self.servers = [Server(url) for url in urls]
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.servers: dict[str, Server] = {}
         self._clock = clock
 
-    def announce(self, ref: AdapterRef) -> None:
-        """Every server has acknowledged ``ref``: a publish is complete only then (contract C3)."""
-        for server in self.servers:
-            server.versions.add(ref)
+    def announce(self, ref: AdapterRef, servers: Mapping[str, str], lost: Iterable[str] = ()) -> None:
+        """``ref`` serves on ``servers`` (URL by name) and nowhere else: a publish is complete only then (contract C3).
+
+        ``lost`` were given up before; a server among ``servers`` too, or under a new URL, has a new
+        life and holds ``ref`` only.
+        """
+        for name, server in list(self.servers.items()):
+            if name in lost or servers.get(name) != server.url:
+                server.lose()
+                del self.servers[name]
+        for name, url in servers.items():
+            self.servers.setdefault(name, Server(url)).versions.add(ref)
 
     def retired(self, server: Server, ref: AdapterRef) -> None:
         server.versions.discard(ref)
@@ -62,21 +81,24 @@ class Router:
         server.down_until_s = 0.0
 
     @asynccontextmanager
-    async def lease(self, ref: AdapterRef, sequences: int) -> AsyncIterator[Server]:
+    async def lease(self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout) -> AsyncIterator[Server]:
         """A server for ``sequences`` sequences of ``ref``; waits while all that hold it cool down.
 
-        Raises VersionRetired if none holds it.
+        ``clock`` bounds the request and runs out at once if the server is given up (``lost``).
+        Raises VersionRetired if none holds ``ref``.
         """
         server = await self._choose(ref)
         server.outstanding += sequences
+        server.clocks.add(clock)
         try:
             yield server
         finally:
+            server.clocks.discard(clock)
             server.outstanding -= sequences
 
     async def _choose(self, ref: AdapterRef) -> Server:
         while True:
-            holders = [server for server in self.servers if ref in server.versions]
+            holders = [server for server in self.servers.values() if ref in server.versions]
             if not holders:
                 raise VersionRetired(f"no rollout server holds {ref}")
             now = self._clock()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from areal_lora.rollout import messages as m
 from areal_lora.rollout.control import CLIENT_ROLE, SERVER_ROLE
 from areal_lora.types import AdapterRef
 
-POLL_S = 10.0  # length of one long poll, and so the rhythm of the waiting lines
+POLL_S = 10.0  # length of one long poll, and the rhythm of the waiting lines
+SHORT_POLL_S = 1.0  # of batches, where something else may have to be done meanwhile
 ANSWER_S = 30.0  # what a live controller may need beyond a long poll
 
 _REFUSED = (
@@ -70,22 +71,41 @@ class RolloutClient:
             self.close()
             raise
 
-    def announce(self, ref: AdapterRef) -> None:
-        """``ref`` is active on every server: new groups are sampled with it."""
-        self._ask(m.AnnounceVersion(adapter=ref.name, version=ref.version), m.Done)
+    def announce(self, ref: AdapterRef, servers: Mapping[str, str], lost: Sequence[str] = ()) -> None:
+        """``ref`` is active on ``servers`` (data-plane URL by name) and nowhere else: new groups are sampled with it.
+
+        ``lost`` were given up since the last announcement.
+        """
+        request = m.AnnounceVersion(adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost))
+        self._ask(request, m.Done)
 
     def next_batch(self, adapter: str, *, step: int, version: int) -> m.Batch:
-        """Block until the groups of ``step`` are ready, saying every 10 s what is missing.
+        """Block until the groups of ``step`` are ready, saying every 10 s what is missing."""
+        batch = None
+        while batch is None:
+            batch = self.poll_batch(adapter, step=step, version=version, interrupted=lambda: False)
+        return batch
+
+    def poll_batch(
+        self, adapter: str, *, step: int, version: int, interrupted: Callable[[], bool]
+    ) -> m.Batch | None:
+        """Like ``next_batch``, but None as soon as ``interrupted()``, which is asked about every second.
 
         ``events`` of the batch are the evaluation results not yet given out by any method.
         """
         start = time.monotonic()
-        request = m.GetBatch(adapter=adapter, step=step, version=version, timeout_s=POLL_S)
+        remind_at = start + POLL_S
+        request = m.GetBatch(adapter=adapter, step=step, version=version, timeout_s=SHORT_POLL_S)
         while True:
-            reply: m.Batch | m.NotReady = self._ask(request, m.Batch, m.NotReady, wait_s=POLL_S)
+            reply: m.Batch | m.NotReady = self._ask(request, m.Batch, m.NotReady, wait_s=SHORT_POLL_S)
             if isinstance(reply, m.Batch):
                 self._keep(reply.events)
                 return msgspec.structs.replace(reply, events=self._give_out(lambda _: True))
+            if interrupted():
+                return None
+            if time.monotonic() < remind_at:
+                continue
+            remind_at += POLL_S
             log.info(
                 "waiting for rollout batch %d since %.0f s: %d/%d groups ready, %d running, %d dropped%s",
                 step, time.monotonic() - start, reply.ready, reply.needed, reply.running, reply.dropped,

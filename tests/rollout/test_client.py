@@ -17,15 +17,15 @@ V3 = AdapterRef(name="math", version=3)
 async def ask(server: FakeServer, *, n: int = 2, deadline_s: float = 5.0) -> list[Generation]:
     server.models.add(str(V3))
     async with server:
-        router = Router([server.url])
-        router.announce(V3)
+        router = Router()
+        router.announce(V3, {"server-0": server.url})
         async with CompletionClient(router, "secret") as client:
             try:
                 return await client.sample(
                     V3, [5, 6], n=n, max_tokens=8, temperature=0.7, top_p=0.9, seed=11, deadline_s=deadline_s
                 )
             finally:
-                assert router.servers[0].outstanding == 0
+                assert router.servers["server-0"].outstanding == 0
 
 
 def edited(edit: Callable[[dict[str, Any]], None]) -> FakeServer:
@@ -86,12 +86,33 @@ def test_whatever_goes_wrong_is_typed(server: FakeServer, kind: FaultKind) -> No
     assert caught.value.retryable == (kind is not FaultKind.REJECTED)
 
 
+def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
+    async def run() -> None:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as hung:
+            router = Router()
+            router.announce(V3, {"server-0": hung.url})
+            async with CompletionClient(router, "") as client:
+                task = asyncio.create_task(
+                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=60)
+                )
+                while not hung.open_requests:
+                    await asyncio.sleep(0.01)
+                router.announce(V3, {"server-1": "http://127.0.0.1:9"}, lost=["server-0"])
+                async with asyncio.timeout(2):
+                    await task
+
+    with pytest.raises(GenerationFault, match="given up by the trainer") as caught:
+        asyncio.run(run())
+    assert caught.value.kind is FaultKind.CONNECTION
+    assert caught.value.retryable
+
+
 def test_a_server_that_is_not_there() -> None:
     async def run() -> None:
         async with FakeServer() as gone:
             url = gone.url
-        router = Router([url])
-        router.announce(V3)
+        router = Router()
+        router.announce(V3, {"server-0": url})
         async with CompletionClient(router, "") as client:
             await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=5)
 
@@ -103,8 +124,8 @@ def test_a_server_that_is_not_there() -> None:
 def test_a_cancelled_request_ends_on_the_server_too() -> None:
     async def run() -> int:
         async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as server:
-            router = Router([server.url])
-            router.announce(V3)
+            router = Router()
+            router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 task = asyncio.create_task(
                     client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=60)
@@ -116,7 +137,7 @@ def test_a_cancelled_request_ends_on_the_server_too() -> None:
                     await asyncio.sleep(0.01)
                     if not server.open_requests:
                         break
-                assert router.servers[0].outstanding == 0
+                assert router.servers["server-0"].outstanding == 0
                 return server.open_requests
 
     assert asyncio.run(run()) == 0
@@ -125,8 +146,8 @@ def test_a_cancelled_request_ends_on_the_server_too() -> None:
 def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
     async def run(server: FakeServer) -> list[str]:
         async with server:
-            router = Router([server.url])
-            router.announce(V3)
+            router = Router()
+            router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 return await client.greedy(V3, [[1], [2, 3], [4]], max_tokens=8, deadline_s=5)
 

@@ -48,7 +48,11 @@ class Running:
     def activate(self, version: int) -> None:
         for server in self.servers:
             server.models.add(f"{NAME}@v{version}")
-        self.client.announce(AdapterRef(name=NAME, version=version))
+        self.announce(version)
+
+    def announce(self, version: int, lost: tuple[str, ...] = ()) -> None:
+        urls = {f"server-{i}": s.url for i, s in enumerate(self.servers) if f"server-{i}" not in lost}
+        self.client.announce(AdapterRef(name=NAME, version=version), urls, lost)
 
     def batch(self, step: int) -> Any:
         return self.client.next_batch(NAME, step=step, version=step)
@@ -66,7 +70,7 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             server_loop.run(server.__aenter__())
         made = config("none", servers=len(servers), **settings)
         data = [adapter_data(made, made.adapters[0], CharTokenizer())]
-        work = serve(made, tmp_path, data, [server.url for server in servers], stop)
+        work = serve(made, tmp_path, data, stop)
         ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
         endpoint = wait_endpoint(tmp_path, "controller", 0, 20, lambda: not ended.done())
         started.append(Running(RolloutClient(endpoint, read_secret(tmp_path)), endpoint, servers, ended))
@@ -158,4 +162,4 @@ def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running
 def test_an_unknown_adapter_is_refused(controller: Callable[..., Running]) -> None:
     run = controller(FakeServer())
     with pytest.raises(RolloutError, match="'other' is not in this run"):
-        run.client.announce(AdapterRef(name="other", version=0))
+        run.client.announce(AdapterRef(name="other", version=0), {})

@@ -37,8 +37,8 @@ def solve(prompt: list[int], _: int) -> tuple[list[int], str]:
 def evaluate(server: FakeServer, max_chunks: int = 2) -> EvalResult:
     async def main() -> EvalResult:
         async with server:
-            router = Router([server.url])
-            router.announce(V2)
+            router = Router()
+            router.announce(V2, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 evaluator = Evaluator(
                     client=client, scorer=ExactMatch(), sampling=SAMPLING, samples=PROBLEMS,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.feed import MAX_ISSUES, MAX_TRIES
+from areal_lora.rollout.feed import MAX_ISSUES, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
 from tests.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
 
 
@@ -178,3 +178,21 @@ def test_versions_do_not_go_back() -> None:
     made.announce(3)
     with pytest.raises(RolloutError, match="announced after v3"):
         made.announce(2)
+
+
+def test_requests_to_a_server_that_is_gone_do_not_count_until_it_is_gone_for_too_long() -> None:
+    clock = Clock()
+    made, ledger, _ = feed(clock=clock)
+    made.announce(0)
+    [ticket, *_] = admit_all(made)
+    for _ in range(5 * MAX_TRIES):
+        assert made.retry(ticket, "connection", "refused", served=False) == UNSERVED_WAIT_S
+        made.begin(ticket)
+        clock.now += UNSERVED_S / (5 * MAX_TRIES + 1)
+    clock.now += UNSERVED_S
+    waits = []
+    while (wait := made.retry(ticket, "connection", "refused", served=False)) is not None:
+        waits.append(wait)
+        made.begin(ticket)
+    assert len(waits) == MAX_TRIES - 1
+    assert ledger.drop_reasons() == {"connection": 1}

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.rendezvous import create_secret, publish_endpoint, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import create_secret, read_secret, wait_endpoint
 from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.types import AdapterRef
 from tests.rollout.helpers import NAME, config
@@ -43,10 +43,10 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
     process = subprocess.Popen([*COMMAND, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         assert fake.stdout is not None
-        publish_endpoint(tmp_path, "server", 0, {"data": int(fake.stdout.readline()), "admin": 1})
         endpoint = wait_endpoint(tmp_path, "controller", 0, 120, lambda: process.poll() is None)
         client = RolloutClient(endpoint, read_secret(tmp_path))
-        client.announce(AdapterRef(name=NAME, version=0))
+        url = f"http://127.0.0.1:{int(fake.stdout.readline())}"
+        client.announce(AdapterRef(name=NAME, version=0), {"server-0": url})
         assert len(client.next_batch(NAME, step=0, version=0).groups) == 4
         client.close()
         children = psutil.Process(process.pid).children(recursive=True)

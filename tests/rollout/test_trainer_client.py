@@ -72,7 +72,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClie
     groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
 
     async def handler(request: m.Request) -> m.Reply:
-        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.POLL_S)
+        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.SHORT_POLL_S)
         return m.Batch(adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), events=(result(3, "during"),))
 
     batch = connect(handler).next_batch(NAME, step=4, version=4)
@@ -82,9 +82,10 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClie
 
 
 def test_waiting_is_said_and_ends(
-    connect: Callable[[Handler], RolloutClient], caplog: pytest.LogCaptureFixture
+    connect: Callable[[Handler], RolloutClient], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
+    monkeypatch.setattr(trainer_client, "POLL_S", 0.0)
 
     async def handler(request: m.Request) -> m.Reply:
         nonlocal asked
@@ -98,6 +99,18 @@ def test_waiting_is_said_and_ends(
     assert asked == 3
     assert "waiting for rollout batch 12" in caplog.text
     assert "40/64 groups ready, 90 running, 1 dropped; last fault: connection: refused" in caplog.text
+
+
+def test_waiting_ends_without_a_batch_when_something_else_is_to_be_done(
+    connect: Callable[[Handler], RolloutClient],
+) -> None:
+    async def handler(request: m.Request) -> m.Reply:
+        return m.NotReady(ready=0, needed=64, running=0, dropped=0)
+
+    client = connect(handler)
+    answers = [False, True]
+    assert client.poll_batch(NAME, step=0, version=0, interrupted=lambda: answers.pop(0)) is None
+    assert answers == []
 
 
 def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], RolloutClient]) -> None:
@@ -136,7 +149,7 @@ def test_a_silent_controller_is_an_error(
     with pytest.raises(RolloutError, match="did not answer GetStats within 0 s"):
         client.stats(NAME)
     monkeypatch.setattr(trainer_client, "ANSWER_S", 5.0)
-    client.announce(AdapterRef(name=NAME, version=0))  # the late answer is not taken for this one's
+    client.announce(AdapterRef(name=NAME, version=0), {})  # the late answer is not taken for this one's
 
 
 def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler], RolloutClient]) -> None:
@@ -150,7 +163,7 @@ def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler]
         return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=())
 
     client = connect(handler)
-    timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0)])
+    timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0), {}])
     timer.start()
     assert client.next_batch(NAME, step=0, version=0).step == 0
     timer.join()

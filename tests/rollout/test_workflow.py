@@ -29,8 +29,8 @@ def run(table: dict[str, Score]) -> Episode:
     async def main() -> Episode:
         server = FakeServer(models={str(V1)}, answer=lambda _, sample: ([7 + sample, 2], "ab"[sample]))
         async with server:
-            router = Router([server.url])
-            router.announce(V1)
+            router = Router()
+            router.announce(V1, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 workflow = SingleTurnWorkflow(client=client, scorer=Graded(table), sampling=SAMPLING)
                 return await workflow.run(stream().at(0), V1, seed=1)
