@@ -15,6 +15,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -22,7 +23,6 @@ from numba.extending import intrinsic
 F32, BF16 = 0, 1  # element kinds
 
 _SHORT_ROW = 4096  # elements; below this a loop is faster than a call of memcpy
-_SCRATCH = 1024  # elements
 
 
 @intrinsic
@@ -41,6 +41,22 @@ def _pointer(context: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _as_float(context: Any, bits: Any) -> Any:
+    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def _as_bits(context: Any, value: Any) -> Any:
+    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -63,49 +79,36 @@ def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_f32_bf16(src: int, dst: int, n: int, scale: Any, scratch: Any) -> None:
-    b = carray(_pointer(dst), n, np.uint16)
+def _row_f32_bf16(src: int, dst: int, n: int, scale: Any) -> None:
+    a, b = carray(_pointer(src), n, np.float32), carray(_pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):
-        bits = carray(_pointer(src), n, np.uint32)
         for j in range(n):
-            b[j] = _to_bf16(bits[j])
-        return
-    a, words = carray(_pointer(src), n, np.float32), scratch.view(np.uint32)
-    for at in range(0, n, len(scratch)):
-        m = min(len(scratch), n - at)
-        for j in range(m):
-            scratch[j] = a[at + j] * scale
-        for j in range(m):
-            b[at + j] = _to_bf16(words[j])
+            b[j] = _to_bf16(_as_bits(a[j]))
+    else:
+        for j in range(n):
+            b[j] = _to_bf16(_as_bits(a[j] * scale))
 
 
 @numba.njit(nogil=True, cache=True)
 def _row_bf16_f32(src: int, dst: int, n: int, scale: Any) -> None:
-    a, bits = carray(_pointer(src), n, np.uint16), carray(_pointer(dst), n, np.uint32)
-    for j in range(n):
-        bits[j] = np.uint32(a[j]) << np.uint32(16)
-    if scale != np.float32(1.0):
-        b = carray(_pointer(dst), n, np.float32)
+    a, b = carray(_pointer(src), n, np.uint16), carray(_pointer(dst), n, np.float32)
+    if scale == np.float32(1.0):
         for j in range(n):
-            b[j] = b[j] * scale
+            b[j] = _as_float(np.uint32(a[j]) << np.uint32(16))
+    else:
+        for j in range(n):
+            b[j] = _as_float(np.uint32(a[j]) << np.uint32(16)) * scale
 
 
 @numba.njit(nogil=True, cache=True)
-def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any, scratch: Any) -> None:
+def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
     a, b = carray(_pointer(src), n, np.uint16), carray(_pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):
         for j in range(n):
             b[j] = a[j]
-        return
-    words = scratch.view(np.uint32)
-    for at in range(0, n, len(scratch)):
-        m = min(len(scratch), n - at)
-        for j in range(m):
-            words[j] = np.uint32(a[at + j]) << np.uint32(16)
-        for j in range(m):
-            scratch[j] = scratch[j] * scale
-        for j in range(m):
-            b[at + j] = _to_bf16(words[j])
+    else:
+        for j in range(n):
+            b[j] = _to_bf16(_as_bits(_as_float(np.uint32(a[j]) << np.uint32(16)) * scale))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -122,7 +125,6 @@ def copy_blocks(
     """
     src_item = 4 if src_kind == F32 else 2
     dst_item = 4 if dst_kind == F32 else 2
-    scratch = np.empty(_SCRATCH, np.float32)
     for i in range(first, last):
         a = src_base + src[i]
         b = dst_base + dst[i] + slot * dst_step[i]
@@ -137,13 +139,13 @@ def copy_blocks(
                 else:
                     _row_f32_f32(x, y, n, factor)
             elif src_kind == F32:
-                _row_f32_bf16(x, y, n, factor, scratch)
+                _row_f32_bf16(x, y, n, factor)
             elif dst_kind == F32:
                 _row_bf16_f32(x, y, n, factor)
             elif factor == np.float32(1.0) and n >= _SHORT_ROW:
                 _memcpy(y, x, n * 2)
             else:
-                _row_bf16_bf16(x, y, n, factor, scratch)
+                _row_bf16_bf16(x, y, n, factor)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -195,7 +197,10 @@ def fingerprints(
         bad[i] = np.uint8(infinite)
 
 
-def fixed_keys(n: int = 4096) -> np.ndarray:
-    """The public multipliers of ``fingerprints``, odd uint64 [n]: the same in every run and on every machine."""
+def fixed_keys(n: int = 1024) -> np.ndarray:
+    """The public multipliers of ``fingerprints``, odd uint64 [n]: the same in every run and on every machine.
+
+    1,024 of them stay in the first-level cache beside the data.
+    """
     stream = hashlib.shake_256(b"areal_lora fingerprint keys").digest(8 * n)
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)

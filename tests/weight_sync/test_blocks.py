@@ -146,6 +146,6 @@ def test_every_single_flip_and_every_exchange_shows():
 def test_the_keys_never_change():
     """Digests are compared between processes and runs."""
     keys = fixed_keys()
-    assert keys.shape == (4096,)
+    assert keys.shape == (1024,)
     assert (keys & np.uint64(1)).all()
-    assert int(np.bitwise_xor.reduce(keys)) == 5755705620870626542
+    assert int(np.bitwise_xor.reduce(keys)) == 15913957524448410850
