@@ -162,6 +162,9 @@ class TrainerConfig(Section):
 class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
+    expert_parallel: bool = Field(
+        False, description="The workers of a replica share out whole experts instead of cutting each one."
+    )
     max_staleness: NonNegInt = Field(2, description="A trained token is at most this many versions old.")
     in_flight: Literal["finish"] = Field(
         "finish", description="Running sequences finish on the version they began with."

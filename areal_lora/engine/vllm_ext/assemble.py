@@ -76,6 +76,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     max_loras = n_slots(config) + on_cpu
     return AsyncEngineArgs(
         model=config.model.path, dtype=config.model.dtype, seed=config.run.seed, tensor_parallel_size=rollout.tp,
+        enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len),
         gpu_memory_utilization=rollout.gpu_memory_utilization, enforce_eager=rollout.enforce_eager or on_cpu,
@@ -109,7 +110,7 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     await channel.connect(len(described))
     adapters = ServedAdapters(
         engine, channel, n_workers=len(described), n_slots=n_slots(config), resident=config.rollout.resident_versions,
-        deadline_s=config.weight_sync.deadline_s,
+        deadline_s=config.weight_sync.attempt_s,
     )
     model = engine.model_config
     generator = Generator(engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size())
