@@ -123,7 +123,10 @@ def wire_names(pieces: Sequence[Piece]) -> tuple[dict[str, tuple[int, ...]], dic
 
 
 def to_hf(pieces: Sequence[Piece], lora_a: Tensor, lora_b: Tensor) -> dict[str, Tensor]:
-    """Unique wire tensors of one site from its whole Megatron tensors, as contiguous clones."""
+    """Unique wire tensors of one site from its whole Megatron tensors, as contiguous clones.
+
+    The engine packs straight from shards instead; this says what must come out.
+    """
     tensors = {f"{pieces[0].name}.lora_A.weight": lora_a.clone()}
     for piece in pieces:
         tensors[f"{piece.name}.lora_B.weight"] = torch.cat([lora_b[a:b] for a, b in piece.rows])
