@@ -70,7 +70,10 @@ def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     yield from _divides("rollout.tp", tp, shape.heads, "attention heads")
     yield from _kv_heads("rollout.tp", tp, shape)
-    if shape.experts:
+    if config.rollout.expert_parallel and not shape.experts:
+        reason = "the model is dense: it has no experts to share out"
+        yield Finding(path="rollout.expert_parallel", reason=reason, fix="set it to false")
+    if shape.experts and not config.rollout.expert_parallel:
         yield from _divides("rollout.tp", tp, shape.expert_ffn, "columns of an expert")
     yield from _dense_columns("rollout.tp", tp, shape)
 

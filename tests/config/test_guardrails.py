@@ -45,6 +45,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("moe", ["trainer.world_size=6", "trainer.ep=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
     ("dense", ["trainer.ep=2"], {}, "trainer.ep", ["dense"]),
     ("embedded", ["rollout.tp=3"], {}, "rollout.tp", ["4 attention heads"]),
+    ("dense", ["rollout.expert_parallel=true"], {}, "rollout.expert_parallel", ["dense"]),
     ("moe", ["rollout.tp=16", "rollout.servers=1", "cluster.nodes=4"], {}, "rollout.tp", ["node of 8"]),
     ("embedded", ["adapters.0.target_modules=[linear_qvk]"], {}, "adapters.0.target_modules", ["linear_qvk", "linear_qkv,"]),
     ("embedded", ["adapters.0.target_modules=[q_proj]"], {}, "adapters.0.target_modules", ["q_proj without k_proj, v_proj", "linear_qkv"]),
