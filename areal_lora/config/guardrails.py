@@ -127,8 +127,9 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
-    shape = shape_of(facts)
-    for i, adapter in enumerate(config.adapters if shape else ()):
+    if (shape := shape_of(facts)) is None:
+        return
+    for i, adapter in enumerate(config.adapters):
         try:
             targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
         except ConfigError as error:
