@@ -17,8 +17,8 @@ from areal_lora.obs.sinks import JsonlSink, TensorBoardSink
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-SEQUENCE = ("pack", "manifest", "wire", "verify", "write", "commit_wait")
-"""Phases of a publish that follow one another: trainer main thread, then the slowest server."""
+SEQUENCE = ("wire", "verify", "write", "commit_wait")
+"""Phases of a publish that follow one another on the slowest server; ``wire`` includes waiting for the packing."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
@@ -62,9 +62,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="publish"):
     """One adapter version that reached the servers.
 
-    ``total_ms`` runs from the first copy on the trainer to the last server's acknowledgement.
+    ``total_ms`` runs from the start on the trainer to the last server's acknowledgement.
     ``phases_ms`` may overlap; ``SEQUENCE`` names those that follow one another within the total.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
+    ``servers`` serve the version; ``lost`` says by name why others were given up in this publish.
     """
 
     version: int
@@ -75,6 +76,8 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     probe_mean_abs: float | None = None
     probe_max_abs: float | None = None
     differs_from_base: bool = False
+    servers: int = 0
+    lost: dict[str, str] = {}
 
     def sequence_ms(self) -> dict[str, float]:
         """Phases that add up to ``total_ms``, in order; what no phase covers is ``other``."""

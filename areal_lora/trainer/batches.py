@@ -8,9 +8,9 @@ from areal_lora.types import TrajectoryGroup
 from areal_lora.weight_sync.exchange import Exchange
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[TrajectoryGroup]).decode
+_decode = msgspec.msgpack.Decoder(list[TrajectoryGroup] | None).decode
 
 
-def share_groups(groups: list[TrajectoryGroup] | None, exchange: Exchange) -> list[TrajectoryGroup]:
-    """Rank 0 passes the groups, the others None; all return equal groups."""
-    return _decode(exchange.all_gather_bytes(b"" if groups is None else _encode(groups))[0])
+def share_groups(groups: list[TrajectoryGroup] | None, exchange: Exchange) -> list[TrajectoryGroup] | None:
+    """What rank 0 passes, on every rank: the groups, or None if there is something else to do first."""
+    return _decode(exchange.broadcast_bytes(_encode(groups) if exchange.rank == 0 else None))

@@ -97,9 +97,20 @@ def publish(trainer: Trainer, tenant: Tenant) -> None:
 def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
     """The groups of the next step on every rank, and their staleness histogram in tokens.
 
+    A server that comes (back) while rollouts are waited for gets the newest versions at once:
+    there may be no other left to give a batch.
+
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
     """
-    groups = trainer.recorder.next_groups(tenant) if trainer.recorder else None
-    batch = collate(share_groups(groups, trainer.control))
+    publishing, recorder = trainer.publishing, trainer.recorder
+    while True:
+        groups = share_groups(
+            recorder.next_groups(tenant, publishing.newcomers) if recorder else None, trainer.control
+        )
+        if groups is not None:
+            break
+        for waiting in trainer.tenants:
+            publishing.catch_up(waiting)
+    batch = collate(groups)
     return batch, assert_staleness(batch, tenant.version, trainer.config.rollout.max_staleness)

@@ -1,56 +1,57 @@
 """Handing adapter versions to the rollout servers while training goes on.
 
-``publish`` copies the adapter out and returns; the transfer, the activation, the parity
-probe and the announcement to the controller happen in the publisher's background thread.
-``join`` waits for the previous publish and is what raises if anything about it was wrong.
+``publish`` packs the adapter and returns; transfer, activation, probe and the announcement to
+the controller happen in the publisher's thread. ``join`` waits for the previous publish and is
+what raises if anything about it was wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from areal_lora.config.models import WeightSyncConfig
 from areal_lora.engine.base import TrainEngine
 from areal_lora.trainer.tenant import Tenant, split_rows
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.publisher import Publisher, PublishHandle, PublishReport
+from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.outcome import PublishReport
+from areal_lora.weight_sync.probe import ProbeExpectation, differ
+from areal_lora.weight_sync.publisher import Publisher, PublishHandle
 
 
 class AdapterPublishing:
-    """One per rank; all calls are collective over the trainer's ranks."""
+    """One per rank; all calls but ``newcomers`` are collective over the trainer's ranks."""
 
     def __init__(
-        self, engine: TrainEngine, publisher: Publisher, on_report: Callable[[Tenant, PublishReport], None] | None
+        self, engine: TrainEngine, publisher: Publisher, config: WeightSyncConfig,
+        on_report: Callable[[Tenant, PublishReport], None] | None,
     ) -> None:
-        self._engine = engine
-        self._publisher = publisher
+        self._engine, self._publisher, self._config = engine, publisher, config
         self._on_report = on_report
         self._pending: dict[str, PublishHandle] = {}
+        self._layouts: dict[str, AdapterLayout] = {}
+        self._base: dict[str, list[list[float]]] = {}
 
     def publish(self, tenant: Tenant) -> None:
-        """Start sending ``tenant.ref``. At most one publish per adapter is under way: call ``join`` first.
-
-        The probe expects the server to differ from its base from version 1 on: lora_B is zero at version 0 only.
-        """
-        version = tenant.version
-        parent = AdapterRef(name=tenant.name, version=version - 1) if version else None
-        expected = self._engine.logprobs(tenant.probe, adapter=tenant.name)
-        probe = ProbeExpectation(
-            token_ids=[[int(x) for x in row] for row in split_rows(tenant.probe.token_ids, tenant.probe.cu_seqlens)],
-            logprobs=split_rows(expected, tenant.probe.cu_seqlens),
-            b_nonzero=version > 0,
-        )
-        plan = self._engine.adapter_plan(tenant.name)
+        """Start sending ``tenant.ref``. At most one publish per adapter is under way: call ``join`` first."""
+        version, dtype = tenant.version, self._config.wire_dtype
+        if tenant.name not in self._layouts:
+            self._layouts[tenant.name] = self._engine.adapter_layout(tenant.name, dtype)
         self._pending[tenant.name] = self._publisher.publish(
-            ref=tenant.ref, parent=parent, spec=tenant.spec, owned=self._engine.export_adapter(tenant.name),
-            aliases=plan.aliases, base_digest=self._engine.base_digest(), probe=probe,
+            ref=tenant.ref,
+            parent=AdapterRef(name=tenant.name, version=version - 1) if version else None,
+            layout=self._layouts[tenant.name],
+            pack=partial(self._engine.pack_adapter, tenant.name, dtype),
+            base_digest=self._engine.base_digest(),
+            probe=self._expected(tenant),
         )
 
     def join(self, tenant: Tenant) -> None:
-        """Wait until the previous version serves everywhere.
+        """Wait until the previous version serves on all servers that are left.
 
         Raises:
-            PublishError, ManifestError, ParityError: see the publisher.
+            PublishError, ManifestError, AdapterError, ParityError: see the publisher.
         """
         handle = self._pending.pop(tenant.name, None)
         if handle is None:
@@ -59,5 +60,26 @@ class AdapterPublishing:
         if self._on_report is not None:
             self._on_report(tenant, report)
 
+    def newcomers(self) -> bool:
+        """Whether servers are there that no version was sent to yet (rank 0, not collective)."""
+        return self._publisher.newcomers()
+
+    def catch_up(self, tenant: Tenant) -> None:
+        """Send ``tenant``'s newest version once more, so that newcomers serve it; joins the publish before."""
+        self.join(tenant)
+        self._publisher.again(tenant.name).join()
+
     def close(self) -> None:
         self._publisher.close()
+
+    def _expected(self, tenant: Tenant) -> ProbeExpectation:
+        """What the trainer scores: the adapter now, and whether that is another policy than the base."""
+        cu_seqlens = tenant.probe.cu_seqlens
+        if tenant.name not in self._base:
+            self._base[tenant.name] = split_rows(self._engine.logprobs(tenant.probe, adapter=None), cu_seqlens)
+        scored = split_rows(self._engine.logprobs(tenant.probe, adapter=tenant.name), cu_seqlens)
+        return ProbeExpectation(
+            token_ids=[[int(x) for x in row] for row in split_rows(tenant.probe.token_ids, cu_seqlens)],
+            logprobs=scored,
+            differs=differ(scored, self._base[tenant.name], self._config.probe_tolerance),
+        )

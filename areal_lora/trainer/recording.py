@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.config.models import Config
@@ -19,12 +19,12 @@ from areal_lora.obs.metrics import (
 from areal_lora.obs.report import write_report
 from areal_lora.obs.summary import write_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.rollout.messages import Batch, EvalResult, RolloutSample, Stats
+from areal_lora.rollout.messages import EvalResult, RolloutSample, Stats
 from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch, TrajectoryGroup
-from areal_lora.weight_sync.publisher import PublishReport
+from areal_lora.weight_sync.outcome import PublishReport
 
 log = get_logger(__name__)
 
@@ -47,10 +47,17 @@ class Recorder:
     def status(self, text: str) -> None:
         set_status(self._run_folder, "trainer", 0, text)
 
-    def next_groups(self, tenant: Tenant) -> list[TrajectoryGroup]:
-        """Wait for the tenant's next batch; evaluations that finished meanwhile are recorded."""
+    def next_groups(self, tenant: Tenant, interrupted: Callable[[], bool]) -> list[TrajectoryGroup] | None:
+        """Wait for the tenant's next batch, or until ``interrupted()`` (None).
+
+        Evaluations that finished meanwhile are recorded.
+        """
         self.status(f"step {tenant.version}: waiting for rollouts of {tenant.name}")
-        batch: Batch = self._client.next_batch(tenant.name, step=tenant.version, version=tenant.version)
+        batch = self._client.poll_batch(
+            tenant.name, step=tenant.version, version=tenant.version, interrupted=interrupted
+        )
+        if batch is None:
+            return None
         self.status(f"step {tenant.version}: training {tenant.name}")
         self._stats = batch.stats
         self._record_evals(batch.events)
@@ -69,10 +76,10 @@ class Recorder:
     def published(self, tenant: Tenant, report: PublishReport) -> None:
         self._writer.write(
             PublishRecord(
-                adapter=tenant.name, version=report.ref.version, total_ms=_total_ms(report.phases),
+                adapter=tenant.name, version=report.ref.version, total_ms=report.phases["ack"],
                 phases_ms=dict(report.phases),
                 nbytes=report.nbytes, probe_mean_abs=report.probe_mean_abs, probe_max_abs=report.probe_max_abs,
-                differs_from_base=report.ref.version > 0,  # the probe has checked it
+                differs_from_base=bool(report.differs), servers=len(report.acks), lost=report.lost,
             )
         )
 
@@ -140,11 +147,6 @@ class Recorder:
     def close(self) -> None:
         self._client.close()
         self._writer.close()
-
-
-def _total_ms(phases: dict[str, float]) -> float:
-    """From the first copy to the last server's acknowledgement; the probe comes after."""
-    return phases["pack"] + phases["manifest"] + phases["ack"]
 
 
 def _extra(report: LearnReport, seconds: dict[str, float]) -> dict[str, float | None]:

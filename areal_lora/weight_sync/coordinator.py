@@ -17,7 +17,7 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.fleet import Fleet, answers
+from areal_lora.weight_sync.fleet import Fleet, answers, errors
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.membership import (
     Finding,
@@ -83,6 +83,10 @@ class Coordinator:
         self._attempts = 0
         self._lost: dict[str, str] = {}  # since the last version that was announced
 
+    def newcomers(self) -> bool:
+        """Whether servers are there that would be members of the next publish and are not yet; callable anywhere."""
+        return self._watcher is not None and any(map(self._membership.wants, self._watcher.newcomers()))
+
     def close(self) -> None:
         if self._watcher is not None:
             self._watcher.close()
@@ -92,7 +96,7 @@ class Coordinator:
 
     def open(self, job: Publish) -> Step:
         """How a publish begins. Where nothing has changed the servers are told of it right here."""
-        self._attempts = 1
+        self._attempts, self._newcomers = 1, set()
         members = self._membership.members
         same = self._sources == _sources(job.layout) and self._candidates() == members
         if same and members and self._fleet.checked(members, job.layout):
@@ -133,10 +137,8 @@ class Coordinator:
         give_up = job.deadline - self._config.attempt_s / 2
         while True:
             plan = self._candidates()
-            newcomers = set(plan) - set(self._membership.members)
             plan = self._able(job, plan)
             if len(plan) >= self._config.min_servers:
-                self._newcomers = newcomers
                 self._sources, self._posts, self._joins = _sources(job.layout), {}, {}
                 return Step(connect=list(plan))
             if self._watcher is None or time.monotonic() >= give_up:
@@ -144,15 +146,25 @@ class Coordinator:
             time.sleep(WAIT_S)
 
     def _able(self, job: Publish, plan: tuple[ServerEndpoint, ...]) -> tuple[ServerEndpoint, ...]:
-        """Those of ``plan`` that answer, as the new members. Raises AdapterError if one cannot serve this layout."""
-        timeout_s = self._config.ping_s
-        silent = {s: e for s, e in self._fleet.pings(plan, timeout_s).items() if e is not None}
+        """Those of ``plan`` that answer, as the new members. Raises AdapterError if an old one cannot serve this."""
+        timeout_s, before = self._config.ping_s, set(self._membership.members)
+        self._newcomers |= set(plan) - before
+        for server in before - set(plan):
+            log.error("rollout server %s is given up: it was started again", server)
+            self._lost[server.name] = "was started again"
         self._membership.admit(plan)
-        self._give_up({s: f"does not answer: {e}" for s, e in silent.items()})
-        self._fleet.keep(self._membership.members)
-        checks = answers(self._fleet.check(self._membership.members, job.layout, timeout_s))
-        self._give_up({s: f"does not say what it serves: {e}" for s, e in checks.items() if isinstance(e, Exception)})
+        self._fleet.keep(plan)
+        self._weed_out(self._fleet.silent(plan, timeout_s))
+        self._weed_out(errors(answers(self._fleet.check(self._membership.members, job.layout, timeout_s))))
         return self._membership.members
+
+    def _weed_out(self, failed: Mapping[ServerEndpoint, ArealLoraError]) -> None:
+        """Give up members that failed outside of a transfer. Raises the error of one that speaks of the version."""
+        findings = [
+            Finding(server=s, error=failed.get(s), alive=False, newcomer=s in self._newcomers)
+            for s in self._membership.members
+        ]
+        self._give_up(judge(findings, retried=False).lost)
 
     def _follow(self, job: Publish, parts: Sequence[Sent]) -> Step:
         _check_parts(job, parts)
@@ -202,33 +214,32 @@ class Coordinator:
         by_source = {rank: np.frombuffer(part.sums, dtype=np.uint64) for rank, part in enumerate(parts)}
         sums = [by_source[shard.source] for shard in job.layout.shards]
         self._digest = adapter_digest(job.layout, np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint64))
-        self._replies = answers(self._posts) if self._posts else answers(self._joins)
-        errors: dict[ServerEndpoint, ManifestError | PublishError] = {}
-        for server, reply in self._replies.items():
+        self._replies = answers(self._posts)
+        failed = errors(self._replies) if self._posts else errors(answers(self._joins))
+        for server in self._membership.members:
+            reply = self._replies.get(server)
             if isinstance(reply, PublishReply) and (reply.ref, reply.digest) != (str(job.ref), self._digest):
-                raise ManifestError(
+                failed[server] = ManifestError(
                     Refusal.HASH,
                     f"server {server} acknowledged {reply.ref} {reply.digest}, published was {job.ref} {self._digest}; "
                     "it serves other numbers than were sent",
                 )
-            if isinstance(reply, (ManifestError, PublishError)):
-                errors[server] = reply
-            elif not self._posts:
-                errors[server] = PublishError(f"{job.ref} was not sent: {_errors((), parts)}")
-        silent = {s for s, e in self._fleet.pings(tuple(errors), self._config.ping_s).items() if e is not None}
+            elif reply is None and server not in failed:
+                failed[server] = PublishError(f"{job.ref} was not sent: {_errors((), parts)}")
+        silent = self._fleet.silent(tuple(failed), self._config.ping_s)
         return [
-            Finding(server=s, error=errors.get(s), alive=s not in silent, newcomer=s in self._newcomers)
+            Finding(server=s, error=failed.get(s), alive=s not in silent, newcomer=s in self._newcomers)
             for s in self._membership.members
         ]
 
     def _probed(self, job: Publish, judgement: Judgement) -> dict[ServerEndpoint, ProbeResult]:
-        """Score the probe on all that acknowledged; who cannot answer is given up. Raises ParityError."""
+        """Score the probe on all that acknowledged; who cannot answer is given up. Raises a member's ParityError."""
         if job.probe is None:
             return {}
         deadline = max(job.deadline, time.monotonic() + self._config.ping_s)
         posts = self._fleet.probe(judgement.keep, job.ref, job.probe, self._config.probe_tolerance, deadline)
         results = answers(posts)
-        self._give_up({s: f"does not score the probe: {r}" for s, r in results.items() if isinstance(r, Exception)})
+        self._weed_out(errors(results))
         return {s: r for s, r in results.items() if isinstance(r, ProbeResult)}
 
     def _report(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import ArealLoraError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Announcement, encode
@@ -25,7 +25,7 @@ from areal_lora.weight_sync.transport import (
 LATER = 1.1  # a server's own diagnosis comes a little later than its workers' deadline
 
 T = TypeVar("T")
-Answers = dict[ServerEndpoint, T | ManifestError | PublishError]
+Answers = dict[ServerEndpoint, T | ArealLoraError]
 
 
 class _Line:
@@ -61,21 +61,19 @@ class Fleet:
     def close(self) -> None:
         self.keep(())
 
-    def ping(self, server: ServerEndpoint, timeout_s: float) -> ManifestError | PublishError | None:
+    def ping(self, server: ServerEndpoint, timeout_s: float) -> ArealLoraError | None:
         """Why ``server``, a member or not, does not answer in time; None if it does."""
         client = AdminClient(server, self._secret)
         try:
             client.ping(timeout_s)
-        except (PublishError, ManifestError) as e:
+        except ArealLoraError as e:
             return e
         return None
 
-    def pings(
-        self, servers: Sequence[ServerEndpoint], timeout_s: float
-    ) -> dict[ServerEndpoint, ManifestError | PublishError | None]:
-        """``ping`` of all at once."""
+    def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
+        """Which of ``servers`` do not answer a ping, and why; asks all at once."""
         with ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="ping") as pool:
-            return dict(zip(servers, pool.map(lambda s: self.ping(s, timeout_s), servers), strict=True))
+            return errors(dict(zip(servers, pool.map(lambda s: self.ping(s, timeout_s), servers), strict=True)))
 
     def checked(self, members: Sequence[ServerEndpoint], layout: AdapterLayout) -> bool:
         """Whether all members were found to be able to serve ``layout``."""
@@ -150,6 +148,10 @@ def answers(posts: Mapping[ServerEndpoint, Future[T]]) -> Answers[T]:
     for server, post in posts.items():
         try:
             got[server] = post.result()
-        except (ManifestError, PublishError) as e:
+        except ArealLoraError as e:
             got[server] = e
     return got
+
+
+def errors(got: Answers[T]) -> dict[ServerEndpoint, ArealLoraError]:
+    return {server: answer for server, answer in got.items() if isinstance(answer, ArealLoraError)}

@@ -17,30 +17,31 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_lora.config.rendezvous import read_endpoint
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import ServerEndpoint
 
 WATCH_S = 1.0
-FIRST_REST_S, LONGEST_REST_S = 1.0, 300.0  # before a server that was given up is tried again
+FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # before a server that was given up is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """How one server fared in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
 
-    ``newcomer``: it took part for the first time.
+    ``newcomer``: it took part for the first time, beside others.
     """
 
     server: ServerEndpoint
-    error: ManifestError | PublishError | None = None
+    error: ArealLoraError | None = None
     alive: bool = True
     newcomer: bool = False
 
     @property
     def refused(self) -> bool:
-        """It judged the version and said no; a transfer that broke is not its judgement."""
-        return isinstance(self.error, ManifestError) and self.error.reason != Refusal.WIRE
+        """It answered that the version or the adapter is wrong, or by wrong numbers. A broken transfer says nothing."""
+        wire = isinstance(self.error, ManifestError) and self.error.reason == Refusal.WIRE
+        return isinstance(self.error, (AdapterError, ParityError)) and not wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +56,17 @@ class Judgement:
 def judge(findings: Sequence[Finding], *, retried: bool) -> Judgement:
     """Who goes on after an attempt.
 
-    A server that failed and does not answer pings is lost. If all answer, the transfer is repeated
-    once with all; servers that still fail (``retried``) are lost, only newcomers if there are any
-    among them: a member that keeps others waiting is not told from those that wait. Raises the
-    ManifestError of a server that refused: the version is wrong, not the server.
+    A member that refuses means that the version is wrong: its error is raised. A newcomer that
+    refuses beside members that do not is the wrong server: it is lost. A server that failed and
+    does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
+    that still fail (``retried``) are lost, only newcomers if there are any among them: who keeps
+    others waiting is not told from those that wait.
     """
     for f in findings:
-        if f.error is not None and f.refused:
+        if f.error is not None and f.refused and not f.newcomer:
             raise f.error
     failed = [f for f in findings if f.error is not None]
-    lost = [f for f in failed if not f.alive]
+    lost = [f for f in failed if not f.alive or f.refused]
     if not lost and retried:
         lost = [f for f in failed if f.newcomer] or failed
     keep = tuple(f.server for f in findings if f not in lost)
@@ -74,7 +76,8 @@ def judge(findings: Sequence[Finding], *, retried: bool) -> Judgement:
 
 
 def _reason(f: Finding) -> str:
-    return f"{'failed again' if f.alive else 'does not answer'}: {f.error}"
+    how = "is not fit" if f.refused else "failed again" if f.alive else "does not answer"
+    return f"{how}: {f.error}"
 
 
 class Membership:
@@ -103,7 +106,7 @@ class Membership:
         gone = set(lost)
         for server in gone:
             times = self._losses.get(server, (0, 0.0))[0] + 1
-            self._losses[server] = times, self._clock() + min(FIRST_REST_S * 2 ** (times - 1), LONGEST_REST_S)
+            self._losses[server] = times, self._clock() + min(FIRST_REST_S * LONGER ** (times - 1), LONGEST_REST_S)
         self.members = tuple(s for s in self.members if s not in gone)
 
     def succeeded(self) -> None:

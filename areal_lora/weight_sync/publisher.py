@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -106,6 +106,7 @@ class Publisher:
         self._run_name, self._config, self._exchange, self._coordinator = run, config, exchange, coordinator
         self._bind, self._backend = bind, backend
         self._shards: dict[str, PackedShard] = {}
+        self._newest: dict[str, Job] = {}
         self._group: BroadcastGroup | None = None
         self._previous: PublishHandle | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -138,8 +139,7 @@ class Publisher:
             manifest=manifest, layout=layout, shard=shard, probe=probe, began_s=now,
             deadline=now + self._config.deadline_s,
         )
-        self._previous = PublishHandle(job)
-        self._jobs.put(job)
+        handle = self._start(job)
         try:
             shard.pack(ref, pack)
         except ArealLoraError as e:
@@ -150,7 +150,31 @@ class Publisher:
         finally:
             job.pack_ms = (time.monotonic() - now) * 1e3
             job.packed.set()
+        self._newest[ref.name] = job
+        return handle
+
+    def _start(self, job: Job) -> PublishHandle:
+        self._previous = PublishHandle(job)
+        self._jobs.put(job)
         return self._previous
+
+    def again(self, name: str) -> PublishHandle:
+        """Send the newest version of adapter ``name`` once more, to newcomers above all (collective).
+
+        Its packed shard is still there; servers that serve the version already acknowledge it again.
+        Joins the publish before first, like ``publish``.
+        """
+        if self._previous is not None and not self._previous.joined:
+            self._previous.join()
+        now = time.monotonic()
+        deadline = now + self._config.deadline_s
+        return self._start(
+            replace(self._newest[name], began_s=now, deadline=deadline, ended=threading.Event(), answer=None)
+        )
+
+    def newcomers(self) -> bool:
+        """Whether servers are there that are not members yet (rank 0, not collective)."""
+        return self._coordinator is not None and self._coordinator.newcomers()
 
     def close(self) -> None:
         """End the publisher thread after the publish under way, and leave the group of this rank."""

@@ -14,7 +14,7 @@ from areal_lora.obs.metrics import (
 )
 
 ADAPTER = "toy"
-PHASES = {"pack": 4, "manifest": 1, "wire": 3, "verify": 2, "write": 0.5, "commit_wait": 8}
+PHASES = {"pack": 4, "wire": 3, "verify": 2, "write": 0.5, "commit_wait": 8}
 
 
 def make_config() -> Config:
