@@ -127,13 +127,22 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
-    if (shape := shape_of(facts)) is None:
+    if (shape := shape_of(facts)) is None or facts.hf_config is None:
         return
+    # vLLM 0.32 looks at mlp_only_layers alone to see whether Qwen3-MoE has gate and up projections to adapt.
+    unserved = shape.model_type == "qwen3_moe" and shape.dense_layers and not facts.hf_config.get("mlp_only_layers")
     for i, adapter in enumerate(config.adapters):
         try:
-            targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
+            found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
         except ConfigError as error:
             yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
+            continue
+        if unserved and arch.covers(found, "linear_fc1", arch.Scope.MLP):
+            yield Finding(
+                path=f"adapters.{i}.target_modules",
+                reason="vLLM cannot adapt the dense layers of a Qwen3-MoE that has them by decoder_sparse_step",
+                fix="add mlp.linear_fc1 to exclude_modules",
+            )
 
 
 def no_dropout(config: Config, facts: Facts) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.target_modules=[q_proj]"], {}, "adapters.0.target_modules", ["q_proj without k_proj, v_proj", "linear_qkv"]),
     ("embedded", ["adapters.0.target_modules=[linear_fc3*]"], {}, "adapters.0.target_modules", ["matches no module"]),
     ("embedded", ["adapters.0.exclude_modules=['*']"], {}, "adapters.0.exclude_modules", ["leaves no module"]),
+    ("moe", [], {"hf_config": {**known_config("Qwen/Qwen3-30B-A3B"), "decoder_sparse_step": 2}}, "adapters.0.target_modules", ["dense layers"]),
     ("embedded", ["adapters.0.dropout=0.1"], {}, "adapters.0.dropout", ["random"]),
     ("embedded", ["adapters.0.rank=16"], {}, "adapters.0.rank", ["16", "max_lora_rank = 8"]),
     ("embedded", ["rollout.max_lora_rank=12"], {}, "rollout.max_lora_rank", ["8, 16"]),
@@ -107,6 +108,13 @@ def test_warnings_are_not_errors_and_come_last() -> None:
 def test_allowed(overrides: list[str]) -> None:
     """Stages of unequal length, ranks that vLLM has no size for, one adapter for all experts."""
     assert check(load_config(EMBEDDED, overrides), FACTS["embedded"]) == ()
+
+
+def test_dense_layers_that_vllm_sees() -> None:
+    hf = {**(known_config("Qwen/Qwen3-30B-A3B") or {}), "decoder_sparse_step": 2}
+    assert check(load_config(MOE), Facts(hf_config={**hf, "mlp_only_layers": [0]})) == ()
+    excluded = load_config(MOE, ["adapters.0.exclude_modules=[mlp.linear_fc1]"])
+    assert check(excluded, Facts(hf_config=hf)) == ()
 
 
 def test_targets_become_canonical() -> None:
