@@ -36,6 +36,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class Parts:
     engine: AsyncLLM
     channel: WorkerChannel
+    adapters: ServedAdapters
+    generator: Generator
     data_app: ASGIApp
     admin_app: ASGIApp
     n_slots: int
@@ -122,7 +124,8 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     modules = ModulesReply(modules=first.modules, slots=n_slots(config), max_rank=first.max_rank)
     data_app = DataPlane(adapters, generator, engine.get_tokenizer(), config.rollout.max_num_seqs).app()
     return Parts(
-        engine=engine, channel=channel, n_slots=n_slots(config), shm_prefix=first.shm_prefix,
+        engine=engine, channel=channel, adapters=adapters, generator=generator, n_slots=n_slots(config),
+        shm_prefix=first.shm_prefix,
         data_app=data_app if config.cluster.bind in LOOPBACK else BearerAuth(data_app, secret),
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),
     )

@@ -1,0 +1,109 @@
+"""One rollout server of the weight-sync benchmark: the product's engine and admin plane, dummy base weights.
+
+Reads one JSON command per line on stdin, answers with one JSON line on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import read_secret
+from areal_lora.engine.vllm_ext import assemble as assembling
+from areal_lora.engine.vllm_ext.server import bound_sockets, set_environment
+
+
+class Streams:
+    """Endless requests on the newest version; counts what was aborted."""
+
+    def __init__(self, parts: Any, length: int) -> None:
+        self._parts, self._length = parts, length
+        self._tasks: list[asyncio.Task[None]] = []
+        self.finished: dict[str, int] = {}
+
+    def start(self, n: int, model: str) -> None:
+        self._tasks = [asyncio.create_task(self._run(i, model)) for i in range(n)]
+
+    async def stop(self) -> dict[str, int]:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return self.finished
+
+    async def _run(self, i: int, model: str) -> None:
+        prompt = [5 + (7 * i + j) % 90 for j in range(32)]
+        params = SamplingParams(
+            max_tokens=self._length, temperature=1.0, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        while True:
+            with self._parts.adapters.lease(model) as lease:
+                async for output in self._parts.generator.stream(prompt, params, lease):
+                    if output.finished:
+                        reason = str(output.outputs[0].finish_reason)
+                        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("index", type=int)
+    args = parser.parse_args()
+    config = Config.model_validate_json((args.run_folder / "config.json").read_text())
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever vLLM prints goes to stderr
+    set_environment(config)
+    product_args = assembling.engine_args
+    assembling.engine_args = lambda c: dataclasses.replace(
+        product_args(c), load_format="dummy", worker_extension_cls="sync_worker.BenchExtension"
+    )
+    stop = asyncio.Event()
+    with bound_sockets(config, args.index) as sockets:
+        parts = await assembling.assemble(config, args.run_folder, args.index, read_secret(args.run_folder), stop.set)
+        http = uvicorn.Server(uvicorn.Config(parts.admin_app, log_level="warning", access_log=False, lifespan="off"))
+        http.capture_signals = __import__("contextlib").nullcontext  # type: ignore[method-assign]
+        serving = asyncio.create_task(http.serve([sockets[1]]))
+        answers.write(json.dumps({"admin_port": sockets[1].getsockname()[1], "pid": os.getpid()}) + "\n")
+        await commands(parts, answers)
+        http.should_exit = True
+        await asyncio.wait([serving], timeout=3)
+        parts.close(2.0)
+
+
+async def commands(parts: Any, answers: Any) -> None:
+    """Until stdin closes."""
+    loop = asyncio.get_running_loop()
+    streams = Streams(parts, 1900)
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        command = json.loads(line)
+        name, arguments = command["do"], command.get("args", [])
+        answer: Any = None
+        if name == "stream":
+            streams = Streams(parts, 1900)
+            streams.start(*arguments)
+        elif name == "quiet":
+            answer = await streams.stop()
+        elif name == "bench_join":
+            await parts.engine.collective_rpc(name, args=(base64.b64decode(arguments[0]),))
+        else:
+            answer = (await parts.engine.collective_rpc(name, args=tuple(arguments)))[0]
+        answers.write(msgspec.json.encode(answer).decode() + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+    sys.stdout.flush()
+    os._exit(0)
