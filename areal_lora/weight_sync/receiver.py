@@ -29,6 +29,7 @@ from areal_lora.weight_sync.transport import SourceEndpoint, StageResult
 from areal_lora.weight_sync.wire import adapter_digest
 
 KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
+ENDING_S = 0.5  # a thread reports before it ends; where it has a low priority that may take a moment
 
 _Groups = Mapping[int, BroadcastGroup]  # by source rank
 
@@ -124,6 +125,8 @@ class AdapterReceiver:
         free, or the version is active already) the transfer is taken off the wire and refused.
         Raises PublishError if the last ``begin`` is still under way or no group was joined.
         """
+        if self._thread is not None:
+            self._thread.join(ENDING_S)
         if self._thread is not None and self._thread.is_alive():
             raise PublishError(f"{manifest.ref}: the receiver is still busy with the version before")
         if not self._groups:
