@@ -214,7 +214,7 @@ class Baselines:
             flat = tensor.detach().cpu().view(torch.uint8).view(-1)
             self._group.start(flat, time.monotonic() + 60).wait()
         self._server.answer()
-        return (time.perf_counter() - began) * 1e3
+        return self._forget((time.perf_counter() - began) * 1e3)
 
     def file(self) -> float:
         folder = SHM / f"areal-lora-bench-{os.getpid()}"
@@ -223,13 +223,17 @@ class Baselines:
             began = time.perf_counter()
             save_peft(folder, self._spec, self._whole, self._spec.base_model)
             self._server.call("bench_file", str(folder))
-            return (time.perf_counter() - began) * 1e3
+            return self._forget((time.perf_counter() - began) * 1e3)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        self._server.call("bench_forget")
         self._group.close()
+
+    def _forget(self, ms: float) -> float:
+        """Give the slot back to the product, outside of what was measured."""
+        self._server.call("bench_forget")
+        return ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,9 +159,10 @@ def fingerprints(
 ) -> None:
     """Fingerprint and finiteness of tensors ``first:last``, each ``sizes[i]`` elements at ``base + offsets[i]``.
 
-    ``sums`` uint64 [n]: over blocks of ``len(keys)`` 32-bit words, ``h = mix(h, sum_j x_j * keys_j mod 2^64)``
-    from ``h = sizes[i]`` on, where x_j is a word's bit pattern (two bfloat16 to a word); a multilinear hash (Lemire and Kaser, "Strongly universal
-    string hashing is fast", 2014) chained over blocks. ``bad`` uint8 [n]: 1 where an exponent is all ones.
+    ``sums`` uint64 [n]: over blocks of ``len(keys)`` 32-bit words ``h = mix(h, sum_j x_j * keys_j mod 2^64)``,
+    beginning with ``h = sizes[i]``. x_j is the bit pattern of a word, which holds two bfloat16. The sum is a
+    multilinear hash (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
+    ``bad`` uint8 [n]: 1 where an exponent is all ones.
     """
     width = len(keys) if kind == F32 else 2 * len(keys)
     for i in range(first, last):

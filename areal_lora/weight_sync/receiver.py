@@ -26,7 +26,7 @@ from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.reception import Clock, Reception, Ring
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import SourceEndpoint, StageResult
-from areal_lora.weight_sync.wire import adapter_digest
+from areal_lora.weight_sync.wire import LayoutTables, adapter_digest
 
 KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
 ENDING_S = 0.5  # a thread reports before it ends; where it has a low priority that may take a moment
@@ -76,8 +76,12 @@ class SlotWriter(Protocol):
 class _Known:
     """A layout this worker was given. ``plans`` are there once it was checked against the engine."""
 
-    layout: AdapterLayout
+    tables: LayoutTables
     plans: Sequence[TensorBlocks] | None = None
+
+    @property
+    def layout(self) -> AdapterLayout:
+        return self.tables.layout
 
 
 class AdapterReceiver:
@@ -166,7 +170,7 @@ class AdapterReceiver:
         written = False
         try:
             known = self._layout(manifest, layout)
-            reception = Reception(known.layout, groups, self._rings, deadline, clock)
+            reception = Reception(known.tables, groups, self._rings, deadline, clock)
             try:
                 with clock.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
@@ -206,7 +210,7 @@ class AdapterReceiver:
         if manifest.layout not in self._known:
             while len(self._known) >= KEPT_LAYOUTS:
                 del self._known[next(iter(self._known))]
-            self._known[manifest.layout] = _Known(layout)
+            self._known[manifest.layout] = _Known(LayoutTables(layout))
         return self._known[manifest.layout]
 
     def _check(

@@ -13,10 +13,10 @@ import torch
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.groups import BroadcastGroup, Transfer
-from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
+from areal_lora.weight_sync.layout import Bucket
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import StageResult
-from areal_lora.weight_sync.wire import PAGE_BYTES, SEAL_BYTES, TensorTable, seal, trailer_bytes
+from areal_lora.weight_sync.wire import PAGE_BYTES, SEAL_BYTES, LayoutTables, seal, trailer_bytes
 
 RING = 3  # buckets of one source in flight: one being read, the others on the wire
 
@@ -79,16 +79,14 @@ class _Arrival:
 class _Source:
     """One shard under way: up to ``RING`` broadcasts posted ahead."""
 
-    def __init__(
-        self, index: int, shard: ShardLayout, dtype: str, group: BroadcastGroup, ring: Ring, deadline: float
-    ) -> None:
-        self.index, self.shard = index, shard
-        self.table = TensorTable(shard, dtype)
+    def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, ring: Ring, deadline: float) -> None:
+        self.index, self.shard, self.table = index, tables.layout.shards[index], tables.shards[index]
+        shard = self.shard
         self.sums = np.zeros(len(shard.tensors), dtype=np.uint64)
         self.bad = np.zeros(len(shard.tensors), dtype=np.uint8)
         self.trailer = np.empty(trailer_bytes(shard), dtype=np.uint8)
         self._group, self._deadline = group, deadline
-        buckets = plan_buckets(shard, group.bucket_bytes)
+        buckets = tables.buckets(index, group.bucket_bytes)
         self._free = deque(ring.sized(max((b.nbytes for b in buckets), default=0)))
         self._ahead: deque[Bucket | None] = deque([*buckets, None])
         self._posted: deque[_Arrival] = deque()
@@ -145,13 +143,13 @@ class Reception:
     """All shards of one version. Receives are posted at once: the sources may already be sending."""
 
     def __init__(
-        self, layout: AdapterLayout, groups: Mapping[int, BroadcastGroup], rings: dict[int, Ring], deadline: float,
+        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], rings: dict[int, Ring], deadline: float,
         clock: Clock,
     ) -> None:
-        self._layout, self._clock = layout, clock
+        self._layout, self._clock = tables.layout, clock
         self._sources = [
-            _Source(i, s, layout.dtype, groups[s.source], rings.setdefault(s.source, Ring()), deadline)
-            for i, s in enumerate(layout.shards)
+            _Source(i, tables, groups[s.source], rings.setdefault(s.source, Ring()), deadline)
+            for i, s in enumerate(tables.layout.shards)
             if s.source in groups
         ]
         self._stream = self._arrivals()

@@ -23,7 +23,7 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import ITEM_BYTES, KINDS
 from areal_lora.weight_sync.groups import BroadcastGroup
 from areal_lora.weight_sync.kernels import fingerprints, fixed_keys
-from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
+from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
 
 Pack = Callable[[np.ndarray], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
@@ -48,6 +48,22 @@ class TensorTable:
     def measure(self, base: int, first: int, last: int, sums: np.ndarray, bad: np.ndarray) -> None:
         """Fingerprints (``sums``) and non-finite marks (``bad``) of tensors [first, last) of a shard at ``base``."""
         fingerprints(base, self.kind, self.offsets, self.sizes, KEYS, first, last, sums, bad)
+
+
+class LayoutTables:
+    """What the compiled loops need of a layout, made once: the cost of a version must not grow with names."""
+
+    def __init__(self, layout: AdapterLayout) -> None:
+        self.layout = layout
+        self.shards = tuple(TensorTable(shard, layout.dtype) for shard in layout.shards)
+        self._buckets: dict[tuple[int, int], tuple[Bucket, ...]] = {}
+
+    def buckets(self, shard: int, bucket_bytes: int) -> tuple[Bucket, ...]:
+        """``plan_buckets`` of a shard by its index."""
+        key = shard, bucket_bytes
+        if key not in self._buckets:
+            self._buckets[key] = plan_buckets(self.layout.shards[shard], bucket_bytes)
+        return self._buckets[key]
 
 
 def seal(ref: AdapterRef, layout_digest: str, sums: np.ndarray) -> bytes:
