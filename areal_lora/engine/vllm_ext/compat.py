@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import llvmlite.binding.ffi  # type: ignore[import-untyped]
+import llvmlite.binding.ffi
 import numpy as np
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -85,7 +85,8 @@ class PackedExperts:
             if xs.shape[0] <= self.MAX_ROWS:
                 product(ys, xs, None, self._pointers[expert])
                 continue
-            for y_part, x_part in zip(ys.split(self.MAX_ROWS), xs.split(self.MAX_ROWS), strict=True):
+            parts = -(-xs.shape[0] // self.MAX_ROWS)
+            for y_part, x_part in zip(ys.chunk(parts), xs.chunk(parts), strict=True):
                 product(y_part, x_part, None, self._pointers[expert])
 
 
@@ -283,8 +284,10 @@ def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
 
 
 def deactivate(worker: Any, lora_id: int) -> None:
-    """Undo ``activate``; the slot's numbers stay until it is written again."""
+    """Undo ``activate``, if it was done; the slot's numbers stay until it is written again."""
     manager = adapter_manager(worker)
+    if lora_id not in manager.lora_index_to_id:
+        return
     slot = manager.lora_index_to_id.index(lora_id)
     manager.remove_adapter(lora_id)
     for module in manager.modules.values():

@@ -203,7 +203,8 @@ class RunningServer:
         ref = AdapterRef(name="math", version=version)
         layout = how.pop("layout", None) or self.layout(tensors, spec)
         parent = self.newest if self.newest is not None and self.newest < ref else None
-        self.source.publish(ref, layout, tensors, parent=parent, base=base_digest(self.model), **how)
+        base = how.pop("base", None) or base_digest(self.model)
+        self.source.publish(ref, layout, tensors, parent=parent, base=base, **how)
         self.newest = ref
         return ref
 

@@ -1,0 +1,373 @@
+"""Versions of a server under faults: real channel and worker threads, an engine and receivers that do as told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_lora.engine.vllm_ext import adapters
+from areal_lora.engine.vllm_ext import channel as ch
+from areal_lora.engine.vllm_ext.adapters import ServedAdapters
+from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.manifest import Announcement, decode, encode
+from areal_lora.weight_sync.transport import JoinRequest, StageResult
+
+pytestmark = pytest.mark.slow  # importing vLLM
+
+SECRET = "ab" * 32
+WORKERS = 2
+
+
+class Worker:
+    """A worker's background thread. ``answer`` decides what it says to a ``Begin``; None: nothing."""
+
+    def __init__(self, rank: int, ports: tuple[int, ...], secret: str = SECRET) -> None:
+        self.begins: list[ch.Begin] = []
+        self.answer: Callable[[ch.Begin], StageResult | None] = accept
+        self.nice: list[int] = []
+        self.busy = 0
+        self.overlapped = False
+        self._late: list[ch.Respond] = []
+        self.deaf = False
+        cores = sorted(os.sched_getaffinity(0))
+        ch.CommandThread(secret=secret, ports=ports, worker=rank, cores=cores, handle=self._handle)
+
+    def _handle(self, command: ch.Command, respond: ch.Respond) -> None:
+        self.nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        if self.deaf:
+            self._late.append(respond)
+            return
+        if not isinstance(command, ch.Begin):
+            respond(ch.Done())
+            return
+        self.begins.append(command)
+        self.overlapped |= self.busy > 0
+        self.busy += 1
+        threading.Timer(0.03, self._finish, (command, respond)).start()
+
+    def _finish(self, command: ch.Begin, respond: ch.Respond) -> None:
+        self.busy -= 1
+        result = self.answer(command)
+        if result is not None:
+            respond(ch.Staged(result=result))
+
+    def speak(self) -> None:
+        """Say what was held back while ``deaf``."""
+        self.deaf = False
+        for respond in self._late:
+            respond(ch.Done(error="late"))
+
+
+def accept(begin: ch.Begin) -> StageResult:
+    if begin.slot < 0:
+        return refuse("duplicate" if begin.ref in begin.active else "slot")(begin)
+    return StageResult(ref=begin.ref, slot=begin.slot, ok=True, digest=f"digest of {begin.ref}")
+
+
+def refuse(reason: str) -> Callable[[ch.Begin], StageResult]:
+    return lambda begin: StageResult(ref=begin.ref, slot=begin.slot, ok=False, reason=reason, detail="as told")
+
+
+class Engine:
+    """What ``AsyncLLM`` is to ``ServedAdapters``; keeps slots and ids as a worker would, and fails when told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.ids: dict[int, int] = {}
+        self.fail = ""
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        await asyncio.sleep(0.01)
+        self.calls.append((method, args))
+        if method == self.fail:
+            self.fail = ""
+            raise RuntimeError("the engine was told to fail")
+        for lora_id in args[-1]:
+            self.ids.pop(lora_id, None)
+        if method == "al_commit":
+            lora_id, slot, _ = args
+            assert slot not in self.ids.values(), "a slot that is in use was given to another version"
+            self.ids[lora_id] = slot
+        return [0.001] * WORKERS
+
+
+class Bench:
+    def __init__(self, engine: Engine, workers: list[Worker], served: ServedAdapters) -> None:
+        self.engine, self.workers, self.adapters = engine, workers, served
+
+    async def publish(self, version: int, name: str = "a") -> Any:
+        return await self.adapters.publish(body(version, name))
+
+    def holds(self, *versions: int, name: str = "a") -> bool:
+        return [r.version for r in self.adapters.active() if r.name == name] == list(versions)
+
+
+def body(version: int, name: str = "a") -> bytes:
+    ref = AdapterRef(name=name, version=version)
+    manifest = ShardManifest(run="r", ref=ref, parent=None, base_digest="b", layout="l")
+    return encode(Announcement(manifest=manifest, layout=None))
+
+
+@asynccontextmanager
+async def bench(resident: int = 3, names: int = 1, deadline_s: float = 1.0) -> AsyncIterator[Bench]:
+    channel = ch.WorkerChannel(SECRET)
+    workers = [Worker(rank, channel.ports) for rank in range(WORKERS)]
+    await channel.connect(WORKERS)
+    engine = Engine()
+    served = ServedAdapters(
+        engine, channel, n_workers=WORKERS, n_slots=resident * names, resident=resident, deadline_s=deadline_s
+    )
+    try:
+        yield Bench(engine, workers, served)
+    finally:
+        channel.close()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 20.0))
+
+
+def test_background_threads_have_a_low_priority_and_pass_it_on() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            await b.publish(0)
+            assert {n for w in b.workers for n in w.nice} == {ch.NICE}
+
+    inherited: list[int] = []
+
+    def parent() -> None:
+        ch.lower_priority(sorted(os.sched_getaffinity(0)))
+        child = threading.Thread(
+            target=lambda: inherited.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        )
+        child.start()
+        child.join()
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    run(test())
+    thread = threading.Thread(target=parent)
+    thread.start()
+    thread.join()
+    assert inherited == [ch.NICE]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before, "generation keeps its priority"
+
+
+def test_versions_come_and_the_oldest_go_with_the_commit() -> None:
+    async def test() -> None:
+        async with bench(resident=3) as b:
+            for version in range(5):
+                reply = await b.publish(version)
+                assert reply.ref == f"a@v{version}"
+                with b.adapters.lease("a") as lease:
+                    assert lease.name == f"a@v{version}"
+            assert b.holds(3, 4)
+            assert [m for m, _ in b.engine.calls] == ["al_commit"] * 5, "one call between two steps per publish"
+            assert b.engine.calls[4][1][2] == [3], "version 2 had id 3"
+            assert sorted(b.engine.ids) == [4, 5]
+
+    run(test())
+
+
+def test_refused_by_one_worker_is_active_on_none() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            await b.publish(0)
+            b.workers[1].answer = refuse("hash")
+            with pytest.raises(ManifestError, match="as told"):
+                await b.publish(1)
+            b.workers[1].answer = accept
+            assert b.holds(0)
+            await b.publish(1)
+            assert b.holds(0, 1)
+            assert all("a@v1" not in w.begins[-1].active for w in b.workers), "workers learn that it was given up"
+            for w, digest in zip(b.workers, "xy", strict=True):
+                w.answer = lambda begin, digest=digest: msgspec.structs.replace(accept(begin), digest=digest)
+            with pytest.raises(ManifestError, match="different numbers") as e:
+                await b.publish(2)
+            assert e.value.reason == "hash"
+            assert b.holds(0, 1)
+
+    run(test())
+
+
+def test_a_commit_that_fails_is_undone_everywhere() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            await b.publish(0)
+            b.engine.fail = "al_commit"
+            with pytest.raises(PublishError, match="told to fail"):
+                await b.publish(1)
+            assert b.engine.calls[-1] == ("al_retire", ([2],))
+            assert b.holds(0)
+            with b.adapters.lease("a") as lease:
+                assert lease.name == "a@v0"
+            await b.publish(1)
+            assert b.holds(0, 1)
+
+    run(test())
+
+
+def test_a_publish_that_is_cancelled_gives_its_slot_back() -> None:
+    async def test() -> None:
+        async with bench(resident=2) as b:
+            for version in range(6):
+                task = asyncio.create_task(b.publish(version))
+                await asyncio.sleep(0.005)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await asyncio.sleep(0.05)
+            await b.publish(6)
+            assert b.holds(6)
+
+    run(test())
+
+
+def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with bench(deadline_s=0.2) as b:
+            await b.publish(0)
+            b.workers[1].answer = lambda begin: None
+            with pytest.raises(PublishError, match=r"workers \[1\]: silent"):
+                await b.publish(1)
+            assert b.holds(0)
+            b.workers[1].answer = accept
+            b.workers[0].deaf = True
+            with pytest.raises(PublishError, match=r"workers \[0\]: silent"):
+                await b.adapters.ping()
+            b.workers[0].speak()
+            await b.adapters.ping()
+            request = JoinRequest(run="r", endpoints=[], ranks=[1, 2], timeout_s=1.0)
+            await b.adapters.join(request)  # not the late "error"
+            await b.publish(1)
+            assert b.holds(0, 1)
+
+    monkeypatch.setattr(adapters, "GRACE_S", 0.3)
+    monkeypatch.setattr(adapters, "PING_S", 0.3)
+    run(test())
+
+
+def test_a_straggler_keeps_its_version_and_others_make_room() -> None:
+    async def test() -> None:
+        async with bench(resident=3) as b:
+            await b.publish(0)
+            with b.adapters.lease("a@v0") as old:
+                for version in range(1, 5):
+                    await b.publish(version)
+                    assert 0 in [r.version for r in b.adapters.active()]
+                assert old.lora is not None
+                assert b.engine.ids[old.lora.lora_int_id] == 0, "never retired, never overwritten"
+                assert b.holds(0, 3, 4), "the oldest that nothing uses went"
+                with b.adapters.lease("a@v4"):
+                    await b.publish(5)
+                    with b.adapters.lease("a@v5"):
+                        began = asyncio.get_running_loop().time()
+                        with pytest.raises(ManifestError) as e:
+                            await b.publish(6)
+                        assert e.value.reason == "slot"
+                        assert 0.4 < asyncio.get_running_loop().time() - began < 1.0, "half the deadline"
+                        assert b.workers[0].begins[-1].slot == -1, "the bytes are still taken off the wire"
+                waiting = asyncio.create_task(b.publish(6))
+            await waiting
+            assert b.holds(5, 6)
+
+    run(test())
+
+
+def test_the_newest_version_again_gets_the_same_reply() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            await b.publish(0)
+            reply = await b.publish(1)
+            assert await b.publish(1) == reply
+            assert [w.begins[-1].slot for w in b.workers] == [-1, -1]
+            for w in b.workers:
+                w.answer = refuse("wire")  # it is in no group
+            assert await b.publish(1) == reply
+            b.workers[1].answer = refuse("wrong_base")
+            with pytest.raises(ManifestError) as e:
+                await b.publish(1)
+            assert e.value.reason == "wrong_base"
+            assert [m for m, _ in b.engine.calls] == ["al_commit"] * 2
+            for w in b.workers:
+                w.answer = refuse("stale_version")
+            with pytest.raises(ManifestError) as e:
+                await b.publish(0)
+            assert e.value.reason == "stale_version", "only the newest is acknowledged again"
+
+    run(test())
+
+
+def test_publishes_of_two_adapters_come_one_after_the_other() -> None:
+    async def test() -> None:
+        async with bench(resident=2, names=2) as b:
+            await asyncio.gather(*(b.publish(v, n) for v in range(3) for n in ("a", "b")))
+            for name in "ab":
+                held = [r.version for r in b.adapters.active() if r.name == name]
+                assert held in ([2], [1, 2])
+            assert not any(w.overlapped for w in b.workers)
+            assert len(b.workers[0].begins) == 6
+
+    run(test())
+
+
+def test_requests_always_find_a_version_while_versions_come_and_go() -> None:
+    """A request that starts at any moment gets the newest version, and its slot stays its own until it ends."""
+
+    async def test() -> None:
+        async with bench(resident=3) as b:
+            await b.publish(0)
+            served: list[int] = []
+
+            async def request(i: int) -> None:
+                with b.adapters.lease("a") as lease:
+                    assert lease.ref is not None
+                    assert lease.lora is not None
+                    slot = b.engine.ids[lease.lora.lora_int_id]
+                    assert not served or lease.ref.version >= served[-1], "newer ones only"
+                    served.append(lease.ref.version)
+                    await asyncio.sleep(0.001 * (i % 90))
+                    assert b.engine.ids[lease.lora.lora_int_id] == slot
+                with pytest.raises(UnknownVersionError):
+                    b.adapters.lease("c").__enter__()
+
+            async def traffic() -> None:
+                async with asyncio.TaskGroup() as group:
+                    for i in range(400):
+                        group.create_task(request(i))
+                        await asyncio.sleep(0.002)
+
+            async def publishes() -> None:
+                for version in range(1, 12):
+                    await b.publish(version)
+
+            await asyncio.gather(traffic(), publishes())
+            assert len(set(served)) > 8
+
+    run(test())
+
+
+def test_a_worker_with_another_secret_never_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        channel = ch.WorkerChannel(SECRET)
+        try:
+            Worker(0, channel.ports, secret="cd" * 32)
+            with pytest.raises(PublishError, match=r"workers \[0\] did not connect"):
+                await channel.connect(1)
+        finally:
+            channel.close()
+
+    monkeypatch.setattr(ch, "CONNECT_S", 0.5)
+    run(test())
+
+
+def test_announcements_of_the_bench_are_real_ones() -> None:
+    assert decode(body(3)).manifest.ref == AdapterRef(name="a", version=3)
