@@ -13,9 +13,9 @@ from areal_lora.data.collate import split_minibatches
 from areal_lora.engine.base import LossSums
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
-from areal_lora.types import AdapterSpec, TrainBatch
+from areal_lora.types import AdapterSpec, ExpertLayout, TrainBatch
 
-from .oracle import ALPHA, RANK
+from .oracle import ALPHA, RANK, SHARED
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # eps = 1 makes the first Adam step g / (|g| + 1): it tells sizes of gradients, not only their signs.
@@ -36,8 +36,18 @@ class Case:
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    stages: tuple[int, ...] | None = None
+    grouped: bool = False
     budget: int = 150
     recompute: bool = False
+
+    @property
+    def model(self) -> str:
+        return self.kind.removesuffix(SHARED)
+
+    @property
+    def expert_layout(self) -> ExpertLayout:
+        return ExpertLayout.SHARED if self.kind.endswith(SHARED) else ExpertLayout.PER_EXPERT
 
     def trainer(self) -> TrainerConfig:
         return TrainerConfig(
@@ -46,6 +56,8 @@ class Case:
             pp=self.pp,
             ep=self.ep,
             etp=self.etp,
+            pp_layers=list(self.stages) if self.stages else None,
+            moe_grouped_gemm=self.grouped,
             max_tokens_per_microbatch=self.budget,
             recompute=self.recompute,
         )
@@ -100,9 +112,24 @@ def frozen_weights(engine: MegatronEngine) -> dict[str, Tensor]:
 
 def build(path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER) -> MegatronEngine:
     engine = MegatronEngine(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
-    spec = AdapterSpec(name="a", base_model=path, rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+    spec = AdapterSpec(
+        name="a", base_model=path, rank=RANK, alpha=ALPHA, target_modules=TARGETS, expert_layout=case.expert_layout
+    )
     engine.add_adapter(spec, optimizer, total_steps=10, seed=1)
     return engine
+
+
+def export_gradients(engine: MegatronEngine) -> list[tuple[str, Tensor]]:
+    """The summed gradients under their wire names: reduced like a step does, exported in the weights' place."""
+    assert engine._resident is not None
+    memory, optimizer = engine._resident.memory, engine._resident.optimizer
+    optimizer._reduce(DENOMINATOR)
+    weights = memory.weights.clone()
+    memory.weights.copy_(memory.grads)
+    exported = engine.export_adapter("a")
+    memory.weights.copy_(weights)
+    memory.grads.zero_()
+    return exported
 
 
 def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +137,10 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     adapter = {n: torch.from_numpy(v) for n, v in wire.items()}
     engine = build(path, case)
     batch, seen = make_batch(make_rows()), {}
-    plan = engine.adapter_plan("a")
-    seen["plan"] = {rank: [(t.name, t.shape) for t in owned] for rank, owned in plan.sources.items()}
-    seen["aliases"] = plan.aliases
+    layout = engine.adapter_layout("a")
+    seen["plan"] = {shard.source: [(t.name, t.shape) for t in shard.tensors] for shard in layout.shards}
+    seen["aliases"] = layout.aliases
+    assert engine.is_source == (engine.rank in seen["plan"])
     seen["initial"] = numpy_of(engine.export_adapter("a"))
     seen["base"] = engine.logprobs(batch, adapter=None).numpy()
     seen["zero_b"] = engine.logprobs(batch, adapter="a").numpy()
@@ -128,6 +156,8 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     seen["skipped"] = engine.optim_step("a", DENOMINATOR).values
     seen["after_skip"] = numpy_of(engine.export_adapter("a"))
 
+    engine.forward_backward(batch, loss_fn, need_entropy=True)
+    seen["grads"] = numpy_of(export_gradients(engine))
     seen["stats"] = engine.forward_backward(batch, loss_fn, need_entropy=True)
     seen["step"] = engine.optim_step("a", DENOMINATOR).values
     seen["stepped"] = numpy_of(engine.export_adapter("a"))
@@ -140,7 +170,7 @@ def exercise_all(paths: dict[str, str], cases: list[Case], wires: dict[str, dict
     """Several layouts of one world in the same processes: importing Megatron costs more than a layout."""
     results: dict[str, Any] = {}
     for case in cases:
-        results[case.name] = exercise(paths[case.kind], case, wires[case.kind])
+        results[case.name] = exercise(paths[case.model], case, wires[case.kind])
         forget_layout()
     if cases[0].world == 1:
         results["extras"] = single_rank_extras(paths["moe"], wires["moe"])

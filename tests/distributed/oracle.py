@@ -6,69 +6,136 @@ name), so a gradient with respect to one sums over all projections that share it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 RANK, ALPHA = 4, 12.0
 SCALE = ALPHA / RANK
-VOCAB = 320
-_FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-_SHARED = re.compile(r"\.(k_proj|v_proj|up_proj)\.lora_A\.")
-_COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 192, "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
+VOCAB, LAYERS, EXPERTS = 320, 4, 8
+SHARED = "+shared"
+"""Ends the kind of an adapter whose lora_A and lora_B all experts of a layer have in common."""
+
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 512, "tie_word_embeddings": False,
     # Far from the usual 0.02: outputs must depend on every layer strongly enough to notice one that is wrong.
     "initializer_range": 0.15,
 }  # fmt: skip
+# Short, so that positions matter much, and unlike every default.
+_ROPE = {"rope_theta": 300.0, "rope_type": "default"}
+_LLAMA3 = {
+    "rope_theta": 300.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    """Each kind has something that the others have not: biases, tied embeddings, scaled rope, dense layers."""
+    common: dict[str, Any] = {**_SIZES, "rope_parameters": _ROPE}
+    match kind:
+        case "dense":
+            return Qwen3Config(**common, head_dim=32)
+        case "moe":
+            return Qwen3MoeConfig(**common, **_MOE, head_dim=32, num_experts=EXPERTS, norm_topk_prob=True)
+        case "llama":
+            return LlamaConfig(**{**common, "rope_parameters": _LLAMA3})
+        case "qwen2":
+            return Qwen2Config(**{**common, "tie_word_embeddings": True})
+        case "mixtral":
+            return MixtralConfig(**{**common, "intermediate_size": 64}, num_local_experts=EXPERTS)
+        case "qwen2_moe":
+            return Qwen2MoeConfig(
+                **common, **_MOE, num_experts=EXPERTS, norm_topk_prob=False, shared_expert_intermediate_size=96,
+                mlp_only_layers=[2],
+            )  # fmt: skip
+    raise ValueError(kind)
 
 
 def make_model(folder: Path, kind: str) -> str:
-    """A random tiny Qwen3 (``dense``) or Qwen3-MoE (``moe``) checkpoint; returns its path."""
+    """A random tiny checkpoint; returns its path."""
     torch.manual_seed(0)
-    config = (
-        Qwen3Config(**_COMMON)
-        if kind == "dense"
-        else Qwen3MoeConfig(
-            **_COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
-        )
-    )
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = AutoModelForCausalLM.from_config(config_of(kind)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide norms that are swapped
                 parameter.uniform_(0.5, 1.5)
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
     path = folder / kind
     model.save_pretrained(path)
     return str(path)
 
 
-def adapter_shapes(kind: str) -> dict[str, tuple[int, int]]:
-    """Unique wire tensors of a full adapter, written down from the model's sizes and nothing else."""
-    shapes: dict[str, tuple[int, int]] = {}
+@dataclass(frozen=True)
+class Module:
+    """A projection: which module's lora_A and lora_B it has, and which parameter of transformers it is part of."""
 
-    def add(module: str, n_in: int, n_out: int, own_a: bool = True) -> None:
-        if own_a:
-            shapes[f"{module}.lora_A.weight"] = (RANK, n_in)
-        shapes[f"{module}.lora_B.weight"] = (n_out, RANK)
+    name: str
+    n_in: int
+    n_out: int
+    a_of: str
+    b_of: str
+    parameter: str
 
-    for layer in range(4):
+
+def modules(kind: str) -> list[Module]:
+    """All adapted projections of a model, written down from its sizes and nothing else."""
+    model, shared = kind.removesuffix(SHARED), kind.endswith(SHARED)
+    found: list[Module] = []
+
+    def gated(base: str, width: int, names: tuple[str, str, str], like: str, fused: str | None = None) -> None:
+        gate, up, down = names
+        for leaf, n_in, n_out, a_of, parameter in (
+            (gate, 128, width, gate, "gate_up_proj"), (up, 128, width, gate, "gate_up_proj"),
+            (down, width, 128, down, "down_proj"),
+        ):  # fmt: skip
+            where = f"{fused}.{parameter}" if fused else f"{base}.{leaf}.weight"
+            found.append(Module(f"{base}.{leaf}", n_in, n_out, f"{like}.{a_of}", f"{like}.{leaf}", where))
+
+    plain = ("gate_proj", "up_proj", "down_proj")
+    for layer in range(LAYERS):
         base = f"model.layers.{layer}"
-        for name, n_out in (("q_proj", 128), ("k_proj", 64), ("v_proj", 64)):
-            add(f"{base}.self_attn.{name}", 128, n_out, own_a=name == "q_proj")
-        add(f"{base}.self_attn.o_proj", 128, 128)
-        mlps = [(f"{base}.mlp", 192)] if kind == "dense" else [(f"{base}.mlp.experts.{e}", 64) for e in range(8)]
-        for mlp, width in mlps:
-            add(f"{mlp}.gate_proj", 128, width)
-            add(f"{mlp}.up_proj", 128, width, own_a=False)
-            add(f"{mlp}.down_proj", width, 128)
+        for leaf, n_out, a_of in (("q", 128, "q"), ("k", 64, "q"), ("v", 64, "q"), ("o", 128, "o")):
+            name = f"{base}.self_attn.{leaf}_proj"
+            a_name = f"{base}.self_attn.{a_of}_proj"
+            found.append(Module(name, 128, n_out, a_name, name, f"{name}.weight"))
+        if model in ("dense", "llama", "qwen2") or (model == "qwen2_moe" and layer == 2):
+            gated(f"{base}.mlp", 192, plain, f"{base}.mlp")
+            continue
+        if model == "qwen2_moe":
+            gated(f"{base}.mlp.shared_expert", 96, plain, f"{base}.mlp.shared_expert")
+        experts = f"{base}.block_sparse_moe.experts" if model == "mixtral" else f"{base}.mlp.experts"
+        names = ("w1", "w3", "w2") if model == "mixtral" else plain
+        for e in range(EXPERTS):
+            gated(f"{experts}.{e}", 64, names, f"{experts}.{0 if shared else e}", f"{base}.mlp.experts")
+    return found
+
+
+def adapter_shapes(kind: str) -> dict[str, tuple[int, int]]:
+    """Unique wire tensors of a full adapter."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for m in modules(kind):
+        if m.a_of == m.name:
+            shapes[f"{m.name}.lora_A.weight"] = (RANK, m.n_in)
+        if m.b_of == m.name:
+            shapes[f"{m.name}.lora_B.weight"] = (m.n_out, RANK)
     return shapes
 
 
@@ -77,13 +144,10 @@ def random_adapter(kind: str, seed: int) -> dict[str, Tensor]:
     return {n: 0.08 * torch.randn(s, generator=generator) for n, s in sorted(adapter_shapes(kind).items())}
 
 
-def with_aliases(wire: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_aliases(wire: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     """All Hugging Face names, each with a tensor of its own (what a PEFT file holds)."""
-    full = dict(wire)
-    for name in [n for n in wire if n.endswith("lora_B.weight")]:
-        a_name = name.replace("lora_B", "lora_A")
-        full[a_name] = wire[_SHARED.sub(lambda m: f".{_FIRST[m[1]]}.lora_A.", a_name)]
-    return full
+    full = {f"{m.name}.lora_A.weight": wire[f"{m.a_of}.lora_A.weight"] for m in modules(kind)}
+    return full | {f"{m.name}.lora_B.weight": wire[f"{m.b_of}.lora_B.weight"] for m in modules(kind)}
 
 
 @dataclass(frozen=True)
@@ -99,30 +163,23 @@ class Truth:
 class Oracle:
     def __init__(self, path: str, kind: str) -> None:
         self.kind = kind
-        extra = {} if kind == "dense" else {"experts_implementation": "eager"}
-        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **extra).eval()
+        eager = {"experts_implementation": "eager"} if "mo" in kind or "mixtral" in kind else {}
+        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **eager).eval()
         self.base = {n: p.detach() for n, p in self.model.named_parameters()}
 
     def _merged(self, wire: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        full = with_aliases(wire)
+        changes: dict[str, list[Tensor]] = {}
+        for m in modules(self.kind):
+            delta = SCALE * wire[f"{m.b_of}.lora_B.weight"].double() @ wire[f"{m.a_of}.lora_A.weight"].double()
+            changes.setdefault(m.parameter, []).append(delta)
         weights = dict(self.base)
-
-        def delta(module: str) -> Tensor:
-            return SCALE * full[f"{module}.lora_B.weight"].double() @ full[f"{module}.lora_A.weight"].double()
-
-        for layer in range(4):
-            base = f"model.layers.{layer}"
-            names = [f"{base}.self_attn.{n}_proj" for n in "qkvo"]
-            if self.kind == "dense":
-                names += [f"{base}.mlp.{n}_proj" for n in ("gate", "up", "down")]
-            for name in names:
-                weights[f"{name}.weight"] = weights[f"{name}.weight"] + delta(name)
-            if self.kind == "moe":
-                experts = [f"{base}.mlp.experts.{e}" for e in range(8)]
-                fused = torch.stack([torch.cat([delta(f"{e}.gate_proj"), delta(f"{e}.up_proj")]) for e in experts])
-                weights[f"{base}.mlp.experts.gate_up_proj"] = weights[f"{base}.mlp.experts.gate_up_proj"] + fused
-                down = torch.stack([delta(f"{e}.down_proj") for e in experts])
-                weights[f"{base}.mlp.experts.down_proj"] = weights[f"{base}.mlp.experts.down_proj"] + down
+        for name, deltas in changes.items():
+            if weights[name].dim() == 2:
+                (delta,) = deltas
+            else:  # experts one after the other, gate before up
+                parts = len(deltas) // EXPERTS
+                delta = torch.stack([torch.cat(deltas[e * parts : (e + 1) * parts]) for e in range(EXPERTS)])
+            weights[name] = weights[name] + delta
         return weights
 
     def score(

@@ -43,7 +43,9 @@ def run_ranks(
 
     Raises RanksFailed with all tracebacks. No process outlives the call.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    # Importing Megatron takes longer than most layouts: once for all ranks of all worlds.
+    context.set_forkserver_preload(["tests.distributed.preload"])
     ranks = []
     for rank in range(world):
         here, there = context.Pipe()

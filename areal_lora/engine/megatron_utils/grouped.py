@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core.utils import divide
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,7 +50,7 @@ class ColumnGroupedLinear(_GroupedLinear):
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[[Tensor], Any],
         pg_collection: Any, **_: object,
     ) -> None:
-        super().__init__(num_gemms, input_size, output_size // pg_collection.expt_tp.size(), config, init_method)
+        super().__init__(num_gemms, input_size, divide(output_size, pg_collection.expt_tp.size()), config, init_method)
 
 
 class RowGroupedLinear(_GroupedLinear):
@@ -59,4 +60,4 @@ class RowGroupedLinear(_GroupedLinear):
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[[Tensor], Any],
         pg_collection: Any, **_: object,
     ) -> None:
-        super().__init__(num_gemms, input_size // pg_collection.expt_tp.size(), output_size, config, init_method)
+        super().__init__(num_gemms, divide(input_size, pg_collection.expt_tp.size()), output_size, config, init_method)
