@@ -51,32 +51,6 @@ every tensor-parallel rank calls it on equal inputs and must return equal sums.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTensor:
-    """Name (Hugging Face wire name, see `AdapterPlan`) and full shape of one wire tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterPlan:
-    """Who sends what; equal on every rank, computed without communication.
-
-    ``sources`` maps a global rank to the wire tensors it owns, in the order `export_adapter`
-    returns them; every wire tensor belongs to exactly one rank. ``aliases`` maps the names
-    that share a wire tensor to it (k_proj/v_proj lora_A to q_proj's, up_proj lora_A to
-    gate_proj's). Wire names are `model.layers.L.self_attn.q_proj.lora_A.weight` and the like.
-    """
-
-    sources: dict[int, tuple[PlannedTensor, ...]]
-    aliases: dict[str, str]
-
-    @property
-    def names(self) -> list[str]:
-        return [t.name for tensors in self.sources.values() for t in tensors]
-
-
 class TrainEngine(Protocol):
     """The verbs of a trainer rank. Unless said otherwise each call is collective over all ranks."""
 
@@ -142,10 +116,6 @@ class TrainEngine(Protocol):
 
     def export_adapter(self, adapter: str) -> list[tuple[str, torch.Tensor]]:
         """The wire tensors this rank owns: whole, contiguous fp32 copies, in `adapter_layout` order."""
-        ...
-
-    def adapter_plan(self, adapter: str) -> AdapterPlan:
-        """Who owns which wire tensor, and which names share one (not collective)."""
         ...
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from areal_lora.config.architectures import ModelShape, read_hf_config
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.packing import plan_microbatches
-from areal_lora.engine.base import AdapterPlan, LossFn, PlannedTensor
+from areal_lora.engine.base import LossFn
 from areal_lora.engine.megatron_utils.arena import Model, Range
 from areal_lora.engine.megatron_utils.convert import family_for
 from areal_lora.engine.megatron_utils.convert.registry import Dims, spec_covers
@@ -143,11 +143,6 @@ class MegatronEngine:
 
     def export_adapter(self, adapter: str) -> list[tuple[str, Tensor]]:
         return self._adapter(adapter).memory.export(self._groups)
-
-    def adapter_plan(self, adapter: str) -> AdapterPlan:
-        layout = self.adapter_layout(adapter)
-        sources = {s.source: tuple(PlannedTensor(name=t.name, shape=t.shape) for t in s.tensors) for s in layout.shards}
-        return AdapterPlan(sources=sources, aliases=layout.aliases)
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         memory = self._adapter(adapter).memory

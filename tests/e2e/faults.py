@@ -116,10 +116,8 @@ def main(run_folder: Path) -> None:
     publishing.publish(tenant)
     verdicts = {"version 0": verdict(lambda: publishing.join(tenant))}
     generator = torch.Generator().manual_seed(3)
-    plan = engine.adapter_plan(tenant.name)
-    random = {
-        t.name: torch.randn(t.shape, generator=generator) * 0.1 for owned in plan.sources.values() for t in owned
-    }
+    shards = engine.adapter_layout(tenant.name).shards
+    random = {t.name: torch.randn(t.shape, generator=generator) * 0.1 for s in shards for t in s.tensors}
     engine.load_adapter(tenant.name, random)
     for name, change in FAULTS.items():
         tenant.version += 1
