@@ -296,6 +296,7 @@ def _check_parts(job: Publish, parts: Sequence[Sent]) -> None:
 
 
 def _errors(findings: Sequence[Finding], parts: Sequence[Sent]) -> str:
-    said = [f"{f.server}: {f.error}" for f in findings if f.error is not None]
-    said += [f"trainer rank {rank}: {p.wire.message}" for rank, p in enumerate(parts) if p.wire is not None]
-    return "; ".join(said)
+    """What went wrong, for people; what the trainer's side of a transfer saw only if no server says more."""
+    said = [f"{f.server.name}: {f.error}" for f in findings if f.error is not None]
+    ranks = [f"trainer rank {rank}: {p.wire.message}" for rank, p in enumerate(parts) if p.wire is not None]
+    return "; ".join(said or ranks)

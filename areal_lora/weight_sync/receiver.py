@@ -190,6 +190,7 @@ class AdapterReceiver:
         except ManifestError as e:
             result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
+            self._rings = {}  # a late operation may still write into the old buffers
             for group in groups.values():
                 group.close()  # tells the other members at once; the trainer connects anew
             result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -232,7 +233,12 @@ class MemoryServer:
             slot = self.slots.reserve(manifest.ref)
         except ManifestError:
             slot = None  # resident already or full: the receivers take it off the wire and say which
-        results = self._stage(announcement, slot)
+        try:
+            results = self._stage(announcement, slot)
+        except PublishError:
+            if slot is not None:
+                self.slots.abort(manifest.ref)
+            raise
         failed = next((r for r in results if not r.ok), None)
         if failed is not None and failed.reason == Refusal.DUPLICATE and manifest.ref in self._replies:
             return self._replies[manifest.ref]
@@ -293,11 +299,12 @@ def _handler(server: MemoryServer) -> type[BaseHTTPRequestHandler]:
         def _answer(self, method: str) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, answer = server.handle(method, self.path, self.headers.get("Authorization"), body)
-            self.send_response(status)
-            self.send_header("Content-Type", tp.CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            with contextlib.suppress(OSError):  # the trainer has given up waiting
+                self.send_response(status)
+                self.send_header("Content-Type", tp.CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
 
         def log_message(self, format: str, *args: object) -> None:
             """Silent: tests read answers, not access logs."""

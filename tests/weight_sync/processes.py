@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -17,14 +23,20 @@ import torch.distributed as dist
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, ManifestError
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.exchange import GroupExchange
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.publisher import Publisher
-from areal_lora.weight_sync.testing import MemoryServer
+from areal_lora.weight_sync.testing import MemoryServer, pack_of
+from areal_lora.weight_sync.transport import ServerEndpoint
+from areal_lora.weight_sync.wire import PackedShard
 
 from .helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
 
 PROBE_IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+PAUSE_S = 1.0
+BUCKET_MIB = 0.0004
 
 
 def scores(tensors: dict[str, np.ndarray] | None, ids: list[list[int]]) -> list[list[float]]:
@@ -43,13 +55,14 @@ def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
     return full
 
 
-def serve(pipe: Connection, workers: int, deadline_s: float) -> None:
+def serve(pipe: Connection, name: str, workers: int, deadline_s: float) -> None:
     torch.set_num_threads(1)
     server = MemoryServer(
         run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, workers=workers, deadline_s=deadline_s,
-        declared={"a": spec()},
+        declared={"a": spec()}, name=name,
         score=lambda model, ids: scores(server.tensors(AdapterRef.parse(model)) if model else None, ids),
     )
+    writers = server.writers
     with server:
         pipe.send(server.endpoint)
         while (command := pipe.recv()) is not None:
@@ -58,89 +71,140 @@ def serve(pipe: Connection, workers: int, deadline_s: float) -> None:
                 pipe.send(server.tensors(ref(args[0]), args[1]))
             elif what == "refs":
                 pipe.send([str(r) for r in server.slots.active()])
-            elif what == "writes":
-                pipe.send(sum(w.writes for w in server.writers))
-            elif what == "forget":  # the next publish finds writers that drop one expert's lora_B
-                for w in server.writers:
-                    write = w.write
-                    w.write = lambda slot, name, t, scale, write=write: write(  # type: ignore[method-assign]
-                        slot, name, t * 0 if ".lora_B." in name else t, scale
-                    )
+            elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
+                writers[0].on_write = partial(pause, pipe, itertools.count())
+            elif what == "forget":  # versions from now on lose their lora_B
+                for w in writers:
+                    w.flush = lambda slot, w=w: forget(w.slots[slot])  # type: ignore[method-assign]
                 pipe.send(None)
 
 
-class FaultyPublisher(Publisher):
-    """Flips one bit between hashing and sending."""
-
-    flip = False
-
-    def run(self, manifest: Any, probe: Any) -> Any:
-        if self.flip and self._is_source:
-            self._buffer.flat[5] ^= 64
-        return super().run(manifest, probe)
+def pause(pipe: Connection, buckets: Iterator[int]) -> None:
+    if next(buckets) == 2:
+        pipe.send("midway")
+        time.sleep(PAUSE_S)
 
 
-def train(pipe: Connection, rank: int, world: int, port: int) -> None:
+def forget(tensors: dict[str, np.ndarray]) -> None:
+    for name, tensor in tensors.items():
+        if ".lora_B." in name:
+            tensor[:] = 0.0
+
+
+class Watch:
+    """Servers that the test says are there, in a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def show(self, servers: Iterable[ServerEndpoint]) -> None:
+        whole = self._path.with_suffix(".new")
+        whole.write_bytes(msgspec.msgpack.encode(list(servers)))
+        whole.replace(self._path)
+
+    def present(self) -> list[ServerEndpoint]:
+        return msgspec.msgpack.decode(self._path.read_bytes(), type=list[ServerEndpoint])
+
+
+class Rank:
+    """One trainer rank."""
+
+    def __init__(self, rank: int, watch: Watch) -> None:
+        self.rank, self.watch = rank, watch
+        self.exchange = GroupExchange(timeout_s=60.0)
+        self.active: list[Any] = []
+        self.publisher: Publisher | None = None
+
+    def open(self, sources: tuple[int, ...], servers: list[ServerEndpoint], config: dict[str, Any]) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        self.sources = sources
+        sync = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB, "probe_tolerance": 1e-6} | config))
+        coordinator = None
+        if self.rank == 0:
+            coordinator = Coordinator(
+                run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.active.append
+            )
+        self.publisher = Publisher(run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator)
+
+    def newcomers(self) -> bool:
+        assert self.publisher is not None
+        return self.publisher.newcomers()
+
+    def last_active(self) -> Any:
+        return self.active[-1] if self.active else None
+
+    def again(self) -> Any:
+        assert self.publisher is not None
+        return self.publisher.again("a").join()
+
+    def publish(self, version: int, seed: int, fault: str) -> Any:
+        assert self.publisher is not None
+        full = truth(version, seed)
+        scaled = {n: t.numpy() * np.float32(2.0) for n, t in full.items() if ".lora_B." in n}
+        probe = ProbeExpectation(token_ids=PROBE_IDS, differs=version > 0, logprobs=scores(scaled, PROBE_IDS))
+        if fault == "NaN" and self.rank == 1:
+            full["model.layers.1.mlp.experts.3.up_proj.lora_B.weight"][0, 0] = float("nan")
+        layout = layout_of(full, self.sources, fault)
+        told = ref(version + 1) if fault == "another version" and self.rank == 1 else ref(version)
+        with flipped_bit(fault == "flipped bit" and self.rank == 1):
+            handle = self.publisher.publish(
+                told, ref(version - 1) if version else None, layout, pack_of(layout, self.rank, full), BASE,
+                probe if self.rank == 0 else None,
+            )
+            for t in full.values():
+                t.fill_(7.0)  # the trainer goes on: what is published must be a copy
+            report = handle.join()
+        assert handle.join() == report
+        return report
+
+
+def layout_of(full: dict[str, torch.Tensor], sources: tuple[int, ...], fault: str = "") -> AdapterLayout:
+    """Layer l on rank l, or everything on the only source."""
+    owned, aliases = share(full)
+    if fault == "missing layer":
+        owned = [(n, t) for n, t in owned if ".layers.1." not in n]
+        aliases = {a: w for a, w in aliases.items() if ".layers.1." not in a}
+    shapes = {
+        source: [(n, tuple(t.shape)) for n, t in owned if len(sources) == 1 or f".layers.{source}." in n]
+        for source in sources
+    }
+    return make_layout(spec(alpha=16.0) if fault == "wrong alpha" else spec(), "float32", shapes, aliases)
+
+
+@contextmanager
+def flipped_bit(wanted: bool) -> Iterator[None]:
+    """Flip one bit between fingerprinting and sending."""
+    send = PackedShard.send
+
+    def corrupt(self: PackedShard, group: Any, deadline: float) -> None:
+        self._wait(len(self.shard.tensors), True, deadline)
+        self._flat[5] ^= 64
+        send(self, group, deadline)
+
+    if wanted:
+        PackedShard.send = corrupt  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PackedShard.send = send  # type: ignore[method-assign]
+
+
+def train(pipe: Connection, rank: int, world: int, port: int, watch: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    exchange = GroupExchange(timeout_s=60.0)
-    publisher: FaultyPublisher | None = None
+    me = Rank(rank, Watch(watch))
     while (command := pipe.recv()) is not None:
         what, *args = command
         began = time.monotonic()
         try:
-            if what == "open":
-                sources, servers, deadline_s = args
-                publisher = FaultyPublisher(
-                    run=RUN, sources=sources, rank=rank, servers=servers, secret=SECRET, exchange=exchange,
-                    config=WeightSyncConfig(bucket_mib=0.0002, deadline_s=deadline_s, probe_tolerance=1e-6),
-                )
-                publisher.connect()
-                answer: Any = None
-            else:
-                assert publisher is not None
-                version, seed, fault = args
-                answer = publish(publisher, rank, version, seed, fault)
+            answer = getattr(me, what)(*args)
             pipe.send(("ok", answer, time.monotonic() - began))
         except ArealLoraError as e:
             reason = e.reason if isinstance(e, ManifestError) else ""
             pipe.send((type(e).__name__, (reason, str(e)), time.monotonic() - began))
     dist.destroy_process_group()
-
-
-def publish(publisher: FaultyPublisher, rank: int, version: int, seed: int, fault: str) -> Any:
-    full = truth(version, seed)
-    scaled = {n: t.numpy() * np.float32(2.0) for n, t in full.items() if ".lora_B." in n}
-    probe = ProbeExpectation(token_ids=PROBE_IDS, b_nonzero=version > 0, logprobs=scores(scaled, PROBE_IDS))
-    if fault == "NaN" and rank == 1:
-        full["model.layers.1.mlp.experts.3.up_proj.lora_B.weight"][0, 0] = float("nan")
-    owned, aliases = share(full)
-    mine = owned_by(rank, publisher, owned)
-    names = {n for n, _ in mine}
-    if fault == "missing layer" and rank == 1:
-        mine, names = [], set()
-    if fault == "owned twice":
-        mine = mine + [p for p in owned if p[0] not in names][:1] if rank == 1 else mine
-    publisher.flip = fault == "flipped bit" and rank == 1
-    handle = publisher.publish(
-        ref(version), ref(version - 1) if version else None, spec(alpha=16.0) if fault == "wrong alpha" else spec(),
-        mine, {a: w for a, w in aliases.items() if w in names}, BASE, probe if rank == 0 else None,
-    )
-    for _, t in mine:
-        t.fill_(7.0)  # the trainer goes on: what is published must be a copy
-    report = handle.join()
-    assert handle.join() == report
-    return report
-
-
-def owned_by(rank: int, publisher: FaultyPublisher, owned: list[tuple[str, torch.Tensor]]) -> list[Any]:
-    """Layer l on rank l, or everything on the only source."""
-    if not publisher._is_source:
-        return []
-    if publisher.sources == (rank,):
-        return owned
-    return [(n, t) for n, t in owned if f".layers.{rank}." in n]
 
 
 @dataclass

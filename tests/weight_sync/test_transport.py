@@ -16,6 +16,11 @@ from areal_lora.weight_sync.testing import MemoryServer
 from .helpers import BASE, RUN, SECRET, shapes_of
 
 
+def endpoint_of(listener):
+    port = listener.getsockname()[1]
+    return tp.ServerEndpoint(name="server-7", host="127.0.0.1", admin_port=port, data_port=1, workers=1)
+
+
 @pytest.fixture(scope="module")
 def server():
     def score(model, ids):
@@ -71,8 +76,8 @@ def test_messages_are_strict():
 def test_a_server_that_is_not_there_and_one_that_is_silent_are_errors_in_time():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        endpoint = tp.ServerEndpoint(host="127.0.0.1", admin_port=s.getsockname()[1], workers=1)
-        with pytest.raises(PublishError, match=str(endpoint)):
+        endpoint = endpoint_of(s)
+        with pytest.raises(PublishError, match=r"server-7 \(127"):
             tp.AdminClient(endpoint, SECRET).info(1.0)
         s.listen()
         began = time.monotonic()
@@ -93,7 +98,7 @@ def test_an_answer_that_is_no_message_is_an_error():
         s.listen()
         thread = threading.Thread(target=answer, args=(s,))
         thread.start()
-        endpoint = tp.ServerEndpoint(host="127.0.0.1", admin_port=s.getsockname()[1], workers=1)
+        endpoint = endpoint_of(s)
         with pytest.raises(PublishError, match="malformed"):
             tp.AdminClient(endpoint, SECRET).info(2.0)
         thread.join()
@@ -104,3 +109,49 @@ def test_unknown_routes_are_not_found(server):
     connection.request("GET", "/admin/elsewhere", headers={"Authorization": f"Bearer {SECRET}"})
     assert connection.getresponse().status == 404
     connection.close()
+
+
+def answering(listener, seen, stop):
+    """A server that counts connections and closes each after two answers, as one does that is idle."""
+    body = tp.encode_message(tp.PingReply())
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    while not stop.is_set():
+        connection, _ = listener.accept()
+        seen.append(0)
+        with connection:
+            for _ in range(2):
+                if not connection.recv(65536):
+                    break
+                seen[-1] += 1
+                connection.sendall(head + body)
+
+
+def test_a_connection_is_kept_and_one_the_server_closed_is_made_anew():
+    seen, stop = [], threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answering, args=(listener, seen, stop), daemon=True).start()
+        client = tp.AdminClient(endpoint_of(listener), SECRET)
+        for _ in range(5):
+            client.call("GET", tp.PING_PATH, None, tp.PingReply, 2.0)
+            time.sleep(0.02)  # the server's end of connection arrives
+        assert seen == [2, 2, 1]
+        stop.set()
+        client.close()
+
+
+def test_a_ping_does_not_wait_for_another_call():
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def score(model, ids):
+        arrived.set()
+        assert go_on.wait(10.0)
+        return [[0.0] * len(row) for row in ids]
+
+    with MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score) as s:
+        client = tp.AdminClient(s.endpoint, SECRET)
+        busy = threading.Thread(target=client.score, args=(None, [[1, 2]], 10.0))
+        busy.start()
+        assert arrived.wait(5.0)
+        assert client.ping(2.0) == tp.PingReply()
+        go_on.set()
+        busy.join()

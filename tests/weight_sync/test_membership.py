@@ -1,0 +1,161 @@
+"""Decisions about servers, as data; and the one thread that looks for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from areal_lora.config.rendezvous import publish_endpoint
+from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
+from areal_lora.weight_sync.membership import (
+    FIRST_REST_S,
+    LONGEST_REST_S,
+    Finding,
+    Membership,
+    RendezvousWatch,
+    ServerWatcher,
+    judge,
+)
+from areal_lora.weight_sync.transport import ServerEndpoint
+
+SILENT = PublishError("timed out")
+BROKEN = ManifestError("wire", "connection closed by peer")
+
+
+def server(index, port=0):
+    return ServerEndpoint(name=f"server-{index}", host="h", admin_port=100 + index + port, data_port=1, workers=1)
+
+
+A, B, C = (server(i) for i in range(3))
+
+
+def judged(*findings, retried=False):
+    judgement = judge(findings, retried=retried)
+    return [s.name for s in judgement.keep], [s.name for s in judgement.lost], judgement.complete
+
+
+def test_all_acknowledged():
+    assert judged(Finding(server=A), Finding(server=B)) == (["server-0", "server-1"], [], True)
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_silent_server_is_lost_and_the_rest_goes_on(retried):
+    silent = Finding(server=B, error=SILENT, alive=False)
+    assert judged(Finding(server=A), silent, retried=retried) == (["server-0"], ["server-1"], True)
+    waiting = Finding(server=C, error=BROKEN)  # an effect, not a cause
+    assert judged(Finding(server=A), silent, waiting, retried=retried) == (
+        ["server-0", "server-2"], ["server-1"], False
+    )
+
+
+def test_servers_that_answer_get_one_more_transfer_all_together():
+    findings = [Finding(server=A), Finding(server=B, error=BROKEN), Finding(server=C, error=SILENT)]
+    assert judged(*findings) == (["server-0", "server-1", "server-2"], [], False)
+    assert judged(*findings, retried=True) == (["server-0"], ["server-1", "server-2"], True)
+
+
+def test_of_servers_that_answer_and_fail_again_newcomers_go_first():
+    findings = [Finding(server=A, error=BROKEN), Finding(server=B, error=BROKEN, newcomer=True)]
+    assert judged(*findings, retried=True) == (["server-0"], ["server-1"], False)
+
+
+@pytest.mark.parametrize("error", [ManifestError("hash", "x"), AdapterError("sizes"), ParityError("numbers")])
+def test_a_member_that_refuses_ends_the_publish_and_a_newcomer_itself(error):
+    with pytest.raises(type(error)):
+        judged(Finding(server=A), Finding(server=B, error=error), Finding(server=C, error=SILENT, alive=False))
+    assert judged(Finding(server=A), Finding(server=B, error=error, newcomer=True)) == (
+        ["server-0"], ["server-1"], True
+    )
+
+
+def test_the_reason_says_how_it_failed():
+    lost = judge([Finding(server=B, error=SILENT, alive=False)], retried=False).lost
+    assert lost == {B: "does not answer: timed out"}
+    lost = judge([Finding(server=B, error=SILENT)], retried=True).lost
+    assert lost == {B: "failed again: timed out"}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_new_life_replaces_a_member_and_a_new_name_joins():
+    membership = Membership([B, A])
+    assert membership.members == (A, B)
+    reborn = server(1, port=50)
+    assert membership.with_newcomers([reborn, C, A]) == (A, reborn, C)
+    assert membership.members == (A, B)
+    membership.admit([C, reborn])
+    assert membership.members == (reborn, C)
+
+
+def test_members_are_in_the_order_of_their_numbers():
+    assert [s.name for s in Membership([server(10), server(9), server(1)]).members] == [
+        "server-1", "server-9", "server-10"
+    ]
+
+
+def test_a_lost_server_rests_longer_each_time_until_it_has_served():
+    clock = Clock()
+    membership = Membership([A, B], clock)
+    rests = []
+    for _ in range(6):
+        membership.lose([B])
+        assert membership.members == (A,)
+        began = clock.now
+        while not membership.wants(B):
+            clock.now += 0.5
+        rests.append(clock.now - began)
+        membership.admit(membership.with_newcomers([B]))
+        assert membership.members == (A, B)
+    assert rests == [FIRST_REST_S * k for k in (1, 4, 16, 64)] + [LONGEST_REST_S] * 2
+    membership.succeeded()
+    membership.lose([B])
+    clock.now += FIRST_REST_S
+    assert membership.wants(B)
+    assert membership.wants(server(1, port=50))  # another life has no past
+    assert not membership.wants(A)
+
+
+def test_servers_of_a_run_folder(tmp_path):
+    watch = RendezvousWatch(tmp_path, workers=2)
+    assert watch.present() == []
+    publish_endpoint(tmp_path, "server", 3, {"data": 5, "admin": 6})
+    publish_endpoint(tmp_path, "controller", 0, {"control": 7})
+    found = ServerEndpoint(name="server-3", host="127.0.0.1", admin_port=6, data_port=5, workers=2)
+    assert watch.present() == [found]
+    assert found.data_url == "http://127.0.0.1:5"
+
+
+def test_the_watcher_names_those_that_are_wanted_and_answer():
+    asked, seen = threading.Event(), {A, B, C}
+
+    class Watch:
+        def present(self):
+            return sorted(seen, key=lambda s: s.name)
+
+    def ping(s):
+        assert s != A  # not wanted: not asked
+        asked.set()
+        return s == C
+
+    watcher = ServerWatcher(Watch(), lambda s: s != A, ping, period_s=0.01)
+    try:
+        assert asked.wait(5.0)
+        wait_until(lambda: watcher.newcomers() == (C,))
+        seen.remove(C)
+        wait_until(lambda: watcher.newcomers() == ())
+    finally:
+        watcher.close()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
