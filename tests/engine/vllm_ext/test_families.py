@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from areal_lora.config.architectures import target_of
-from areal_lora.errors import AdapterError
+from areal_lora.errors import AdapterError, PublishError
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.modules import check_served
@@ -140,3 +142,21 @@ def test_what_the_server_can_bind_is_what_the_checkpoint_has(served: RunningServ
     shared = replace(served.spec, expert_layout=ExpertLayout.SHARED, rank=16)
     with pytest.raises(AdapterError, match="rank 16"):
         check_served(served.layout(tensors, shared), reply)
+
+
+def test_a_stopped_worker_does_not_answer_a_ping(served: RunningServer) -> None:
+    """The server process itself is well; only its worker (for one worker: the engine) stands still."""
+    family = psutil.Process(served.process.pid).children(recursive=True)
+    worker = max(family, key=lambda p: ("Worker" in " ".join(p.cmdline()), "EngineCore" in " ".join(p.cmdline())))
+    served.admin.ping(5.0)
+    worker.suspend()
+    try:
+        began = time.monotonic()
+        with pytest.raises(PublishError, match="silent for 2 s"):
+            served.admin.ping(5.0)
+        assert time.monotonic() - began < 4.0
+    finally:
+        worker.resume()
+    served.admin.ping(5.0)
+    tensors = served.adapter(11)
+    assert largest(served.score(served.publish(tensors)), served.logprobs(tensors, PROMPT)) < 1e-4

@@ -113,6 +113,51 @@ def test_publish_during_generation_leaves_running_requests_alone(server: Running
     assert max(largest(a[1], b[1]) for a, b in zip(during, reference)) < 1e-5
 
 
+def test_every_answer_is_of_one_version_while_versions_come_and_go(server: RunningServer) -> None:
+    """Requests for the newest version, more publishes than slots: no 404, no base output, no mixture."""
+    seeds = {server.publish(server.adapter(20)).version: 20}
+    answers: list[tuple[list[int], dict[str, Any]]] = []
+
+    async def client(k: int, stop: asyncio.Event) -> None:
+        async with aiohttp.ClientSession() as session:
+            i = 0
+            while not stop.is_set():
+                prompt = [10 + k, 20, 30 + i % 50]
+                status, answer = await server.post(
+                    session, model="math", prompt=prompt, max_tokens=20 + 8 * k, temperature=1.0, logprobs=0, seed=i,
+                    return_token_ids=True, ignore_eos=True,
+                )
+                assert status == 200, answer
+                answers.append((prompt, answer))
+                i += 1
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        clients = [asyncio.create_task(client(k, stop)) for k in range(8)]
+        for seed in range(21, 21 + 3 * server.config.rollout.resident_versions):
+            ref = await asyncio.to_thread(server.publish, server.adapter(seed))
+            seeds[ref.version] = seed
+            await asyncio.sleep(0.1)
+        stop.set()
+        await asyncio.gather(*clients)
+
+    asyncio.run(run())
+    seen = {answer["model"] for _, answer in answers}
+    assert len(seen) > server.config.rollout.resident_versions, "versions must change under the requests"
+    checked = {}
+    for prompt, answer in answers:
+        choice = answer["choices"][0]
+        version = int(answer["model"].removeprefix("math@v"))
+        assert set(choice["versions"]) == {version}
+        checked.setdefault(version, []).append((prompt, choice))
+    for version, rows in checked.items():
+        tensors = server.adapter(seeds[version])
+        for prompt, choice in (rows[0], rows[-1]):
+            ids = choice["token_ids"]
+            want = server.logprobs(tensors, prompt + ids)[len(prompt) :]
+            assert largest(choice["logprobs"]["token_logprobs"], want) < 1e-4, f"not version {version} all through"
+
+
 def test_old_versions_retire_but_not_under_a_request(server: RunningServer) -> None:
     held = server.publish(server.adapter(10))
 
