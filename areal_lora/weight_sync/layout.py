@@ -25,6 +25,7 @@ from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.refusal import Refusal
 
 Shape = tuple[int, ...]
+EDGE = 8  # how much smaller the first and the last bucket are
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -133,18 +134,22 @@ class Bucket:
 def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut a shard between tensors into buckets of at most ``bucket_bytes`` (one tensor may be larger).
 
-    Buckets are of about equal size: a short last one would cost a whole round.
+    The first and the last bucket are an eighth of the others: nothing travels before the first is
+    packed, and nothing else is left to do while the last is written. The others are about equal.
     """
     if not shard.tensors:
         return ()
-    wanted = max(1, -(-shard.nbytes // bucket_bytes))
-    target = -(-shard.nbytes // wanted)
+    edge = min(bucket_bytes, shard.nbytes) // EDGE
+    inner = max(shard.nbytes - 2 * edge, 0)
+    step = -(-inner // max(1, -(-inner // bucket_bytes)))
+    goals = [*range(edge, shard.nbytes - edge, max(step, 1)), shard.nbytes - edge, shard.nbytes]
+    ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes]
     buckets: list[Bucket] = []
     first, begin = 0, 0
-    ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes]
     for i, end in enumerate(ends):
-        following = ends[i + 1] if i + 1 < len(ends) else None
-        if following is None or end - begin >= target or following - begin > bucket_bytes:
+        goal = next(g for g in goals if g > begin)
+        full = i + 1 == len(ends) or ends[i + 1] - begin > bucket_bytes
+        if full or end >= goal:
             buckets.append(Bucket(first=first, last=i + 1, begin=begin, end=end))
             first, begin = i + 1, end
     return tuple(buckets)

@@ -50,9 +50,12 @@ def test_buckets_tile_the_shard_between_tensors(shapes, bucket):
     assert (first, begin) == (len(shapes), shard.nbytes)
 
 
-def test_buckets_are_of_about_equal_size():
-    shard = make_layout(spec(), "float32", {0: [(str(i), (1, 256)) for i in range(33)]}, {}).shards[0]
-    assert [b.nbytes // 1024 for b in plan_buckets(shard, 16 * 1024)] == [11, 11, 11]
+def test_the_first_and_the_last_bucket_are_small_and_the_others_equal():
+    shard = make_layout(spec(), "float32", {0: [(str(i), (1, 256)) for i in range(68)]}, {}).shards[0]
+    assert [b.nbytes // 1024 for b in plan_buckets(shard, 16 * 1024)] == [2, 16, 16, 16, 16, 2]
+    assert [b.nbytes // 1024 for b in plan_buckets(shard, 1 << 20)] == [9, 51, 8]
+    one = make_layout(spec(), "float32", {0: [("x", (64, 256))]}, {}).shards[0]
+    assert [b.nbytes // 1024 for b in plan_buckets(one, 16 * 1024)] == [64]
 
 
 @pytest.mark.parametrize(
