@@ -1,12 +1,13 @@
 """Tokens per second of a mixture-of-experts LoRA on one CPU core: ``python benchmarks/cpu_moe_lora.py [--json FILE]``.
 
-Three vLLM engines serve the same 154 M Qwen3-MoE with random weights and the same rank-16 adapter
+Four vLLM engines serve the same 154 M Qwen3-MoE with random weights and the same rank-16 adapter
 on attention and all experts. They run side by side, idle unless it is their turn; rounds are
 interleaved, and the claims are ratios of medians of one run.
 
 merged   the adapter is merged into the weights and LoRA is off: the limit
 ours     the classes this package installs in vLLM
-naive    the same, but the experts are a loop: per expert and adapter, index tokens, multiply, add
+loop     ours, but the experts are a loop: per expert and adapter, index tokens, multiply, add
+naive    vLLM with that loop and nothing else of ours: its own LoRA of linear layers
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import IO, Any
 
 import numpy as np
@@ -36,7 +38,7 @@ MODEL = {
     "attention_bias": False, "eos_token_id": 1, "bos_token_id": 0,
 }  # experts per token and their normalisation as in Qwen3-30B-A3B
 RANK, ALPHA = 16, 32
-VARIANTS = ("merged", "ours", "naive")
+VARIANTS = ("merged", "ours", "loop", "naive")
 TOLERANCE = {"bfloat16": 0.1, "float32": 1e-4}  # largest difference of a prompt's logprobs between variants
 MAX_BUSY = 0.15
 
@@ -60,7 +62,7 @@ class Work:
 
 FULL = (
     Work(sequences=8, prompt=32, new=65), Work(sequences=32, prompt=32, new=65),
-    Work(sequences=1, prompt=256, new=1), Work(sequences=8, prompt=256, new=1),
+    Work(sequences=1, prompt=256, new=1), Work(sequences=1, prompt=1000, new=1), Work(sequences=8, prompt=256, new=1),
 )
 QUICK = (
     Work(sequences=8, prompt=32, new=17), Work(sequences=32, prompt=32, new=17),
@@ -118,14 +120,15 @@ def linear_layers() -> Iterator[tuple[str, tuple[int, int]]]:
                 yield f"model.layers.{i}.mlp.experts.{e}.{n}_proj.weight", shape
 
 
-def use_naive_experts() -> None:
-    """Put the loop in place of the package's experts; everything else of its LoRA stays."""
+def use_expert_loop(vllm_linear: bool) -> None:
+    """Put the loop in place of the package's experts, and with ``vllm_linear`` undo its linear LoRA, too."""
     import torch
     import torch.nn.functional as F
+    from vllm.platforms.cpu import CpuPlatform
 
     from areal_lora.engine.vllm_ext import compat
 
-    class NaiveExperts(compat.CpuLoraExperts):
+    class ExpertLoop(compat.CpuLoraExperts):
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             """Plain weights."""
 
@@ -150,8 +153,11 @@ def use_naive_experts() -> None:
                     y[mine] += (a[mine] @ lora.down_a[s, e].t()) @ lora.down_b[s, e].t()
                 output.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(y.dtype))
 
+    stock = CpuPlatform.get_punica_wrapper
     compat.install_cpu_lora()
-    compat.CpuLoraExperts = NaiveExperts
+    compat.CpuLoraExperts = ExpertLoop
+    if vllm_linear:
+        CpuPlatform.get_punica_wrapper = stock
 
 
 def child(variant: str, folder: Path, dtype: str) -> None:
@@ -165,8 +171,8 @@ def child(variant: str, folder: Path, dtype: str) -> None:
     from vllm.lora.request import LoRARequest
 
     merged = variant == "merged"
-    if variant == "naive":
-        use_naive_experts()
+    if variant in ("loop", "naive"):
+        use_expert_loop(vllm_linear=variant == "naive")
     llm = LLM(
         model=str(folder / ("merged" if merged else "base")), dtype=dtype, skip_tokenizer_init=True, seed=1,
         enforce_eager=True, enable_prefix_caching=False, block_size=32, max_model_len=1024, max_num_seqs=64,
@@ -176,10 +182,11 @@ def child(variant: str, folder: Path, dtype: str) -> None:
     engine = llm.llm_engine
 
     def run(work: Work, first_id: int) -> float:
-        sampling = SamplingParams(max_tokens=work.new, temperature=1.0, ignore_eos=True, seed=1, detokenize=False)
         for i in range(work.sequences):
-            ids = [2 + (i * 7919 + j * j * 31 + j * 17) % 318 for j in range(work.prompt)]
-            engine.add_request(str(first_id + i), {"prompt_token_ids": ids}, sampling, lora_request=lora)
+            # Sequences differ, or all would ask for the same experts. Every round repeats them.
+            sampling = SamplingParams(max_tokens=work.new, temperature=1.0, ignore_eos=True, seed=i, detokenize=False)
+            prompt = {"prompt_token_ids": Random(i).choices(range(2, MODEL["vocab_size"]), k=work.prompt)}
+            engine.add_request(str(first_id + i), prompt, sampling, lora_request=lora)
         if work.kind == "decode":
             engine.step()  # all prompts fit into one step
         started = time.perf_counter()
@@ -188,7 +195,7 @@ def child(variant: str, folder: Path, dtype: str) -> None:
         tokens = work.sequences * (work.prompt if work.kind == "prefill" else work.new - 1)
         return tokens / (time.perf_counter() - started)
 
-    ids = [2 + j * j % 318 for j in range(200)]
+    ids = Random(0).choices(range(2, MODEL["vocab_size"]), k=200)
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     scored = llm.generate({"prompt_token_ids": ids}, sampling, lora_request=lora, use_tqdm=False)[0].prompt_logprobs
     print("ready", flush=True)
@@ -254,7 +261,7 @@ def measure(dtype: str, works: tuple[Work, ...], rounds: int) -> dict[str, dict[
 
 def check(logprobs: dict[str, list[float]], tolerance: float) -> None:
     """All variants compute the same thing, or their speeds say nothing."""
-    for variant in ("ours", "naive"):
+    for variant in VARIANTS[1:]:
         worst = max(abs(a - b) for a, b in zip(logprobs[variant], logprobs["merged"], strict=True))
         print(f"logprobs, {variant} against merged: largest difference {worst:.1e}")
         if worst > tolerance:
@@ -265,7 +272,7 @@ def claims(speeds: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     """Ratios of medians; of several sizes the smallest ratio."""
     found = {}
     for kind in ("decode", "prefill"):
-        for other in ("naive", "merged"):
+        for other in ("naive", "loop", "merged"):
             ratios = [
                 statistics.median(by["ours"]) / statistics.median(by[other])
                 for name, by in speeds.items() if name.startswith(kind)
