@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import read_endpoint
 from areal_lora.launcher.plan import TRAINER, JobPlan
+from areal_lora.launcher.restarts import Restarts
 from areal_lora.launcher.supervise import Ended, Interrupts, Supervisor, last_lines
 from areal_lora.obs.console import LiveConsole
 
@@ -22,14 +24,19 @@ EARLY_END_S = 30.0
 def run_local(config: Config, plan: JobPlan, console: Console) -> int:
     """Returns an exit code: 0 when trainer rank 0 ended well, 70 when a component failed, 130 when interrupted.
 
-    Whatever the outcome, no process, port or shared memory of the run is left.
+    A rollout server that fails is started again, see ``Restarts``. Whatever the outcome, no process,
+    port or shared memory of the run is left.
     """
+    restarts = Restarts(
+        plan.processes, config.rollout.max_restarts,
+        lambda spec: read_endpoint(plan.run_folder, spec.role, spec.index) is not None,
+    )
     view = LiveConsole(plan.run_folder, config.run.steps, console)
     with Interrupts() as interrupts, Supervisor(plan.run_folder / "logs", config.run.stop_grace_s) as supervisor:
         supervisor.start(plan.processes)
         view.start()
         try:
-            failure = watch(supervisor, view, interrupts)
+            failure = watch(supervisor, restarts, view, interrupts)
         finally:
             view.stop()
         if interrupts.count:
@@ -44,13 +51,20 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> int:
     return EXIT_OK if failure is None else EXIT_FAILED
 
 
-def watch(supervisor: Supervisor, view: LiveConsole, interrupts: Interrupts) -> Ended | None:
-    """Wait for the end of trainer rank 0, the first failure (returned) or a signal."""
+def watch(supervisor: Supervisor, restarts: Restarts, view: LiveConsole, interrupts: Interrupts) -> Ended | None:
+    """Wait for the end of trainer rank 0, the first failure that the run cannot go on with (returned) or a signal."""
     next_tick = next_note = 0.0
     early: list[tuple[float, Ended]] = []
     while not interrupts.count:
-        ended = supervisor.poll()
         now = time.monotonic()
+        ended = []
+        for e in supervisor.poll():
+            if (done := restarts.take(e, now)) is not None:
+                view.say(done)
+            else:
+                ended.append(e)
+        for e in restarts.due(now):
+            supervisor.start_again(e)
         failure = first_failure(ended)
         if failure is not None:
             return failure

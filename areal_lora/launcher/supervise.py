@@ -38,6 +38,7 @@ class Ended:
     """A process that is over. ``code`` is negative for a signal, as in ``subprocess``."""
 
     spec: ProcessSpec
+    pid: int
     code: int
     log: Path
 
@@ -91,6 +92,13 @@ class Supervisor:
             self._running.append((spec, process))
             self._tell_guardian(str(process.pid))
 
+    def start_again(self, ended: Ended) -> None:
+        """Start what ended once more, after ending what it left behind; its log goes on."""
+        for pid in guardian.members_of({ended.pid}):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.start([ended.spec])
+
     def log_path(self, spec: ProcessSpec) -> Path:
         return self._logs / f"{spec.name}.log"
 
@@ -102,7 +110,7 @@ class Supervisor:
             if code is None:
                 running.append((spec, process))
             else:
-                ended.append(Ended(spec=spec, code=code, log=self.log_path(spec)))
+                ended.append(Ended(spec=spec, pid=process.pid, code=code, log=self.log_path(spec)))
         self._running = running
         return ended
 

@@ -151,6 +151,10 @@ class LiveConsole:
         else:
             self._print_plain(records, statuses)
 
+    def say(self, text: str) -> None:
+        """One line about an event that is in no record."""
+        self._line(text)
+
     def stop(self) -> None:
         """Show what came last and leave the terminal as it was. May be called twice."""
         self.tick()

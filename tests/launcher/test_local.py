@@ -198,3 +198,40 @@ def test_rank_variables_of_the_caller_do_not_leak(begin: Callable[..., Run], mon
     run = begin(("trainer", 0, "import os; print(sorted({'RANK', 'MASTER_PORT'} & set(os.environ)))"))
     assert run.end()[0] == 0
     assert run.log("trainer-0") == "[]\n"
+
+
+SERVES_ONCE = """
+import os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path({folder!r})
+(folder / "rendezvous").mkdir(exist_ok=True, parents=True)
+(folder / "rendezvous" / "server-0.json").write_text('{{"host": "h", "ports": {{}}, "pid": 1}}')
+lives = folder / "lives"
+lives.write_text(str(int(lives.read_text()) + 1) if lives.exists() else "1")
+print("life", lives.read_text())
+if lives.read_text() == "1":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder / "left").write_text(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+WAITS_FOR_TWO = """
+import pathlib, time
+lives = pathlib.Path({folder!r}) / "lives"
+while not lives.exists() or lives.read_text() != "2": time.sleep(0.05)
+"""
+
+
+def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
+    begin: Callable[..., Run], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "run")
+    run = begin(
+        ("server", 0, SERVES_ONCE.format(folder=folder)), ("trainer", 0, WAITS_FOR_TWO.format(folder=folder))
+    )
+    code, output = run.end()
+    assert code == 0, output
+    assert "server-0 was killed by SIGKILL; it is started again in 1 s (1 of 3)" in output
+    assert run.log("server-0") == "life 1\nlife 2\n"
+    left = int((tmp_path / "run" / "left").read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    assert run.alive() == []
