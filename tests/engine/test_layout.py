@@ -60,6 +60,9 @@ def test_stages_may_be_uneven(layers: int, pp: int, chosen: list[int] | None, ex
     layout = Layout.of(TrainerConfig(world_size=2 * pp, pp=pp, pp_layers=chosen), layers=layers, experts=0)
     assert layout.stage_layers == expected
     assert [layer for rank in range(0, 2 * pp, 2) for layer in layout.layers_of(rank)] == list(range(layers))
+    stages = [stage for stage, count in enumerate(expected) for _ in range(count)]
+    assert [layout.stage_of(layer) for layer in range(layers)] == stages
+    assert [layout.owner(layer, None) for layer in range(layers)] == [2 * stage for stage in stages]
 
 
 @pytest.mark.parametrize("chosen", [[2, 2], [1, 2, 3], [3, 3, 1, 1]])
