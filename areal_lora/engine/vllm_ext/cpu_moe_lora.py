@@ -26,7 +26,8 @@ import torch.nn.functional as F
 # Only what is faster depends on these. Measured with one thread of a Zen 5 core; a call in
 # bfloat16 goes through oneDNN, which looks its kernel up each time.
 CALL_S = {torch.float32: 2e-6, torch.bfloat16: 11e-6}
-FLOPS = {torch.float32: 8e10, torch.bfloat16: 3e11}
+LORA_FLOPS = {torch.float32: 8e10, torch.bfloat16: 3e11}
+BASE_FLOPS = {torch.float32: 2e11, torch.bfloat16: 4e11}
 BYTES_PER_S = 4e10
 
 
@@ -73,19 +74,22 @@ class ExpertProduct(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellCosts:
-    """Seconds: per cell that is multiplied on its own, per padded row, per cell's LoRA weights."""
+    """Seconds that the choice between the padded block and calls of a cell's own changes."""
 
-    call_s: float
-    row_s: float
-    read_s: float
+    call_s: float  # all products of one cell
+    row_s: float  # LoRA of one row of the block
+    base_s: float  # base product of one row; 0 where padding needs none
+    read_s: float  # LoRA weights of one cell
 
     @classmethod
-    def of(cls, dtype: torch.dtype, hidden: int, inter: int, rank: int) -> CellCosts:
+    def of(cls, dtype: torch.dtype, hidden: int, inter: int, rank: int, n_groups: int) -> CellCosts:
         parameters = 3 * rank * (hidden + inter)
         kind = torch.float32 if dtype == torch.float32 else torch.bfloat16
         moved = (2 * hidden + 5 * inter) * dtype.itemsize  # gather, gate, up, their product
         return cls(
-            call_s=6 * CALL_S[kind], row_s=2 * parameters / FLOPS[kind] + moved / BYTES_PER_S,
+            call_s=6 * CALL_S[kind], row_s=2 * parameters / LORA_FLOPS[kind] + moved / BYTES_PER_S,
+            # With one cell per expert the padding is at the end, where the base product stops before it.
+            base_s=6 * hidden * inter / BASE_FLOPS[kind] if n_groups > 1 else 0.0,
             read_s=parameters * dtype.itemsize / BYTES_PER_S,
         )
 
@@ -97,9 +101,10 @@ def block_cap(counts: np.ndarray, costs: CellCosts) -> int:
     """
     caps, cells = np.unique(np.append(counts, 0), return_counts=True)
     larger = len(counts) + 1 - cells.cumsum()
+    larger_rows = counts.sum() - (caps * cells).cumsum()
     # The block's weights are copied first: read, written, read again.
-    block = len(counts) * (caps * costs.row_s + (caps > 0) * 2 * costs.read_s)
-    return int(caps[(block + larger * (costs.call_s + costs.read_s)).argmin()])
+    block = len(counts) * (caps * (costs.row_s + costs.base_s) + (caps > 0) * 2 * costs.read_s)
+    return int(caps[(block + larger * (costs.call_s + costs.read_s) + larger_rows * costs.base_s).argmin()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +238,8 @@ def moe_lora(
     if expert_ids.max(initial=-1) < 0:
         out.zero_()
         return
-    layout = lay_out(expert_ids, groups, group_of, n_experts, CellCosts.of(x.dtype, x.shape[1], inter, rank))
+    costs = CellCosts.of(x.dtype, x.shape[1], inter, rank, len(groups))
+    layout = lay_out(expert_ids, groups, group_of, n_experts, costs)
     block = x.index_select(0, torch.from_numpy(layout.source))  # [rows, H]
     h = block.new_empty(block.shape[0], 2 * inter)
     w1(h, block, layout.spans)

@@ -80,7 +80,7 @@ def run(x, w1, w2, routing, ids, adapters, slots, product=PlainProduct) -> torch
 def costs(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """Make one form cheapest: every cell in the block, none, or a mixture of both."""
     row_s = {"block": 0.0, "runs": 1.0, "both": 0.15}[form]
-    monkeypatch.setattr(CellCosts, "of", lambda *_: CellCosts(call_s=1.0, row_s=row_s, read_s=0.0))
+    monkeypatch.setattr(CellCosts, "of", lambda *_: CellCosts(call_s=1.0, row_s=row_s, base_s=0.0, read_s=0.0))
 
 
 MIXTURES = {
@@ -107,7 +107,7 @@ def test_every_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     used = {}
     for form in ("block", "runs", "both"):
         costs(monkeypatch, form)
-        layout = lay_out(ids, groups, group_of, E, CellCosts.of(torch.float32, H, INTER, RANK))
+        layout = lay_out(ids, groups, group_of, E, CellCosts.of(torch.float32, H, INTER, RANK, 4))
         used[form] = {type(c) for c in layout.cells}
     assert used == {"block": {CellBlock}, "runs": {CellRuns}, "both": {CellBlock, CellRuns}}
 
@@ -193,29 +193,30 @@ def test_many_experts_sort_with_wide_keys() -> None:
     )
     ids = torch.arange(24 * 2).view(24, 2) * 60
     groups, group_of = np.unique(slots, return_inverse=True)
-    layout = lay_out(ids.numpy(), groups, group_of, n_experts, CellCosts.of(a.gate_a.dtype, hidden, inter, rank))
+    layout = lay_out(ids.numpy(), groups, group_of, n_experts, CellCosts.of(a.gate_a.dtype, hidden, inter, rank, 12))
     assert np.array_equal(layout.source[layout.row_of], np.arange(24)[:, None].repeat(2, axis=1))
 
 
 def brute_force_cap(counts: np.ndarray, costs: CellCosts) -> tuple[float, Callable[[int], float]]:
     def cost(cap: int) -> float:
-        block = len(counts) * (cap * costs.row_s + 2 * costs.read_s * (cap > 0))
-        return block + sum(costs.call_s + costs.read_s for c in counts if c > cap)
+        block = len(counts) * (cap * (costs.row_s + costs.base_s) + 2 * costs.read_s * (cap > 0))
+        return block + sum(costs.call_s + costs.read_s + c * costs.base_s for c in counts if c > cap)
 
     return min(cost(c) for c in range(int(counts.max(initial=0)) + 1)), cost
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("row_s", [0.0, 0.01, 0.1, 10.0])
-def test_cap_is_the_cheapest(seed: int, row_s: float) -> None:
+@pytest.mark.parametrize("base_s", [0.0, 0.02])
+def test_cap_is_the_cheapest(seed: int, row_s: float, base_s: float) -> None:
     counts = np.random.default_rng(seed).zipf(1.7, 50).clip(max=200) - 1
-    costs = CellCosts(call_s=1.0, row_s=row_s, read_s=0.1)
+    costs = CellCosts(call_s=1.0, row_s=row_s, base_s=base_s, read_s=0.1)
     best, cost = brute_force_cap(counts, costs)
     assert cost(block_cap(counts, costs)) == pytest.approx(best)
 
 
 def test_one_hot_expert_leaves_the_block() -> None:
-    costs = CellCosts(call_s=1.0, row_s=0.1, read_s=0.0)
+    costs = CellCosts(call_s=1.0, row_s=0.1, base_s=0.0, read_s=0.0)
     assert block_cap(np.array([3] * 20), costs) == 3
     assert block_cap(np.array([3] * 20 + [500]), costs) == 3
     assert block_cap(np.array([500] * 20), costs) == 0
