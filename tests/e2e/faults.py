@@ -7,11 +7,13 @@ trainer's side, where a bug of that kind would sit.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -26,9 +28,13 @@ from areal_lora.trainer.main import join_world
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.tenant import Tenant, build_tenant, scoring_batch
 from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.exchange import SoloExchange
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.membership import RendezvousWatch
 from areal_lora.weight_sync.publisher import Publisher
-from areal_lora.weight_sync.transport import ServerEndpoint
+from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.wire import Pack
 
 Owned = list[tuple[str, Tensor]]
 EXPERT = "model.layers.1.mlp.experts.3"
@@ -41,11 +47,18 @@ class Tampering:
         self._publisher = publisher
         self.change: Callable[[Owned, AdapterSpec], tuple[Owned, AdapterSpec]] = lambda owned, spec: (owned, spec)
 
-    def publish(self, *, owned: Owned, spec: AdapterSpec, aliases: Mapping[str, str], **rest: object):
-        owned, spec = self.change(owned, spec)
-        names = {name for name, _ in owned}
-        aliases = {name: target for name, target in aliases.items() if target in names}
-        return self._publisher.publish(owned=owned, spec=spec, aliases=aliases, **rest)
+    def publish(self, *, layout: AdapterLayout, pack: Pack, **rest: object):
+        [shard] = layout.shards
+        flat = np.empty(shard.nbytes, dtype=np.uint8)
+        for _ in pack(flat):
+            pass
+        words = torch.from_numpy(flat.view(np.float32))
+        owned = [(t.name, words[t.offset // 4 :][: math.prod(t.shape)].view(t.shape)) for t in shard.tensors]
+        owned, spec = self.change(owned, layout.spec)
+        tensors = dict(owned)
+        aliases = {name: target for name, target in layout.aliases.items() if target in tensors}
+        changed = make_layout(spec, layout.dtype, {0: [(n, tuple(t.shape)) for n, t in owned]}, aliases)
+        return self._publisher.publish(layout=changed, pack=pack_of(changed, 0, tensors), **rest)
 
 
 def flip_expert(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
@@ -104,15 +117,17 @@ def main(run_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tenant = build_tenant(config, config.adapters[0], tokenizer)
     engine.add_adapter(tenant.spec, tenant.config.optimizer, 10, 1)
-    endpoint = wait_endpoint(run_folder, "server", 0, 120)
+    wait_endpoint(run_folder, "server", 0, 120)
+    coordinator = Coordinator(
+        run=config.run.name, secret=read_secret(run_folder), servers=RendezvousWatch(run_folder, 1).present(),
+        config=config.weight_sync,
+    )
     publisher = Tampering(
         Publisher(
-            run=config.run.name, sources=[0], rank=0, secret=read_secret(run_folder), config=config.weight_sync,
-            servers=[ServerEndpoint(host=endpoint.host, admin_port=endpoint.ports["admin"], workers=1)],
-            exchange=SoloExchange(),
+            run=config.run.name, config=config.weight_sync, exchange=SoloExchange(), coordinator=coordinator
         )
     )
-    publishing = AdapterPublishing(engine, publisher, None)
+    publishing = AdapterPublishing(engine, publisher, config.weight_sync, None)
     publishing.publish(tenant)
     verdicts = {"version 0": verdict(lambda: publishing.join(tenant))}
     generator = torch.Generator().manual_seed(3)
