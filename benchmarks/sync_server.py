@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -104,6 +105,6 @@ async def commands(parts: Any, answers: Any) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main())
     sys.stdout.flush()
     os._exit(0)

@@ -53,7 +53,7 @@ MOE_30B = Case(
     name="3k", layers=4, hidden=2048, experts=128, ffn=768, heads=32, kv_heads=4, head_dim=128, dtype="bfloat16",
     sequences=32,
 )  # fmt: skip
-MANY = Case(name="37k", layers=48, hidden=64, experts=128, ffn=32, heads=4, kv_heads=2, head_dim=32)
+MANY = Case(name="37k", layers=48, hidden=64, experts=128, ffn=16, heads=4, kv_heads=2, head_dim=32)
 SMALL = Case(name="decode", layers=4, hidden=512, experts=128, ffn=192, heads=8, kv_heads=4, head_dim=64, rank=16)
 BUCKET_MIB = 16
 BUSY_LIMIT = 0.15
@@ -254,7 +254,7 @@ class Spread:
 
 def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
     """All variants, interleaved, on one server."""
-    with running(case) as setup:
+    with running(case, pinned=True) as setup:
         ways = Baselines(setup)
         rss = setup.servers[0].rss_bytes()
         phases: list[dict[str, float]] = []

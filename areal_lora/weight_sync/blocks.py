@@ -11,10 +11,32 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks
+from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks, fingerprints, fixed_keys, take_tensors
 
 KINDS = {"float32": F32, "bfloat16": BF16}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+_KEYS = fixed_keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Fingerprints and faults of a shard's tensors, filled in as they pass.
+
+    ``offsets`` (bytes) and ``sizes`` (elements) int64 [n]; ``sums`` uint64 [n]; ``bad`` uint8 [n] is 1
+    where a tensor holds NaN or infinity.
+    """
+
+    dtype: str
+    offsets: np.ndarray
+    sizes: np.ndarray
+    sums: np.ndarray
+    bad: np.ndarray
+
+    def measure(self, base: int, first: int, last: int) -> None:
+        """Fill in tensors [first, last) of a shard that begins at address ``base``."""
+        fingerprints(base, KINDS[self.dtype], self.offsets, self.sizes, _KEYS, first, last, self.sums, self.bad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +113,24 @@ class TensorBlocks:
             src=self.dst, src_pitch=self.dst_pitch, dst=self.src, dst_pitch=self.src_pitch,
         )
 
-    def copy(self, src_base: int, dst_base: int, *, slot: int = 0, tensors: tuple[int, int] | None = None) -> None:
+    def copy(
+        self, src_base: int, dst_base: int, *, slot: int = 0, tensors: tuple[int, int] | None = None,
+        marks: Marks | None = None,
+    ) -> None:
         """Run the blocks of tensors ``[a, b)`` (all by default) between two memories given by address.
 
-        The caller keeps both memories alive. Releases the GIL; uses the calling thread only.
+        ``marks``, if given, measure the source on the way. The caller keeps both memories alive.
+        Releases the GIL; uses the calling thread only.
         """
         a, b = tensors if tensors is not None else (0, self.n_tensors)
+        if marks is not None:
+            take_tensors(
+                src_base, KINDS[self.src_dtype], dst_base, KINDS[self.dst_dtype], slot,
+                marks.offsets, marks.sizes, _KEYS, marks.sums, marks.bad, self.first,
+                self.src, self.src_pitch, self.dst, self.dst_pitch, self.dst_step, self.rows, self.cols, self.scale,
+                a, b,
+            )
+            return
         copy_blocks(
             src_base, KINDS[self.src_dtype], dst_base, KINDS[self.dst_dtype], slot,
             self.src, self.src_pitch, self.dst, self.dst_pitch, self.dst_step, self.rows, self.cols, self.scale,

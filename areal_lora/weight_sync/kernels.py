@@ -198,6 +198,24 @@ def fingerprints(
         bad[i] = np.uint8(infinite)
 
 
+@numba.njit(nogil=True, cache=True)
+def take_tensors(
+    src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, offsets: Any, sizes: Any, keys: Any,
+    sums: Any, bad: Any, first_block: Any, src: Any, src_pitch: Any, dst: Any, dst_pitch: Any, dst_step: Any,
+    rows: Any, cols: Any, scale: Any, first: int, last: int,
+) -> None:  # fmt: skip
+    """``fingerprints`` and ``copy_blocks`` of tensors ``first:last``, one tensor after the other.
+
+    A tensor fits the second-level cache, so the copies after its fingerprint cost no second read.
+    """
+    for i in range(first, last):
+        fingerprints(src_base, src_kind, offsets, sizes, keys, i, i + 1, sums, bad)
+        copy_blocks(
+            src_base, src_kind, dst_base, dst_kind, slot, src, src_pitch, dst, dst_pitch, dst_step, rows, cols, scale,
+            first_block[i], first_block[i + 1],
+        )
+
+
 def fixed_keys(n: int = 1024) -> np.ndarray:
     """The public multipliers of ``fingerprints``, odd uint64 [n]: the same in every run and on every machine.
 

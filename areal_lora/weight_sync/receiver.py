@@ -19,7 +19,7 @@ from typing import Protocol
 
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
-from areal_lora.weight_sync.blocks import TensorBlocks
+from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.groups import BroadcastGroup, join_group
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.manifest import check_layout, check_successor
@@ -59,8 +59,8 @@ class SlotWriter(Protocol):
         """Clear what ``layout`` will not overwrite in an inactive slot."""
         ...
 
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int) -> None:
-        """Store tensors [first, last) of a shard whose first byte would be at address ``base``."""
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
+        """Store tensors [first, last) of a shard whose first byte would be at address ``base``, measuring them."""
         ...
 
     def flush(self, slot: int) -> None:
@@ -234,8 +234,10 @@ class AdapterReceiver:
             raise ManifestError(Refusal.SLOT, f"no free adapter slot for {manifest.ref}")
         return known.plans, slot
 
-    def _write(self, plans: Sequence[TensorBlocks], slot: int, shard: int, base: int, first: int, last: int) -> None:
-        self._writer.write(plans[shard], slot, base, first, last)
+    def _write(
+        self, plans: Sequence[TensorBlocks], slot: int, shard: int, base: int, first: int, last: int, marks: Marks
+    ) -> None:
+        self._writer.write(plans[shard], slot, base, first, last, marks)
 
     def _accept(self, manifest: ShardManifest, spec: AdapterSpec) -> None:
         name = manifest.ref.name

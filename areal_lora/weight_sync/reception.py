@@ -12,6 +12,7 @@ import torch
 
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.blocks import Marks
 from areal_lora.weight_sync.groups import BroadcastGroup, Transfer
 from areal_lora.weight_sync.layout import Bucket
 from areal_lora.weight_sync.refusal import Refusal
@@ -20,8 +21,9 @@ from areal_lora.weight_sync.wire import PAGE_BYTES, SEAL_BYTES, LayoutTables, se
 
 RING = 3  # buckets of one source in flight: one being read, the others on the wire
 
-OnBucket = Callable[[int, int, int, int], None]
-"""``(shard index, address where the shard would begin, first tensor, last tensor + 1)``: a bucket has arrived."""
+OnBucket = Callable[[int, int, int, int, Marks], None]
+"""``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: a bucket has
+arrived; its tensors must be measured into ``marks``."""
 
 
 class Clock:
@@ -80,11 +82,9 @@ class _Source:
     """One shard under way: up to ``RING`` broadcasts posted ahead."""
 
     def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, ring: Ring, deadline: float) -> None:
-        self.index, self.shard, self.table = index, tables.layout.shards[index], tables.shards[index]
-        shard = self.shard
-        self.sums = np.zeros(len(shard.tensors), dtype=np.uint64)
-        self.bad = np.zeros(len(shard.tensors), dtype=np.uint8)
-        self.trailer = np.empty(trailer_bytes(shard), dtype=np.uint8)
+        self.index, self.shard = index, tables.layout.shards[index]
+        self.marks = tables.shards[index].marks()
+        self.trailer = np.empty(trailer_bytes(self.shard), dtype=np.uint8)
         self._group, self._deadline = group, deadline
         buckets = tables.buckets(index, group.bucket_bytes)
         self._free = deque(ring.sized(max((b.nbytes for b in buckets), default=0)))
@@ -114,9 +114,6 @@ class _Source:
                 self._free.append(arrival.buffer)
             self._post()
 
-    def measure(self, bucket: Bucket, base: int) -> None:
-        self.table.measure(base, bucket.first, bucket.last, self.sums, self.bad)
-
     def verify(self, ref: AdapterRef, layout_digest: str) -> None:
         """Whether what arrived is what was sent, finite, and meant for this version. Raises ManifestError."""
         n = len(self.shard.tensors)
@@ -125,13 +122,13 @@ class _Source:
             raise ManifestError(
                 Refusal.HASH, f"the trailer of source rank {self.shard.source} does not belong to {ref} or is damaged"
             )
-        changed = np.flatnonzero(sent != self.sums)
+        changed = np.flatnonzero(sent != self.marks.sums)
         if len(changed):
             name = self.shard.tensors[changed[0]].name
             raise ManifestError(
                 Refusal.HASH, f"{len(changed)} tensors of source rank {self.shard.source} arrived changed, first {name}"
             )
-        bad = np.flatnonzero(self.bad)
+        bad = np.flatnonzero(self.marks.bad)
         if len(bad):
             name = self.shard.tensors[bad[0]].name
             raise ManifestError(
@@ -161,18 +158,16 @@ class Reception:
         PublishError if the transfer breaks.
         """
         for source, bucket, base in self._stream:
-            with self._clock.phase("verify"):
-                source.measure(bucket, base)
             try:
                 with self._clock.phase("write"):
-                    on_bucket(source.index, base, bucket.first, bucket.last)
+                    on_bucket(source.index, base, bucket.first, bucket.last, source.marks)
             except Exception:  # fault boundary: other servers may get their bytes through this one
                 self.drain()
                 raise
         with self._clock.phase("verify"):
             for source in self._sources:
                 source.verify(ref, self._layout.digest)
-        return np.concatenate([s.sums for s in self._sources]) if self._sources else np.zeros(0, dtype=np.uint64)
+        return np.concatenate([s.marks.sums for s in self._sources]) if self._sources else np.zeros(0, dtype=np.uint64)
 
     def drain(self) -> None:
         """Take everything off the wire and forget it, so that the groups stay in step."""

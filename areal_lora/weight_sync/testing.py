@@ -19,7 +19,7 @@ import torch
 from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import transport as tp
-from areal_lora.weight_sync.blocks import Block, TensorBlocks
+from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.receiver import AdapterReceiver
@@ -111,10 +111,10 @@ class MemoryWriter:
             for name, at in places.items()
         }
 
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int) -> None:
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
         if self.on_write is not None:
             self.on_write()
-        plan.copy(base, self._images[slot].ctypes.data, tensors=(first, last))
+        plan.copy(base, self._images[slot].ctypes.data, tensors=(first, last), marks=marks)
 
     def flush(self, slot: int) -> None:
         """Nothing: host memory is written at once."""

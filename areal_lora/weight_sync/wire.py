@@ -20,9 +20,8 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.blocks import ITEM_BYTES, KINDS
+from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
 from areal_lora.weight_sync.groups import BroadcastGroup
-from areal_lora.weight_sync.kernels import fingerprints, fixed_keys
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
 
 Pack = Callable[[np.ndarray], Iterator[int]]
@@ -30,7 +29,6 @@ Pack = Callable[[np.ndarray], Iterator[int]]
 yields, as it goes, how many leading tensors of the shard are complete; the last value is all of them.
 It may be collective over the rank's parallel groups. A rank that owns nothing gets an empty ``flat``."""
 
-KEYS = fixed_keys()
 SEAL_BYTES = 16
 PAGE_BYTES = 4096
 
@@ -40,14 +38,18 @@ class TensorTable:
 
     def __init__(self, shard: ShardLayout, dtype: str) -> None:
         item = ITEM_BYTES[dtype]
-        self.kind = KINDS[dtype]
+        self._dtype = dtype
         self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
         ends = np.array([*(t.offset for t in shard.tensors[1:]), shard.nbytes], dtype=np.int64)[: len(self.offsets)]
         self.sizes = (ends - self.offsets) // item
 
-    def measure(self, base: int, first: int, last: int, sums: np.ndarray, bad: np.ndarray) -> None:
-        """Fingerprints (``sums``) and non-finite marks (``bad``) of tensors [first, last) of a shard at ``base``."""
-        fingerprints(base, self.kind, self.offsets, self.sizes, KEYS, first, last, sums, bad)
+    def marks(self, sums: np.ndarray | None = None) -> Marks:
+        """Empty ones, for one version; fingerprints go to ``sums`` (uint64 [n]) if given."""
+        n = len(self.offsets)
+        return Marks(
+            dtype=self._dtype, offsets=self.offsets, sizes=self.sizes,
+            sums=np.zeros(n, dtype=np.uint64) if sums is None else sums, bad=np.zeros(n, dtype=np.uint8),
+        )
 
 
 class LayoutTables:
@@ -113,10 +115,10 @@ class PackedShard:
 
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
         """Fill the shard and let ``send`` follow. Whatever ``pack`` raises reaches both callers."""
-        bad = np.zeros(len(self.shard.tensors), dtype=np.uint8)
+        marks = self._table.marks(self.sums)
         try:
             for done in pack(self._flat):
-                self._table.measure(self._flat.ctypes.data, self._done, done, self.sums, bad)
+                marks.measure(self._flat.ctypes.data, self._done, done)
                 self._advance(done)
             if self._done != len(self.shard.tensors):
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")

@@ -16,7 +16,7 @@ import torch
 from areal_lora.config.architectures import Scope, covers, target_of
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
-from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, TensorBlocks
+from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
 from areal_lora.weight_sync.modules import LORA_A, LORA_B, covered, served_shapes
 from areal_lora.weight_sync.refusal import Refusal
@@ -115,9 +115,9 @@ class StackedSlotWriter:
             self.zero(slot)
         self._written[self._memory(slot)] = cells
 
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int) -> None:
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
         """Store tensors [first, last) of a shard whose first byte would be at address ``base``."""
-        plan.copy(base, 0, slot=slot, tensors=(first, last))
+        plan.copy(base, 0, slot=slot, tensors=(first, last), marks=marks)
 
     def flush(self, slot: int) -> None:
         """Bring the mirror, if there is one, into the slot; complete when it returns."""

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from areal_lora.config.models import Config
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
         with bound_sockets(config, args.index) as sockets:
             set_environment(config)
-            return asyncio.run(serve(config, args.run_folder, args.index, sockets))
+            return uvloop.run(serve(config, args.run_folder, args.index, sockets))
     except ArealLoraError as e:
         log.error("%s", e)
         return e.exit_code

@@ -15,6 +15,7 @@ from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.wire import LayoutTables
 
 ATTENTION, EXPERT = "model.layers.0.self_attn.", "model.layers.0.mlp.experts.{}.down_proj"
 MAX_RANK, SLOTS, ALPHA = 8, 3, 8.0
@@ -60,6 +61,7 @@ def install(
     flat = np.empty(layout.nbytes, dtype=np.uint8)
     list(pack_of(layout, 0, {n: torch.from_numpy(t) for n, t in full.items()})(flat))
     (plan,) = writer.plan(layout)
+    marks = LayoutTables(layout).shards[0].marks()
     writer.prepare(slot, layout)
     tensors = layout.shards[0].tensors
     bounds = (0, *cuts, len(tensors))
@@ -67,7 +69,7 @@ def install(
         begin = tensors[first].offset
         end = tensors[last].offset if last < len(tensors) else layout.nbytes
         bucket = flat[begin:end].copy()
-        writer.write(plan, slot, bucket.ctypes.data - begin, first, last)
+        writer.write(plan, slot, bucket.ctypes.data - begin, first, last, marks)
     writer.flush(slot)
 
 
