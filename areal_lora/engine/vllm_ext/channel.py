@@ -32,12 +32,6 @@ log = get_logger(__name__)
 
 SERVER_ROLE, WORKER_ROLE = "server-channel", "server-worker"  # CURVE identities
 CONNECT_S = 30.0
-NICE = 15
-"""Priority of the background thread and all it starts: receiver and gloo threads inherit it.
-
-Generation is what the cores are for; a version that arrives some milliseconds later costs
-nothing, because the trainer does not wait for it.
-"""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
@@ -159,10 +153,10 @@ Respond = Callable[[Answer], None]
 
 
 class CommandThread:
-    """A worker's end: calls ``handle(command, respond)`` in a thread of low priority, one command at a time.
+    """A worker's end: calls ``handle(command, respond)`` in a thread of its own, one command at a time.
 
-    ``respond`` may be called later and from another thread. ``cores`` are those the thread and what it starts may
-    use: vLLM binds the thread that creates this one to the cores of its model.
+    ``respond`` may be called later and from another thread. ``cores`` are those that the thread and what it starts
+    may use: vLLM binds the thread that creates this one to the cores of its model.
     """
 
     def __init__(
@@ -171,7 +165,6 @@ class CommandThread:
     ) -> None:
         self._worker, self._cores, self._handle = worker, cores, handle
         self._sending = threading.Lock()
-        # A context of its own, made here: its thread relays messages and keeps normal priority.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._commands, self._replies = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
         for socket, port in zip((self._commands, self._replies), ports, strict=True):
@@ -182,7 +175,7 @@ class CommandThread:
         threading.Thread(target=self._run, name="al-commands", daemon=True).start()
 
     def _run(self) -> None:
-        lower_priority(self._cores)
+        os.sched_setaffinity(threading.get_native_id(), self._cores)
         self._commands.send(str(self._worker).encode())
         while True:
             call = msgspec.msgpack.decode(self._commands.recv(), type=_Call)
@@ -191,10 +184,3 @@ class CommandThread:
     def _respond(self, number: int, answer: Answer) -> None:
         with self._sending:
             self._replies.send(msgspec.msgpack.encode(_Reply(number=number, worker=self._worker, answer=answer)))
-
-
-def lower_priority(cores: Sequence[int]) -> None:
-    """For the calling thread and those it starts from now on (Linux: threads have a priority of their own)."""
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, NICE)
-    os.sched_setaffinity(thread, cores)

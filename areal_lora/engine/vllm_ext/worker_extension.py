@@ -6,7 +6,7 @@ generation is one; everything else is a command to a background thread (``channe
 
     server                      background thread              between two steps
     al_setup, al_describe       starts
-    Join    ----------------->  thread: join the trainers' groups
+    Join    ----------------->  thread, low priority: join the trainers' groups
     Begin   ----------------->  thread: receive, write, verify
     Ping    ----------------->  at once
     al_commit  ----------------------------------------------> slot becomes a version
@@ -15,6 +15,7 @@ generation is one; everything else is a command to a background thread (``channe
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -47,6 +48,14 @@ from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.receiver import AdapterReceiver
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import JoinRequest, StageResult
+
+NICE = 10
+"""Priority of the threads that gloo receives with. Generation is what the cores are for: a version that arrives
+some milliseconds later costs nothing, because the trainer does not wait for it.
+
+Threads that run Python keep theirs. One that holds the interpreter's lock and does not get a core would make
+generation wait for both.
+"""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +137,7 @@ class _WorkerAdapters:
 
     def _join(self, request: JoinRequest, respond: Respond) -> None:
         error = ""
+        lower_priority()  # inherited by the threads of the groups made here; this one ends with the request
         try:
             self._receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s)
         except PublishError as e:
@@ -135,6 +145,12 @@ class _WorkerAdapters:
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only
             error = repr(e)
         respond(Done(error=error))
+
+
+def lower_priority() -> None:
+    """For the calling thread and those it starts from now on (on Linux a thread has a priority of its own)."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _unstaged(command: Begin, reason: str, detail: str) -> Staged:

@@ -32,7 +32,6 @@ class Worker:
     def __init__(self, rank: int, ports: tuple[int, ...], secret: str = SECRET) -> None:
         self.begins: list[ch.Begin] = []
         self.answer: Callable[[ch.Begin], StageResult | None] = accept
-        self.nice: list[int] = []
         self.busy = 0
         self.overlapped = False
         self._late: list[ch.Respond] = []
@@ -41,7 +40,6 @@ class Worker:
         ch.CommandThread(secret=secret, ports=ports, worker=rank, cores=cores, handle=self._handle)
 
     def _handle(self, command: ch.Command, respond: ch.Respond) -> None:
-        self.nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if self.deaf:
             self._late.append(respond)
             return
@@ -133,31 +131,6 @@ async def bench(resident: int = 3, names: int = 1, deadline_s: float = 1.0) -> A
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20.0))
-
-
-def test_background_threads_have_a_low_priority_and_pass_it_on() -> None:
-    async def test() -> None:
-        async with bench() as b:
-            await b.publish(0)
-            assert {n for w in b.workers for n in w.nice} == {ch.NICE}
-
-    inherited: list[int] = []
-
-    def parent() -> None:
-        ch.lower_priority(sorted(os.sched_getaffinity(0)))
-        child = threading.Thread(
-            target=lambda: inherited.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        )
-        child.start()
-        child.join()
-
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    run(test())
-    thread = threading.Thread(target=parent)
-    thread.start()
-    thread.join()
-    assert inherited == [ch.NICE]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before, "generation keeps its priority"
 
 
 def test_versions_come_and_the_oldest_go_with_the_commit() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from areal_lora.engine.vllm_ext import admin_routes
+from areal_lora.engine.vllm_ext.worker_extension import NICE
 from areal_lora.weight_sync import transport
 
 from .serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
@@ -111,6 +112,20 @@ def test_publish_during_generation_leaves_running_requests_alone(server: Running
     reference, during, _ = asyncio.run(run())
     assert [ids for ids, _ in during] == [ids for ids, _ in reference]
     assert max(largest(a[1], b[1]) for a, b in zip(during, reference)) < 1e-5
+
+
+def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
+    server.publish(server.adapter(1))
+    engine = max(psutil.Process(server.process.pid).children(), key=lambda p: p.memory_info().rss)
+    nice = {}
+    for task in Path(f"/proc/{engine.pid}/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        nice[int(task.name)] = int(fields[16])
+    own = nice[engine.pid]
+    assert own < NICE, "the model's own thread"
+    low = [n for n in nice.values() if n == NICE]
+    assert 2 <= len(low) < len(nice) / 2
+    assert set(nice.values()) == {own, NICE}
 
 
 def test_every_answer_is_of_one_version_while_versions_come_and_go(server: RunningServer) -> None:
