@@ -91,22 +91,21 @@ class _WorkerAdapters:
         )  # fmt: skip
         self._asked: Respond | None = None  # who waits for the staging under way
         self._last_staged: AdapterRef | None = None
-        self._joining: threading.Thread | None = None
+        self._joining = False
         self._commands = CommandThread(
             secret=read_secret(setup.run_folder), ports=setup.ports, worker=rank, cores=setup.cores, handle=self._handle
         )
 
     def _handle(self, command: Command, respond: Respond) -> None:
-        joining = self._joining is not None and self._joining.is_alive()
         match command:
             case Ping():
                 respond(Done())
-            case Join() if joining:
+            case Join() if self._joining:
                 respond(Done(error="still joining the groups of the request before"))
             case Join(request=request):
-                self._joining = threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True)
-                self._joining.start()
-            case Begin() if joining or self._asked is not None:
+                self._joining = True
+                threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
+            case Begin() if self._joining or self._asked is not None:
                 respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
             case Begin():
                 self._asked = respond
@@ -144,6 +143,7 @@ class _WorkerAdapters:
             error = str(e)
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only
             error = repr(e)
+        self._joining = False  # before the answer: the trainer publishes as soon as it has it
         respond(Done(error=error))
 
 
