@@ -1,0 +1,256 @@
+"""Three real servers, one of which is killed or stopped in the middle of a transfer, and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import create_secret, read_secret, wait_endpoint
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.coordinator import Active, Coordinator
+from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.exchange import SoloExchange
+from areal_lora.weight_sync.layout import make_layout
+from areal_lora.weight_sync.membership import RendezvousWatch
+from areal_lora.weight_sync.outcome import PublishReport
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.publisher import Publisher
+from areal_lora.weight_sync.testing import pack_of
+from tests.engine.vllm_ext.serving import (
+    ALPHA,
+    PROMPT,
+    RANK,
+    TARGETS,
+    adapter,
+    hf_logits,
+    make_model,
+    token_logprobs,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+SERVERS = ["server-0", "server-1", "server-2"]
+DEADLINE_S = 20.0
+BUCKET_MIB = 0.03  # some thirty buckets
+
+
+class Run:
+    """A run folder with three servers, and a trainer of one rank."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.config = Config.model_validate({
+            "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
+            "model": {"path": str(model), "dtype": "float32"},
+            "adapters": [{
+                "name": "math", "rank": RANK, "alpha": ALPHA, "target_modules": TARGETS,
+                "task": {"kind": "word_problems"}, "algorithm": {"kind": "grpo"}, "optimizer": {"lr": 1e-3},
+                "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
+            }],
+            "trainer": {"world_size": 1},
+            "rollout": {
+                "servers": 3, "max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 16, "kv_cache_gib": 0.1
+            },
+            "weight_sync": {"deadline_s": DEADLINE_S, "bucket_mib": BUCKET_MIB},
+            "cluster": {"device": "cpu", "devices_per_node": 4},
+        })  # fmt: skip
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(self.config.model_dump_json(), encoding="utf-8")
+        create_secret(folder)
+        self.processes = {name: self.start(name) for name in SERVERS}
+        for name in SERVERS:
+            self.wait(name)
+        self.active: list[Active] = []
+        self.watch = RendezvousWatch(folder, workers=1)
+        self.publisher = Publisher(
+            run="test", config=self.config.weight_sync, exchange=SoloExchange(),
+            coordinator=Coordinator(
+                run="test", secret=read_secret(folder), servers=self.watch.present(), config=self.config.weight_sync,
+                watch=self.watch, on_active=self.active.append,
+            ),
+        )
+        self.version = -1
+
+    def start(self, name: str) -> psutil.Popen:
+        command = [sys.executable, "-m", "areal_lora.engine.vllm_ext.server", "--run-folder", str(self.folder)]
+        command += ["--index", name.removeprefix("server-")]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return psutil.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def wait(self, name: str) -> None:
+        process = self.processes[name]
+        index = int(name.removeprefix("server-"))
+        wait_endpoint(self.folder, "server", index, 180.0, still_alive=lambda: process.poll() is None)
+
+    def restart(self, name: str) -> None:
+        before = self.watch.server(int(name.removeprefix("server-")))
+        self.processes[name] = self.start(name)
+        wait_until(lambda: self.watch.server(int(name.removeprefix("server-"))) != before, 180.0)
+
+    def tree(self, name: str) -> list[psutil.Process]:
+        """The server's process and, after it, vLLM's and their helpers."""
+        return [self.processes[name], *self.processes[name].children(recursive=True)]
+
+    def publish(self, during: Callable[[], None] | None = None) -> tuple[PublishReport, float]:
+        """The next version and the seconds it took; ``during`` is called when half of it is on its way."""
+        self.version += 1
+        tensors = adapter(self.model, seed=self.version)
+        layout = make_layout(
+            self.config.adapters[0].spec(str(self.model)), "float32",
+            {0: [(n, tuple(t.shape)) for n, t in tensors.items()]}, {},
+        )
+        whole = pack_of(layout, 0, tensors)
+
+        def pack(flat: np.ndarray) -> Iterator[int]:
+            for done in whole(flat):
+                yield done
+                if done == layout.n_tensors // 2 and during is not None:
+                    time.sleep(0.3)  # the first half arrives
+                    during()
+
+        logprobs = token_logprobs(hf_logits(self.model, tensors, PROMPT), PROMPT)
+        probe = ProbeExpectation(token_ids=[PROMPT], logprobs=[logprobs], differs=True)
+        parent = AdapterRef(name="math", version=self.version - 1) if self.version else None
+        began = time.monotonic()
+        handle = self.publisher.publish(
+            AdapterRef(name="math", version=self.version), parent, layout, pack, base_digest(self.model), probe
+        )
+        report = handle.join()
+        return report, time.monotonic() - began
+
+    def assert_served(self, names: list[str]) -> None:
+        """The newest version answers alike on exactly these servers."""
+        active = self.active[-1]
+        assert [s.name for s in active.servers] == names
+        assert active.ref.version == self.version
+        answers = []
+        for server in active.servers:
+            body = {"model": str(active.ref), "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            request = urllib.request.Request(
+                f"{server.data_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=20) as response:
+                answer = json.loads(response.read())
+            assert answer["model"] == str(active.ref)
+            answers.append(answer["choices"][0]["text"])
+        assert len(set(answers)) == 1
+
+    def close(self) -> None:
+        trees = [p for name in SERVERS for p in self.tree_or_nothing(name)]
+        for process in trees:
+            process.kill()
+        psutil.wait_procs(trees, timeout=10)
+
+    def tree_or_nothing(self, name: str) -> list[psutil.Process]:
+        try:
+            return self.tree(name)
+        except psutil.NoSuchProcess:
+            return []
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    root = tmp_path_factory.mktemp("lost server")
+    made = Run(root / "test", make_model(root / "model"))
+    try:
+        yield made
+        made.publisher.close()
+    finally:
+        made.close()
+
+
+def names(report: PublishReport) -> list[str]:
+    return [ack.server.name for ack in report.acks]
+
+
+def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:
+    report, first_s = run.publish()
+    assert names(report) == SERVERS
+    run.assert_served(SERVERS)
+    _, usual_s = run.publish()
+
+    def kill() -> None:
+        for process in run.tree("server-1"):
+            process.kill()
+
+    report, killed_s = run.publish(kill)
+    assert killed_s < DEADLINE_S
+    assert (names(report), list(report.lost)) == (["server-0", "server-2"], ["server-1"])
+    run.assert_served(["server-0", "server-2"])
+    report, after_s = run.publish()
+    assert (report.attempts, names(report)) == (1, ["server-0", "server-2"])
+
+    began = time.monotonic()
+    run.restart("server-1")
+    restart_s = time.monotonic() - began
+    seen_s = wait_until(run.publisher.newcomers, 20.0)
+    report, rejoined_s = run.publish()
+    assert (report.attempts, names(report)) == (1, SERVERS)
+    assert report.probe_mean_abs is not None
+    assert report.probe_mean_abs < run.config.weight_sync.probe_tolerance
+    run.assert_served(SERVERS)
+    print(
+        f"\npublish and probe: first {first_s:.2f} s, then {usual_s:.2f} s; with a server killed in the middle "
+        f"{killed_s:.2f} s, after it {after_s:.2f} s; started again in {restart_s:.1f} s, seen {seen_s:.2f} s later, "
+        f"publish with it {rejoined_s:.2f} s"
+    )
+
+
+def test_a_worker_stopped_during_a_transfer_then_continued(run: Run) -> None:
+    """Only vLLM's process hangs: the server's own still answers HTTP."""
+    worker = max(run.tree("server-2")[1:], key=lambda p: p.memory_info().rss)
+    try:
+        report, stopped_s = run.publish(lambda: os.kill(worker.pid, signal.SIGSTOP))
+        assert stopped_s < DEADLINE_S + 2.0
+        assert (names(report), list(report.lost)) == (["server-0", "server-1"], ["server-2"])
+        run.assert_served(["server-0", "server-1"])
+        report, after_s = run.publish()
+        assert (report.attempts, names(report)) == (1, ["server-0", "server-1"])
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    seen_s = wait_until(run.publisher.newcomers, 30.0)
+    report, rejoined_s = run.publish()
+    assert (report.attempts, names(report)) == (1, SERVERS)
+    run.assert_served(SERVERS)
+    print(
+        f"\nwith a worker stopped in the middle {stopped_s:.2f} s, after it {after_s:.2f} s; continued, "
+        f"seen {seen_s:.2f} s later, publish with it {rejoined_s:.2f} s"
+    )
+
+
+def test_a_whole_server_stopped_during_a_transfer_then_continued(run: Run) -> None:
+    tree = run.tree("server-0")
+    try:
+        report, stopped_s = run.publish(lambda: [os.kill(p.pid, signal.SIGSTOP) for p in tree] and None)
+        assert stopped_s < DEADLINE_S + 2.0
+        assert (names(report), list(report.lost)) == (["server-1", "server-2"], ["server-0"])
+    finally:
+        for process in tree:
+            os.kill(process.pid, signal.SIGCONT)
+    seen_s = wait_until(run.publisher.newcomers, 30.0)
+    report, rejoined_s = run.publish()
+    assert names(report) == SERVERS
+    run.assert_served(SERVERS)
+    print(
+        f"\nwith a server stopped in the middle {stopped_s:.2f} s; continued, seen {seen_s:.2f} s later, "
+        f"publish with it {rejoined_s:.2f} s"
+    )
