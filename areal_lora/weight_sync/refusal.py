@@ -10,7 +10,7 @@ class Refusal(StrEnum):
     WRONG_RUN = "wrong_run"
     WRONG_BASE = "wrong_base"
     STALE_VERSION = "stale_version"  # older than the current one, or a parent that is not older
-    DUPLICATE = "duplicate"  # the current version again with other numbers, or one name twice
+    DUPLICATE = "duplicate"  # the current version again (a server acknowledges it again), or one name twice
     UNKNOWN_LAYOUT = "unknown_layout"  # a digest this server was never sent
     UNKNOWN_TENSOR = "unknown_tensor"
     MISSING_TENSOR = "missing_tensor"

@@ -4,7 +4,7 @@ One process with vLLM's engine (a child process) behind two HTTP apps on ports o
 
     agents, controller --> data plane  (openai_api)  --> Generator ------> AsyncLLM ==> EngineCore
     trainer            --> admin plane (run secret)  --> ServedAdapters -->   RPC   ==> worker extension
-                                                              ^------- reports (zmq) ------'
+                                                              `------ commands (zmq) ------^
 
 Ports are bound first, so a taken port is an early error; they are published when requests can
 be served. SIGTERM, SIGINT, ``/admin/shutdown`` or the parent's death end it and its children.

@@ -6,6 +6,8 @@ import asyncio
 import http.client
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,11 @@ import torch
 
 from areal_lora.engine.vllm_ext import admin_routes
 from areal_lora.engine.vllm_ext.worker_extension import NICE
+from areal_lora.errors import ManifestError, ProcessFailed, PublishError
+from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import transport
+from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.manifest import Announcement, encode
 
 from .serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
 
@@ -341,6 +347,39 @@ def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Si
         assert process.returncode == 0, (tmp_path / "run" / "log").read_text()[-2000:]
     wait_until(lambda: not any(_alive(child) for child in children), 10.0, "the end of all children")
     assert not (set(os.listdir("/dev/shm")) - shm)
+
+
+def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path / "run", tiny_model)
+    running = connect(tmp_path / "run", tiny_model, process)
+    running.publish(running.adapter(1))
+    group = running.source.connect()  # a member, so that the announced version waits for its bytes
+    layout = running.layout(running.adapter(2))
+    manifest = ShardManifest(
+        run="test", ref=AdapterRef(name="math", version=1), parent=running.newest,
+        base_digest=base_digest(tiny_model), layout=layout.digest,
+    )
+    raised: list[Exception] = []
+
+    def post() -> None:
+        try:
+            running.admin.publish(encode(Announcement(manifest=manifest, layout=None)), 60.0)
+        except (ManifestError, PublishError) as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    time.sleep(0.5)
+    engine = max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss)
+    began = time.monotonic()
+    engine.kill()
+    thread.join(30.0)
+    assert isinstance(raised[0], PublishError)
+    assert time.monotonic() - began < 7.0, "less than the publish's own deadline"
+    process.wait(15)
+    assert process.returncode == ProcessFailed.exit_code
+    group.close()
+    running.source.close()
 
 
 def test_port_in_use_is_an_early_error(server: RunningServer, tmp_path: Path) -> None:
