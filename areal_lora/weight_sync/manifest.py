@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from areal_lora.config.peft_folder import FILE_PREFIX
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 from areal_lora.weight_sync.refusal import Refusal
 
-FILE_PREFIX = "base_model.model."
 _MAGIC = b"ALM2"  # wire format version of an encoded announcement
 
 

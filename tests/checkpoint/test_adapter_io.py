@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from areal_lora.checkpoint.adapter_io import CONFIG_FILE, TENSOR_FILE, load_peft, save_peft
+from areal_lora.checkpoint.adapter_io import load_peft, save_peft
+from areal_lora.config.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.errors import AdapterError
 from areal_lora.types import AdapterSpec
 

@@ -1,0 +1,180 @@
+"""What a PEFT LoRA folder says about itself, without reading its numbers into memory.
+
+The rules judge such folders before anything starts; `checkpoint.adapter_io` loads their tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.config.architectures import HF_TO_MEGATRON
+from areal_lora.errors import AdapterError
+from areal_lora.types import AdapterSpec
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+FILE_PREFIX = "base_model.model."
+OWN_KEY = "areal_lora"
+"""Holds the specification in the safetensors metadata: unknown keys in the configuration file make peft warn."""
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftFolder:
+    """``shapes`` [rows, columns] and ``digests`` are by wire name; equal bytes have equal digests."""
+
+    spec: AdapterSpec
+    shapes: Mapping[str, tuple[int, ...]]
+    digests: Mapping[str, bytes]
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Hugging Face paths of the adapted modules, ``model.layers.0.self_attn.q_proj``."""
+        return frozenset(module_of(name) for name in self.shapes)
+
+
+def describe(folder: Path) -> PeftFolder:
+    """Raises AdapterError for anything that `checkpoint.adapter_io.load_peft` would refuse."""
+    try:
+        with (folder / TENSOR_FILE).open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start = 8 + int.from_bytes(data[:8], "little")
+            header = msgspec.json.decode(data[8:start], type=dict[str, msgspec.Raw])
+            own = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str]).get(OWN_KEY)
+            entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+            if start + max((e.data_offsets[1] for e in entries.values()), default=0) != len(data):
+                raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {TENSOR_FILE} is not whole")
+            digests = {name: _digest(data, start, e) for name, e in entries.items()}
+    except (OSError, ValueError, msgspec.MsgspecError) as e:
+        raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
+    shapes = {name: e.shape for name, e in entries.items()}
+    spec = declared_spec(folder, own)
+    checked_modules(spec.rank, shapes)
+    return PeftFolder(
+        spec=spec, shapes={wire_name(folder, n): s for n, s in shapes.items()},
+        digests={wire_name(folder, n): d for n, d in digests.items()},
+    )
+
+
+def declared_spec(folder: Path, own: str | None) -> AdapterSpec:
+    """The specification stored with the tensors (``own``); for other tools' folders, one made from the configuration.
+
+    Raises AdapterError for anything beyond plain LoRA, and where the two files disagree.
+    """
+    try:
+        config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=_PeftConfig)
+        declared = msgspec.json.decode(own, type=AdapterSpec) if own else None
+    except (OSError, msgspec.MsgspecError) as e:
+        raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
+    if odd := config.unsupported():
+        raise AdapterError(f"{folder}: {', '.join(odd)} beyond plain LoRA; merge or retrain without it")
+    if declared is not None:
+        if (declared.rank, declared.alpha) != (config.r, config.lora_alpha):
+            raise AdapterError(
+                f"{folder}: {CONFIG_FILE} says r {config.r}, lora_alpha {config.lora_alpha}, the tensors were saved "
+                f"with {declared.rank}, {declared.alpha}; one of the files was changed"
+            )
+        return declared
+    unknown = [m for m in config.target_modules if m not in HF_TO_MEGATRON]
+    if unknown:
+        raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(HF_TO_MEGATRON)}")
+    targets = tuple(sorted({HF_TO_MEGATRON[m] for m in config.target_modules}))
+    return AdapterSpec(
+        name=folder.name, base_model=config.base_model_name_or_path or "", rank=config.r, alpha=config.lora_alpha,
+        target_modules=targets, dropout=config.lora_dropout,
+    )
+
+
+def checked_modules(rank: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Last path components of all adapted modules, sorted. Raises AdapterError for a wrong pair or shape."""
+    modules: set[str] = set()
+    for name, shape in shapes.items():
+        path, sep, rest = name.rpartition(".lora_")
+        if not sep or rest not in ("A.weight", "B.weight"):
+            raise AdapterError(f"{name} is not a lora_A.weight or lora_B.weight tensor")
+        partner = f"{path}.lora_{'B' if rest[0] == 'A' else 'A'}.weight"
+        if partner not in shapes:
+            raise AdapterError(f"{name} lacks its partner {partner}")
+        if len(shape) != 2 or shape[0 if rest[0] == "A" else 1] != rank:
+            raise AdapterError(f"{name} has shape {list(shape)}, which does not fit rank {rank}")
+        modules.add(path.rpartition(".")[2])
+    if not modules:
+        raise AdapterError("an adapter without tensors cannot be saved or loaded")
+    return sorted(modules)
+
+
+def wire_name(folder: Path, name: str) -> str:
+    """The name in the file without its prefix. Raises AdapterError for one that has none."""
+    if not name.startswith(FILE_PREFIX):
+        raise AdapterError(f"{folder}: {name} lacks the prefix {FILE_PREFIX!r}; save the adapter with peft")
+    return name.removeprefix(FILE_PREFIX)
+
+
+def module_of(tensor: str) -> str:
+    """``x.q_proj`` of ``x.q_proj.lora_A.weight``."""
+    return tensor.rpartition(".lora_")[0]
+
+
+def kind_of(module: str) -> str:
+    """The module with its numbers as ``*``: what the same projection is called in every layer and expert."""
+    return _NUMBER.sub(".*", module)
+
+
+def misfits(have: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(modules a file has and the trained adapter has not, modules of a kind that the file has elsewhere only).
+
+    A kind that the file has nowhere is no misfit: a file that adapts q_proj and v_proj says of k_proj
+    that it is like the base's.
+    """
+    file, adapter = set(have), set(wanted)
+    kinds = {kind_of(module) for module in file}
+    return sorted(file - adapter), sorted(m for m in adapter - file if kind_of(m) in kinds)
+
+
+def _digest(data: mmap.mmap, start: int, entry: _Entry) -> bytes:
+    with memoryview(data) as view:
+        begin, end = (start + offset for offset in entry.data_offsets)
+        return hashlib.blake2b(view[begin:end], digest_size=16).digest()
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor in the header of a safetensors file; ``data_offsets`` count from the end of the header."""
+
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _PeftConfig(msgspec.Struct, kw_only=True):
+    """The part of ``adapter_config.json`` that decides what the tensors mean."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    target_modules: list[str]
+    base_model_name_or_path: str | None = None
+    lora_dropout: float = 0.0
+    bias: str = "none"
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    alora_invocation_tokens: list[int] | None = None
+    layer_replication: list[tuple[int, int]] | None = None
+
+    def unsupported(self) -> list[str]:
+        odd = {
+            "peft_type": self.peft_type != "LORA", "bias": self.bias != "none", "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora, "fan_in_fan_out": self.fan_in_fan_out, "modules_to_save": self.modules_to_save,
+            "rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern,
+            "alora_invocation_tokens": self.alora_invocation_tokens, "layer_replication": self.layer_replication,
+        }
+        return [key for key, value in odd.items() if value]
