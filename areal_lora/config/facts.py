@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from areal_lora.config import architectures as arch
 from areal_lora.config.models import Config
+from areal_lora.config.peft_folder import PeftFolder, describe
+from areal_lora.errors import AdapterError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +20,16 @@ class Facts:
     """The model and the machine.
 
     ``hf_config`` is the model's config.json, None where there is none; ``model_problem`` says
-    why. ``devices`` is the number of accelerators seen here, None where that does not matter
+    why. ``peft_folders`` describes each folder of ``init_from`` that can be read, ``peft_problems`` says
+    what is wrong with the others. ``devices`` is the number of accelerators seen here, None where that does not matter
     (CPU, or a cluster). ``memory_bytes`` is None where unknown.
     """
 
     hf_config: Mapping[str, Any] | None
     model_problem: str = ""
     model_is_local: bool = True
+    peft_folders: Mapping[str, PeftFolder] = field(default_factory=dict)
+    peft_problems: Mapping[str, str] = field(default_factory=dict)
     ports_in_use: frozenset[int] = frozenset()
     devices: int | None = None
     memory_bytes: int | None = None
@@ -33,10 +38,13 @@ class Facts:
 def gather_facts(config: Config, *, runs_here: bool) -> Facts:
     """Look at the model folder and, where the run would start on this machine, its ports and devices."""
     hf_config, problem, is_local = _read_model(config.model.path)
+    peft_folders, peft_problems = _read_adapters(config)
     return Facts(
         hf_config=hf_config,
         model_problem=problem,
         model_is_local=is_local,
+        peft_folders=peft_folders,
+        peft_problems=peft_problems,
         ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if runs_here else None,
@@ -61,6 +69,17 @@ def _read_model(path: str) -> tuple[dict[str, Any] | None, str, bool]:
         return None, f"the folder {path!r} has no config.json", True
     except (OSError, ValueError) as error:
         return None, f"config.json in {path!r} cannot be read: {error}", True
+
+
+def _read_adapters(config: Config) -> tuple[dict[str, PeftFolder], dict[str, str]]:
+    folders: dict[str, PeftFolder] = {}
+    problems: dict[str, str] = {}
+    for path in {a.init_from for a in config.adapters if a.init_from is not None}:
+        try:
+            folders[path] = describe(Path(path).expanduser())
+        except AdapterError as error:
+            problems[path] = " ".join(str(error).split())
+    return folders, problems
 
 
 def _ports_in_use(config: Config) -> frozenset[int]:

@@ -207,7 +207,7 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[schema.Path] = [("model", "path")]
     for i, _ in enumerate(data.get("adapters") or []):
-        spots += [("adapters", i, "task", "train"), ("adapters", i, "task", "eval")]
+        spots += [("adapters", i, "task", "train"), ("adapters", i, "task", "eval"), ("adapters", i, "init_from")]
     for spot in spots:
         holder = _get(data, spot[:-1])
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None

@@ -126,6 +126,7 @@ class AdapterConfig(Section):
         ExpertLayout.PER_EXPERT, description="One adapter per expert, or one shared by a layer's experts."
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapter's input.")
+    init_from: str | None = Field(None, description="PEFT LoRA folder whose adapter is version 0; a new one if unset.")
     minibatches: PositiveInt = Field(1, description="Optimizer steps per training batch.")
     task: TaskConfig
     reward: RewardConfig = RewardConfig()

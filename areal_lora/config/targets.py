@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from areal_lora.config.architectures import TARGETS, ModelShape, Scope
+from areal_lora.config.architectures import TARGETS, ModelShape, Scope, covers
 from areal_lora.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -70,6 +70,29 @@ def resolve(target_modules: Sequence[str], exclude_modules: Sequence[str], shape
                 f"name {', '.join(p.projection for p in whole)}, or {part.linear}",
             )
     return tuple(sorted(_canonical(parts, left)))
+
+
+def modules(
+    target_modules: Sequence[str], exclude_modules: Sequence[str], shape: ModelShape
+) -> dict[str, tuple[int, int]]:
+    """Hugging Face paths of all modules that the adapter sits on, with (inputs, outputs). Raises like `resolve`."""
+    found = resolve(target_modules, exclude_modules, shape)
+    return {
+        path: _sizes(part, shape)
+        for part in _parts(shape)
+        if covers(found, part.linear, part.scope)
+        for path, _ in part.paths
+    }
+
+
+def _sizes(part: _Part, shape: ModelShape) -> tuple[int, int]:
+    heads = shape.kv_heads if part.projection in ("k_proj", "v_proj") else shape.heads
+    if part.scope is Scope.ATTENTION:
+        inner = heads * shape.head_dim
+    else:
+        inner = {Scope.MLP: shape.ffn, Scope.SHARED_EXPERT: shape.shared_ffn}.get(part.scope, shape.expert_ffn)
+    narrows = part.linear in ("linear_proj", "linear_fc2")
+    return (inner, shape.hidden) if narrows else (shape.hidden, inner)
 
 
 def _canonical(parts: Sequence[_Part], left: Sequence[_Part]) -> Iterator[str]:

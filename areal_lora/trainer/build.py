@@ -18,6 +18,7 @@ from areal_lora.trainer.loop import Trainer
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.tenant import build_tenant
+from areal_lora.trainer.warm_start import warm_start
 from areal_lora.weight_sync.coordinator import Active, Coordinator
 from areal_lora.weight_sync.exchange import GroupExchange
 from areal_lora.weight_sync.membership import RendezvousWatch
@@ -37,6 +38,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     tenants = [build_tenant(config, adapter, tokenizer) for adapter in config.adapters]
     for tenant in tenants:
         engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.steps, config.run.seed)
+        warm_start(engine, tenant, config.run.seed)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     client = _controller(run_folder) if rank == 0 else None
     recorder = Recorder(config, run_folder, client, started_s) if client else None

@@ -1,0 +1,124 @@
+"""Any PEFT LoRA adapter as one that this model's layout holds, with every product B A unchanged.
+
+Megatron has q, k, v (gate, up) in one layer with one lora_A; other tools train one lora_A each.
+With the distinct ones stacked, each projection reads its own rows through its lora_B::
+
+    lora_A = [Aq; Ak; Av; fresh]    B_q = [Bq 0 0 0]    B_k = [0 Bk 0 0]    B_v = [0 0 Bv 0]
+
+so n distinct lora_A of rank r need rank n r. Rows beyond that are initial values with zero columns
+of lora_B, like a new adapter: zeros on both sides would never get a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from areal_lora.config.peft_folder import misfits, module_of
+from areal_lora.errors import AdapterError, UnknownTensorError
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
+
+
+def fused(
+    tensors: Mapping[str, Tensor], spec: AdapterSpec, layout: AdapterLayout, initial: Callable[[WireTensor], Tensor]
+) -> dict[str, Tensor]:
+    """Every wire tensor of ``layout``, fp32, from the ``tensors`` of a folder whose specification is ``spec``.
+
+    A difference of the two scales (alpha / rank) goes into lora_B: exact in fp32 where their ratio is a
+    power of two, else rounded once. Projections that the folder adapts nowhere get a lora_B of zeros.
+    What fits already comes out bit for bit. ``initial`` gives a tensor of a new adapter.
+
+    Raises:
+        UnknownTensorError: the folder adapts a module that ``layout`` does not, or a projection in
+            some of its layers or experts only.
+        AdapterError: ``layout`` has too small a rank (the message names the one needed), one adapter
+            for experts that differ, or other sizes.
+    """
+    wire = {t.name: t for shard in layout.shards for t in shard.tensors}
+    aliases = layout.aliases
+    members: dict[str, list[str]] = {name: [module_of(name)] for name in wire if name.endswith("lora_A.weight")}
+    for name, target in aliases.items():
+        if name.endswith("lora_A.weight"):
+            members[target].append(module_of(name))
+    _check_modules({module_of(name) for name in tensors}, [m for modules in members.values() for m in modules])
+    stacks: dict[str, _Stack] = {}
+    for name, modules in members.items():
+        leaders = [m for m in modules if f"{m}.lora_B.weight" in wire]
+        _check_followers(tensors, [m for m in modules if m not in leaders], aliases)
+        stacks[name] = _Stack([m for m in leaders if f"{m}.lora_A.weight" in tensors], leaders, tensors)
+    needed = spec.rank * max(len(stack.parts) for stack in stacks.values())
+    if needed > layout.spec.rank:
+        raise AdapterError(
+            f"{spec.name} needs rank {needed}, the adapter has {layout.spec.rank}: layers that Megatron fuses have "
+            f"{needed // spec.rank} lora_A of rank {spec.rank} in the folder"
+        )
+    found: dict[str, Tensor] = {}
+    for name, stack in stacks.items():
+        found[name] = stack.lora_a(wire[name], initial)
+        for module in stack.leaders:
+            lora_b = wire[f"{module}.lora_B.weight"]
+            found[lora_b.name] = stack.lora_b(module, lora_b, spec.scale / layout.spec.scale, tensors)
+    return {name: found[name] for name in wire}
+
+
+class _Stack:
+    """The lora_A of one Megatron layer: the distinct ones of its projections, and which is whose."""
+
+    def __init__(self, modules: Sequence[str], leaders: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self.leaders = leaders
+        self.parts: list[Tensor] = []
+        self._place: dict[str, int] = {}
+        for module in modules:
+            tensor = tensors[f"{module}.lora_A.weight"]
+            at = next((i for i, part in enumerate(self.parts) if torch.equal(part, tensor)), len(self.parts))
+            if at == len(self.parts):
+                self.parts.append(tensor)
+            self._place[module] = at
+
+    def lora_a(self, target: WireTensor, initial: Callable[[WireTensor], Tensor]) -> Tensor:
+        whole, at = initial(target), 0
+        for part in self.parts:
+            _check_size(target, part, 1)
+            whole[at : at + part.shape[0]] = part
+            at += part.shape[0]
+        return whole
+
+    def lora_b(self, module: str, target: WireTensor, ratio: float, tensors: Mapping[str, Tensor]) -> Tensor:
+        whole = torch.zeros(target.shape)
+        if module in self._place:
+            tensor = tensors[target.name]
+            _check_size(target, tensor, 0)
+            begin = self._place[module] * tensor.shape[1]
+            whole[:, begin : begin + tensor.shape[1]] = (tensor.double() * ratio).float()
+        return whole
+
+
+def _check_modules(file: set[str], adapter: Sequence[str]) -> None:
+    extra, absent = misfits(file, adapter)
+    if extra or absent:
+        what = f"{extra[0]} is adapted there only" if extra else f"{absent[0]} is missing, others like it are there"
+        raise UnknownTensorError(f"the folder's adapter does not fit: {what} ({len(extra or absent)} such)")
+
+
+def _check_followers(tensors: Mapping[str, Tensor], followers: Sequence[str], aliases: Mapping[str, str]) -> None:
+    """One adapter for all experts: each must equal the one that stands for all."""
+    for module in followers:
+        leader = module_of(aliases[f"{module}.lora_B.weight"])
+        for side in ("lora_A.weight", "lora_B.weight"):
+            mine = tensors.get(f"{module}.{side}")
+            if mine is not None and not torch.equal(mine, tensors[f"{leader}.{side}"]):
+                raise AdapterError(
+                    f"{module}.{side} differs from {leader}.{side}; expert_layout shared has one for both, "
+                    "use per_expert"
+                )
+
+
+def _check_size(target: WireTensor, tensor: Tensor, axis: int) -> None:
+    if tensor.shape[axis] != target.shape[axis]:
+        raise AdapterError(
+            f"{target.name} has shape {tuple(tensor.shape)} in the folder, which does not fit {target.shape}: "
+            "it was trained on another model"
+        )
