@@ -103,7 +103,7 @@ def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": trainer.moe_grouped_gemm,
         "transformer_layer_spec": _spec_on_cpu if on_cpu else _spec_on_gpu,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": True,
         # Every weight is read from the folder.
         "perform_initialization": False,
     }  # fmt: skip
