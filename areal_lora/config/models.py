@@ -196,7 +196,10 @@ class WeightSyncConfig(Section):
     deadline_s: PositiveFloat = Field(
         30.0, description="Bounds a whole publish: sending, giving up lost servers, sending again."
     )
-    min_servers: PositiveInt = Field(1, description="A publish that fewer servers are left for fails.")
+    min_servers: PositiveInt = Field(1, description="A publish that fewer servers are left for waits, then fails.")
+    rejoin_s: NonNegFloat = Field(
+        120.0, description="How long a publish waits for servers to come back while fewer than min_servers are left."
+    )
     probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
     probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
     probe_tolerance: PositiveFloat = Field(1e-4, description="Largest allowed mean |logp trainer - logp server|.")

@@ -34,6 +34,7 @@ from areal_lora.weight_sync.transport import JoinReply, PublishReply, ServerEndp
 from areal_lora.weight_sync.wire import adapter_digest
 
 WAIT_S = 0.1  # between looks for a server to go on with
+WAIT_STEP_S = 1.0  # other trainer ranks hear from this one so often
 
 log = get_logger(__name__)
 
@@ -81,6 +82,7 @@ class Coordinator:
         self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
         self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}
         self._attempts = 0
+        self._waiting_since: float | None = None
         self._lost: dict[str, str] = {}  # since the last version that was announced
 
     def newcomers(self) -> bool:
@@ -96,7 +98,7 @@ class Coordinator:
 
     def open(self, job: Publish) -> Step:
         """How a publish begins. Where nothing has changed the servers are told of it right here."""
-        self._attempts, self._newcomers = 1, set()
+        self._attempts, self._newcomers, self._waiting_since = 1, set(), None
         members = self._membership.members
         same = self._sources == _sources(job.layout) and self._candidates() == members
         if same and members and self._fleet.checked(members, job.layout):
@@ -107,6 +109,10 @@ class Coordinator:
     def next_step(self, job: Publish, parts: Sequence[Sent]) -> Step:
         """What follows an attempt, given how it went at every rank."""
         return self._guarded(self._follow, job, parts)
+
+    def go_on(self, job: Publish) -> Step:
+        """What follows a step that told all ranks to wait."""
+        return self._guarded(self._connect, job)
 
     def announce(self, job: Publish, deadline: float) -> None:
         """Post the version to all members."""
@@ -133,17 +139,20 @@ class Coordinator:
             return Step(failure=Failure.of(e))
 
     def _connect(self, job: Publish) -> Step:
-        """Make an attempt with whoever answers. Waits for a server to come (back) if too few are left."""
-        give_up = job.deadline - self._config.attempt_s / 2
-        while True:
-            plan = self._candidates()
-            plan = self._able(job, plan)
+        """Make an attempt with whoever answers, or wait a while for a server to come (back) if too few are left."""
+        now = time.monotonic()
+        while time.monotonic() < now + WAIT_STEP_S:
+            plan = self._able(job, self._candidates())
             if len(plan) >= self._config.min_servers:
-                self._sources, self._posts, self._joins = _sources(job.layout), {}, {}
+                self._sources, self._posts, self._joins, self._waiting_since = _sources(job.layout), {}, {}, None
                 return Step(connect=list(plan))
-            if self._watcher is None or time.monotonic() >= give_up:
+            if self._waiting_since is None:
+                self._waiting_since = now
+                log.warning("%s; waiting up to %g s", self._too_few(job, plan), self._config.rejoin_s)
+            if self._watcher is None or time.monotonic() >= self._waiting_since + self._config.rejoin_s:
                 raise PublishError(self._too_few(job, plan))
             time.sleep(WAIT_S)
+        return Step(wait=True)
 
     def _able(self, job: Publish, plan: tuple[ServerEndpoint, ...]) -> tuple[ServerEndpoint, ...]:
         """Those of ``plan`` that answer, as the new members. Raises AdapterError if an old one cannot serve this."""

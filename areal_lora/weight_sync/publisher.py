@@ -120,9 +120,10 @@ class Publisher:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
         Servers prepare and the first buckets travel meanwhile. ``weight_sync.deadline_s`` bounds
-        the rest, retries included. Only rank 0's ``probe`` is used. Joins the publish before
-        first, if nobody did, and raises what that ended with. An error of ``pack`` that this
-        library knows comes out of ``join`` on every rank, any other is raised here.
+        the rest, retries included, except waiting while too few servers are left (``rejoin_s``).
+        Only rank 0's ``probe`` is used. Joins the publish before first, if nobody did, and raises
+        what that ended with. An error of ``pack`` that this library knows comes out of ``join``
+        on every rank, any other is raised here.
         """
         if self._previous is not None and not self._previous.joined:
             self._previous.join()
@@ -206,6 +207,10 @@ class Publisher:
                 raise step.failure.error()
             if step.report is not None:
                 return step.report
+            if step.wait:
+                job.deadline = time.monotonic() + self._config.deadline_s
+                step = self._told(job, self._coordinator.go_on(job) if self._coordinator is not None else None)
+                continue
             deadline = min(time.monotonic() + self._config.attempt_s, job.deadline)
             sent = self._attempt(job, step, deadline)
             raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(sent), self._patience_s(job))
