@@ -110,10 +110,12 @@ def frozen_weights(engine: MegatronEngine) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in engine._model.named_parameters() if not p.requires_grad}
 
 
-def build(path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER) -> MegatronEngine:
+def build(
+    path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER, targets: tuple[str, ...] = TARGETS
+) -> MegatronEngine:
     engine = MegatronEngine(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
     spec = AdapterSpec(
-        name="a", base_model=path, rank=RANK, alpha=ALPHA, target_modules=TARGETS, expert_layout=case.expert_layout
+        name="a", base_model=path, rank=RANK, alpha=ALPHA, target_modules=targets, expert_layout=case.expert_layout
     )
     engine.add_adapter(spec, optimizer, total_steps=10, seed=1)
     return engine
@@ -175,7 +177,21 @@ def exercise_all(paths: dict[str, str], cases: list[Case], wires: dict[str, dict
     if cases[0].world == 1:
         results["extras"] = single_rank_extras(paths["moe"], wires["moe"])
         forget_layout()
+    if cases[0].world == 3:
+        results["experts_only"] = experts_only(paths["qwen2_moe"], wires["qwen2_moe"])
+        forget_layout()
     return results
+
+
+def experts_only(path: str, wire: dict[str, Any]) -> dict[str, Any]:
+    """An adapter on routed experts in a pipeline whose middle stage has none (layer 2 is dense)."""
+    case = Case("experts_only", 3, kind="qwen2_moe", pp=3, stages=(2, 1, 1))
+    engine = build(path, case, targets=("expert.linear_fc1", "expert.linear_fc2"))
+    layout = engine.adapter_layout("a")
+    engine.load_adapter("a", {t.name: torch.from_numpy(wire[t.name]) for s in layout.shards for t in s.tensors})
+    engine.forward_backward(make_batch(make_rows()), loss_fn, need_entropy=True)
+    engine.optim_step("a", DENOMINATOR)
+    return {"is_source": engine.is_source, "stepped": numpy_of(engine.export_adapter("a"))}
 
 
 def forget_layout() -> None:
@@ -215,6 +231,13 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
             seen["refused"][what] = None
         except ArealLoraError as error:
             seen["refused"][what] = (type(error).__name__, str(error))
+
+    try:
+        forget_layout()
+        build(path, case, targets=("linear_qkv", "mlp.linear_fc1"))
+        seen["refused"]["target"] = None
+    except ArealLoraError as error:
+        seen["refused"]["target"] = (type(error).__name__, str(error))
 
     state = engine.state_dict("a")
     engine.forward_backward(batch, loss_fn, need_entropy=True)

@@ -266,6 +266,21 @@ def test_base_is_bit_identical_after_training(world: World, name: str) -> None:
         assert np.array_equal(rank["base_after"], rank["base"])
 
 
+def test_a_stage_without_adapters_trains_with_the_others(world: World) -> None:
+    """Adapters on routed experts only, no routed expert on the middle stage."""
+    ranks = world.ranks("pp3", "experts_only")
+    assert [rank["is_source"] for rank in ranks] == [True, False, True]
+    before = {n: t if ".experts." in n else torch.zeros_like(t) for n, t in world.wires["qwen2_moe"].items()}
+    batch = make_batch(world.rows)
+    expected = world.oracles["qwen2_moe"].step(
+        world.rows, before, batch.advantages, batch.loss_mask, denominator=DENOMINATOR,
+        lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=OPTIMIZER.max_grad_norm,
+    )  # fmt: skip
+    stepped = union(ranks, "stepped")
+    assert step_error(stepped, before, {n: expected.stepped[n] for n in stepped}) < STEP_TOLERANCE
+    assert set(stepped) == {n for n in before if ".experts." in n}
+
+
 def test_stock_peft_scores_the_exported_adapter_alike(world: World) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -355,6 +370,7 @@ def extras(world: World) -> dict[str, Any]:
     ("what", "kind", "word"),
     [
         ("unknown", "UnknownTensorError", "layers.9"), ("missing", "UnknownTensorError", "missing"),
+        ("target", "ConfigError", "'mlp.linear_fc1' matches no layer"),
         ("shape", "AdapterError", "shape"), ("not_resident", "AdapterError", "'b'"), ("mixed", "AdapterError", "'b'"),
     ],
 )  # fmt: skip
