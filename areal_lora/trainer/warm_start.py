@@ -15,7 +15,7 @@ from areal_lora.trainer.tenant import Tenant
 def warm_start(engine: TrainEngine, tenant: Tenant, seed: int) -> None:
     """Make the adapter of ``init_from`` the tenant's weights; moments and clock stay those of a new adapter.
 
-    Not collective. Every rank reads the whole folder itself and holds it for a moment: one file
+    Not collective. Every rank reads the whole folder itself and holds it twice for a moment: one file
     on a shared file system costs less than a second way to cut tensors into ranks' parts.
 
     Raises:
