@@ -97,8 +97,8 @@ def publish(trainer: Trainer, tenant: Tenant) -> None:
 def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
     """The groups of the next step on every rank, and their staleness histogram in tokens.
 
-    A server that comes (back) while rollouts are waited for gets the newest versions at once:
-    there may be no other left to give a batch.
+    A server that comes (back) while rollouts are waited for gets the newest versions at once, and
+    one that falls silent is given up: without either there might never be a batch.
 
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
@@ -106,7 +106,7 @@ def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, 
     publishing, recorder = trainer.publishing, trainer.recorder
     while True:
         groups = share_groups(
-            recorder.next_groups(tenant, publishing.newcomers) if recorder else None, trainer.control
+            recorder.next_groups(tenant, publishing.changed) if recorder else None, trainer.control
         )
         if groups is not None:
             break

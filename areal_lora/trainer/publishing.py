@@ -21,7 +21,7 @@ from areal_lora.weight_sync.publisher import Publisher, PublishHandle
 
 
 class AdapterPublishing:
-    """One per rank; all calls but ``newcomers`` are collective over the trainer's ranks."""
+    """One per rank; all calls but ``changed`` are collective over the trainer's ranks."""
 
     def __init__(
         self, engine: TrainEngine, publisher: Publisher, config: WeightSyncConfig,
@@ -60,12 +60,15 @@ class AdapterPublishing:
         if self._on_report is not None:
             self._on_report(tenant, report)
 
-    def newcomers(self) -> bool:
-        """Whether servers are there that no version was sent to yet (rank 0, not collective)."""
-        return self._publisher.newcomers()
+    def changed(self) -> bool:
+        """Whether servers have come that hold no version yet, or have gone silent (rank 0, not collective)."""
+        return self._publisher.changed()
 
     def catch_up(self, tenant: Tenant) -> None:
-        """Send ``tenant``'s newest version once more, so that newcomers serve it; joins the publish before."""
+        """Send ``tenant``'s newest version once more, so that newcomers serve it and silent servers are given up.
+
+        Joins the publish before.
+        """
         self.join(tenant)
         self._publisher.again(tenant.name).join()
 

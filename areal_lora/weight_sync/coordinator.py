@@ -76,7 +76,7 @@ class Coordinator:
         self._membership = Membership(servers)
         self._watcher: ServerWatcher | None = None
         if watch is not None:
-            self._watcher = ServerWatcher(watch, self._membership.wants, self._answers_ping)
+            self._watcher = ServerWatcher(watch, self._membership, self._answers_ping)
         self._sources: set[int] | None = None  # of the groups that stand; None: connect anew
         self._newcomers: set[ServerEndpoint] = set()
         self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
@@ -85,9 +85,11 @@ class Coordinator:
         self._waiting_since: float | None = None
         self._lost: dict[str, str] = {}  # since the last version that was announced
 
-    def newcomers(self) -> bool:
-        """Whether servers are there that would be members of the next publish and are not yet; callable anywhere."""
-        return self._watcher is not None and any(map(self._membership.wants, self._watcher.newcomers()))
+    def changed(self) -> bool:
+        """Whether servers are there that are not members yet, or members do not answer; callable from any thread."""
+        if self._watcher is None:
+            return False
+        return any(map(self._membership.wants, self._watcher.newcomers())) or not self._watcher.all_answer()
 
     def close(self) -> None:
         if self._watcher is not None:
@@ -100,7 +102,7 @@ class Coordinator:
         """How a publish begins. Where nothing has changed the servers are told of it right here."""
         self._attempts, self._newcomers, self._waiting_since = 1, set(), None
         members = self._membership.members
-        same = self._sources == _sources(job.layout) and self._candidates() == members
+        same = self._sources == _sources(job.layout) and not self.changed()
         if same and members and self._fleet.checked(members, job.layout):
             self.announce(job, min(time.monotonic() + self._config.attempt_s, job.deadline))
             return Step()

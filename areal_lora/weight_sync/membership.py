@@ -22,6 +22,7 @@ from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import ServerEndpoint
 
 WATCH_S = 1.0
+MISSES = 2  # one may be a busy moment
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # before a server that was given up is tried again
 
 
@@ -153,14 +154,15 @@ class RendezvousWatch:
 
 
 class ServerWatcher:
-    """Looks about every ``period_s`` for servers that could take part, in a thread of its own."""
+    """Looks about every ``period_s`` who could take part and whether all members answer, in a thread of its own."""
 
     def __init__(
-        self, watch: ServerWatch, wants: Callable[[ServerEndpoint], bool], ping: Callable[[ServerEndpoint], bool],
+        self, watch: ServerWatch, membership: Membership, ping: Callable[[ServerEndpoint], bool],
         period_s: float = WATCH_S,
     ) -> None:
-        self._watch, self._wants, self._ping, self._period_s = watch, wants, ping, period_s
+        self._watch, self._membership, self._ping, self._period_s = watch, membership, ping, period_s
         self._newcomers: tuple[ServerEndpoint, ...] = ()
+        self._missed: dict[ServerEndpoint, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
         self._thread.start()
@@ -169,10 +171,17 @@ class ServerWatcher:
         """Servers that are not members and answered a ping a moment ago."""
         return self._newcomers
 
+    def all_answer(self) -> bool:
+        """Whether no member has missed ``MISSES`` pings in a row."""
+        return not any(self._missed.get(s, 0) >= MISSES for s in self._membership.members)
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
-            self._newcomers = tuple(s for s in self._watch.present() if self._wants(s) and self._ping(s))
+            wanted = [s for s in self._watch.present() if self._membership.wants(s)]
+            self._newcomers = tuple(s for s in wanted if self._ping(s))
+            missed = self._missed
+            self._missed = {s: 0 if self._ping(s) else missed.get(s, 0) + 1 for s in self._membership.members}

@@ -160,7 +160,7 @@ class Publisher:
         return self._previous
 
     def again(self, name: str) -> PublishHandle:
-        """Send the newest version of adapter ``name`` once more, to newcomers above all (collective).
+        """Send the newest version of adapter ``name`` once more, after ``changed`` (collective).
 
         Its packed shard is still there; servers that serve the version already acknowledge it again.
         Joins the publish before first, like ``publish``.
@@ -173,9 +173,9 @@ class Publisher:
             replace(self._newest[name], began_s=now, deadline=deadline, ended=threading.Event(), answer=None)
         )
 
-    def newcomers(self) -> bool:
-        """Whether servers are there that are not members yet (rank 0, not collective)."""
-        return self._coordinator is not None and self._coordinator.newcomers()
+    def changed(self) -> bool:
+        """Whether servers are there that are not members yet, or members do not answer (rank 0, not collective)."""
+        return self._coordinator is not None and self._coordinator.changed()
 
     def close(self) -> None:
         """End the publisher thread after the publish under way, and leave the group of this rank."""

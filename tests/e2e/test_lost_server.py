@@ -202,7 +202,7 @@ def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:
     began = time.monotonic()
     run.restart("server-1")
     restart_s = time.monotonic() - began
-    seen_s = wait_until(run.publisher.newcomers, 20.0)
+    seen_s = wait_until(run.publisher.changed, 20.0)
     report, rejoined_s = run.publish()
     assert (report.attempts, names(report)) == (1, SERVERS)
     assert report.probe_mean_abs is not None
@@ -227,7 +227,7 @@ def test_a_worker_stopped_during_a_transfer_then_continued(run: Run) -> None:
         assert (report.attempts, names(report)) == (1, ["server-0", "server-1"])
     finally:
         os.kill(worker.pid, signal.SIGCONT)
-    seen_s = wait_until(run.publisher.newcomers, 30.0)
+    seen_s = wait_until(run.publisher.changed, 30.0)
     report, rejoined_s = run.publish()
     assert (report.attempts, names(report)) == (1, SERVERS)
     run.assert_served(SERVERS)
@@ -246,7 +246,7 @@ def test_a_whole_server_stopped_during_a_transfer_then_continued(run: Run) -> No
     finally:
         for process in tree:
             os.kill(process.pid, signal.SIGCONT)
-    seen_s = wait_until(run.publisher.newcomers, 30.0)
+    seen_s = wait_until(run.publisher.changed, 30.0)
     report, rejoined_s = run.publish()
     assert names(report) == SERVERS
     run.assert_served(SERVERS)

@@ -127,9 +127,15 @@ class Rank:
             )
         self.publisher = Publisher(run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator)
 
+    def changed(self) -> bool:
+        assert self.publisher is not None
+        return self.publisher.changed()
+
     def newcomers(self) -> bool:
         assert self.publisher is not None
-        return self.publisher.newcomers()
+        assert self.publisher._coordinator is not None
+        watcher = self.publisher._coordinator._watcher
+        return watcher is not None and bool(watcher.newcomers())
 
     def last_active(self) -> Any:
         return self.active[-1] if self.active else None

@@ -132,24 +132,28 @@ def test_servers_of_a_run_folder(tmp_path):
     assert found.data_url == "http://127.0.0.1:5"
 
 
-def test_the_watcher_names_those_that_are_wanted_and_answer():
-    asked, seen = threading.Event(), {A, B, C}
+def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_all_members_do():
+    asked, seen, silent = threading.Event(), {A, B, C}, {B}
 
     class Watch:
         def present(self):
             return sorted(seen, key=lambda s: s.name)
 
     def ping(s):
-        assert s != A  # not wanted: not asked
         asked.set()
-        return s == C
+        return s not in silent
 
-    watcher = ServerWatcher(Watch(), lambda s: s != A, ping, period_s=0.01)
+    watcher = ServerWatcher(Watch(), Membership([A]), ping, period_s=0.01)
     try:
         assert asked.wait(5.0)
         wait_until(lambda: watcher.newcomers() == (C,))
         seen.remove(C)
         wait_until(lambda: watcher.newcomers() == ())
+        assert watcher.all_answer()
+        silent.add(A)
+        wait_until(lambda: not watcher.all_answer())
+        silent.remove(A)
+        wait_until(watcher.all_answer)
     finally:
         watcher.close()
 

@@ -82,10 +82,10 @@ class Cluster:
         assert answers[0][1] == answers[1][1]
         return answers[0][1]
 
-    def newcomers(self):
+    def see(self, what):
         deadline = time.monotonic() + 15
-        while not self.trainers[0].ask("newcomers")[1]:
-            assert time.monotonic() < deadline, "no newcomer was seen"
+        while not self.trainers[0].ask(what)[1]:
+            assert time.monotonic() < deadline, f"{what}: nothing was seen"
             time.sleep(0.1)
 
     def assert_served(self, version, seed, servers=tuple(WORKERS)):
@@ -202,7 +202,7 @@ def test_a_server_killed_during_a_transfer_is_given_up_and_comes_back_when_it_wa
     assert (report.attempts, names(report)) == (1, ["server-0", "server-2"])
 
     cluster.restart("server-1")
-    cluster.newcomers()
+    cluster.see("newcomers")
     report = cluster.next(23)
     assert (report.attempts, names(report), report.lost) == (1, list(WORKERS), {})
     assert report.probe_mean_abs == 0.0
@@ -228,7 +228,7 @@ def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_c
         if names(report) == list(WORKERS):
             break
         assert names(report) == ["server-0", "server-1"]
-        cluster.newcomers()
+        cluster.see("newcomers")
     assert names(report) == list(WORKERS)
     cluster.assert_served(cluster.version, seed)
 
@@ -236,7 +236,7 @@ def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_c
 def test_a_server_started_again_between_publishes_is_asked_under_its_new_address(cluster):
     before = cluster.endpoints["server-0"]
     cluster.restart("server-0")
-    cluster.newcomers()
+    cluster.see("newcomers")
     report = cluster.next(41)
     assert report.attempts == 1
     assert names(report) == list(WORKERS)
@@ -249,13 +249,28 @@ def test_a_server_started_again_between_publishes_is_asked_under_its_new_address
 
 def test_a_newcomer_gets_the_newest_version_without_a_new_one(cluster):
     cluster.restart("server-1")
-    cluster.newcomers()
+    cluster.see("newcomers")
     answers = cluster.all("again")
     assert answers[0][0] == "ok", answers
     report = answers[0][1]
     assert (report.ref.version, names(report)) == (cluster.version, list(WORKERS))
     cluster.assert_served(cluster.version, 41)
     cluster.next(42)
+    cluster.assert_served(cluster.version, 42)
+
+
+def test_a_server_that_falls_silent_between_publishes_is_given_up_without_a_new_version(cluster):
+    os.kill(cluster.servers["server-2"].process.pid, signal.SIGSTOP)
+    try:
+        cluster.see("changed")
+        began = time.monotonic()
+        report = cluster.all("again")[0][1]
+        assert (report.attempts, names(report)) == (1, ["server-0", "server-1"])
+        assert time.monotonic() - began < CONFIG.attempt_s  # not sent to it at all
+    finally:
+        os.kill(cluster.servers["server-2"].process.pid, signal.SIGCONT)
+    cluster.see("newcomers")
+    assert names(cluster.all("again")[0][1]) == list(WORKERS)
     cluster.assert_served(cluster.version, 42)
 
 
@@ -267,7 +282,7 @@ def test_a_server_that_drops_the_adapter_is_a_parity_error(cluster):
     assert "does not reach the sampler" in text
     assert str(cluster.endpoints["server-0"]) in text
     cluster.restart("server-0")
-    cluster.newcomers()
+    cluster.see("newcomers")
     cluster.next(43)
 
 
