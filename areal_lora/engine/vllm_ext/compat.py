@@ -298,7 +298,7 @@ def deactivate(worker: Any, lora_id: int) -> None:
 def shared_memory_prefix() -> str:
     """How this engine's files in /dev/shm begin (CPU workers share tensors there); empty where there are none."""
     ident = os.environ.get("VLLM_DIST_IDENT", "")
-    return f"vllm_dist_{ident}" if ident else ""
+    return f"{ident}-" if ident else ""
 
 
 def refuse_files(worker: Any) -> None:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,7 +23,7 @@ from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.modules import check_served
 
-from .serving import PROMPT, RunningServer, Tensors, connect, make_model, start
+from .serving import PROMPT, RunningServer, Tensors, connect, make_model, start, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -41,11 +42,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     process = start(folder, model, **rollout)
     try:
         running = connect(folder, model, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        shared = {m.path for p in family for m in p.memory_maps() if m.path.startswith("/dev/shm/vllm")}
+        assert bool(shared) == (running.config.rollout.tp > 1), "workers on a CPU share memory"
         yield running
         running.source.close()
     finally:
         process.terminate()
         process.wait(20)
+    assert not any(Path(path).exists() for path in shared), "nothing of a server that ended stays in memory"
 
 
 def largest(a: list[float], b: list[float]) -> float:
@@ -151,6 +156,7 @@ def test_a_stopped_worker_does_not_answer_a_ping(served: RunningServer) -> None:
     served.admin.ping(5.0)
     worker.suspend()
     try:
+        wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, 5.0, "the worker's stop")
         began = time.monotonic()
         with pytest.raises(PublishError, match="silent for 2 s"):
             served.admin.ping(5.0)
