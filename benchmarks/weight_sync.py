@@ -254,7 +254,7 @@ class Spread:
 
 def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
     """All variants, interleaved, on one server."""
-    with running(case, pinned=True) as setup:
+    with running(case) as setup:
         ways = Baselines(setup)
         rss = setup.servers[0].rss_bytes()
         phases: list[dict[str, float]] = []

@@ -36,7 +36,10 @@ class Marks:
 
     def measure(self, base: int, first: int, last: int) -> None:
         """Fill in tensors [first, last) of a shard that begins at address ``base``."""
-        fingerprints(base, KINDS[self.dtype], self.offsets, self.sizes, _KEYS, first, last, self.sums, self.bad)
+        fingerprints(
+            base, KINDS[self.dtype], self.offsets, self.sizes, _KEYS.ctypes.data, len(_KEYS), first, last, self.sums,
+            self.bad,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +129,7 @@ class TensorBlocks:
         if marks is not None:
             take_tensors(
                 src_base, KINDS[self.src_dtype], dst_base, KINDS[self.dst_dtype], slot,
-                marks.offsets, marks.sizes, _KEYS, marks.sums, marks.bad, self.first,
+                marks.offsets, marks.sizes, _KEYS.ctypes.data, len(_KEYS), marks.sums, marks.bad, self.first,
                 self.src, self.src_pitch, self.dst, self.dst_pitch, self.dst_step, self.rows, self.cols, self.scale,
                 a, b,
             )

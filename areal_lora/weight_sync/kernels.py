@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 F32, BF16 = 0, 1  # element kinds
 
+_PART_BYTES = 256 << 10  # of the second-level cache
 _SHORT_ROW = 4096  # elements; below this a loop is faster than a call of memcpy
 
 
@@ -111,6 +112,33 @@ def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
             b[j] = _to_bf16(_as_bits(_as_float(np.uint32(a[j]) << np.uint32(16)) * scale))
 
 
+# The functions below take scalars: an array argument costs as much as copying a small tensor.
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_block(
+    src: int, src_kind: int, src_pitch: int, dst: int, dst_kind: int, dst_pitch: int, rows: int, cols: int, scale: Any
+) -> None:
+    n, m = cols, rows
+    if m > 1 and src_pitch == n * (4 if src_kind == F32 else 2) and dst_pitch == n * (4 if dst_kind == F32 else 2):
+        n, m = n * m, 1
+    for r in range(m):
+        x, y = src + r * src_pitch, dst + r * dst_pitch
+        if src_kind == F32 and dst_kind == F32:
+            if scale == np.float32(1.0) and n >= _SHORT_ROW:
+                _memcpy(y, x, n * 4)
+            else:
+                _row_f32_f32(x, y, n, scale)
+        elif src_kind == F32:
+            _row_f32_bf16(x, y, n, scale)
+        elif dst_kind == F32:
+            _row_bf16_f32(x, y, n, scale)
+        elif scale == np.float32(1.0) and n >= _SHORT_ROW:
+            _memcpy(y, x, n * 2)
+        else:
+            _row_bf16_bf16(x, y, n, scale)
+
+
 @numba.njit(nogil=True, cache=True)
 def copy_blocks(
     src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int,
@@ -123,29 +151,11 @@ def copy_blocks(
     ``dst_base + dst[i] + slot * dst_step[i] + r * dst_pitch[i]`` (bytes). Equal kinds with
     scale 1 are copied bit for bit; bfloat16 is rounded to nearest even.
     """
-    src_item = 4 if src_kind == F32 else 2
-    dst_item = 4 if dst_kind == F32 else 2
     for i in range(first, last):
-        a = src_base + src[i]
-        b = dst_base + dst[i] + slot * dst_step[i]
-        n, m, factor = cols[i], rows[i], scale[i]
-        if m > 1 and src_pitch[i] == n * src_item and dst_pitch[i] == n * dst_item:
-            n, m = n * m, 1
-        for r in range(m):
-            x, y = a + r * src_pitch[i], b + r * dst_pitch[i]
-            if src_kind == F32 and dst_kind == F32:
-                if factor == np.float32(1.0) and n >= _SHORT_ROW:
-                    _memcpy(y, x, n * 4)
-                else:
-                    _row_f32_f32(x, y, n, factor)
-            elif src_kind == F32:
-                _row_f32_bf16(x, y, n, factor)
-            elif dst_kind == F32:
-                _row_bf16_f32(x, y, n, factor)
-            elif factor == np.float32(1.0) and n >= _SHORT_ROW:
-                _memcpy(y, x, n * 2)
-            else:
-                _row_bf16_bf16(x, y, n, factor)
+        _copy_block(
+            src_base + src[i], src_kind, src_pitch[i], dst_base + dst[i] + slot * dst_step[i], dst_kind, dst_pitch[i],
+            rows[i], cols[i], scale[i],
+        )
 
 
 @numba.njit(nogil=True, cache=True)
@@ -154,66 +164,92 @@ def _mix(h: Any, acc: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True)
+def _fingerprint_f32(at: int, size: int, keys: int, width: int) -> Any:
+    """(fingerprint, 1 where an exponent is all ones) of ``size`` float32 at address ``at``."""
+    multipliers = carray(_pointer(keys), width, np.uint64)
+    h, infinite, done = np.uint64(size), np.uint32(0), 0
+    while done < size:
+        n = min(width, size - done)
+        words = carray(_pointer(at + done * 4), n, np.uint32)
+        acc = np.uint64(0)
+        for j in range(n):
+            x = words[j]
+            acc += np.uint64(x) * multipliers[j]
+            infinite |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
+        h = _mix(h, acc)
+        done += n
+    return h, infinite
+
+
+@numba.njit(nogil=True, cache=True)
+def _fingerprint_bf16(at: int, size: int, keys: int, width: int) -> Any:
+    """As ``_fingerprint_f32``; two bfloat16 to a word, the odd last one stands alone."""
+    multipliers = carray(_pointer(keys), width, np.uint64)
+    h, infinite, done = np.uint64(size), np.uint32(0), 0
+    while done < size:
+        n = min(2 * width, size - done)
+        pairs = n // 2
+        words = carray(_pointer(at + done * 2), pairs, np.uint32)
+        acc = np.uint64(0)
+        for j in range(pairs):
+            x = words[j]
+            acc += np.uint64(x) * multipliers[j]
+            infinite |= np.uint32((x & np.uint32(0x7F80)) == np.uint32(0x7F80))
+            infinite |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
+        if n % 2:
+            last = np.uint32(carray(_pointer(at + (done + n - 1) * 2), 1, np.uint16)[0])
+            acc += np.uint64(last) * multipliers[pairs]
+            infinite |= np.uint32((last & np.uint32(0x7F80)) == np.uint32(0x7F80))
+        h = _mix(h, acc)
+        done += n
+    return h, infinite
+
+
+@numba.njit(nogil=True, cache=True)
 def fingerprints(
-    base: int, kind: int, offsets: Any, sizes: Any, keys: Any, first: int, last: int, sums: Any, bad: Any
+    base: int, kind: int, offsets: Any, sizes: Any, keys: int, width: int, first: int, last: int, sums: Any, bad: Any
 ) -> None:
     """Fingerprint and finiteness of tensors ``first:last``, each ``sizes[i]`` elements at ``base + offsets[i]``.
 
-    ``sums`` uint64 [n]: over blocks of ``len(keys)`` 32-bit words ``h = mix(h, sum_j x_j * keys_j mod 2^64)``,
-    beginning with ``h = sizes[i]``. x_j is the bit pattern of a word, which holds two bfloat16. The sum is a
-    multilinear hash (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
-    ``bad`` uint8 [n]: 1 where an exponent is all ones.
+    ``sums`` uint64 [n]: over blocks of ``width`` 32-bit words ``h = mix(h, sum_j x_j * key_j mod 2^64)``,
+    beginning with ``h = sizes[i]``. x_j is the bit pattern of a word, which holds two bfloat16; ``keys`` is
+    the address of ``width`` multipliers. The sum is a multilinear hash (Lemire and Kaser, "Strongly universal
+    string hashing is fast", 2014). ``bad`` uint8 [n]: 1 where an exponent is all ones.
     """
-    width = len(keys) if kind == F32 else 2 * len(keys)
     for i in range(first, last):
-        h = np.uint64(sizes[i])
-        infinite = np.uint32(0)
-        at = 0
-        while at < sizes[i]:
-            n = min(width, sizes[i] - at)
-            acc = np.uint64(0)
-            if kind == F32:
-                words = carray(_pointer(base + offsets[i] + at * 4), n, np.uint32)
-                for j in range(n):
-                    x = words[j]
-                    acc += np.uint64(x) * keys[j]
-                    infinite |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
-            else:
-                # Two elements to a word: the tensor's odd last one stands alone.
-                pairs = n // 2
-                doubles = carray(_pointer(base + offsets[i] + at * 2), pairs, np.uint32)
-                for j in range(pairs):
-                    y = doubles[j]
-                    acc += np.uint64(y) * keys[j]
-                    infinite |= np.uint32((y & np.uint32(0x7F80)) == np.uint32(0x7F80))
-                    infinite |= np.uint32((y & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
-                if n % 2:
-                    half = carray(_pointer(base + offsets[i] + (at + n - 1) * 2), 1, np.uint16)
-                    z = np.uint32(half[0])
-                    acc += np.uint64(z) * keys[pairs]
-                    infinite |= np.uint32((z & np.uint32(0x7F80)) == np.uint32(0x7F80))
-            h = _mix(h, acc)
-            at += n
-        sums[i] = h
+        if kind == F32:
+            sums[i], infinite = _fingerprint_f32(base + offsets[i], sizes[i], keys, width)
+        else:
+            sums[i], infinite = _fingerprint_bf16(base + offsets[i], sizes[i], keys, width)
         bad[i] = np.uint8(infinite)
 
 
 @numba.njit(nogil=True, cache=True)
 def take_tensors(
-    src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, offsets: Any, sizes: Any, keys: Any,
-    sums: Any, bad: Any, first_block: Any, src: Any, src_pitch: Any, dst: Any, dst_pitch: Any, dst_step: Any,
-    rows: Any, cols: Any, scale: Any, first: int, last: int,
+    src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, offsets: Any, sizes: Any, keys: int,
+    width: int, sums: Any, bad: Any, first_block: Any, src: Any, src_pitch: Any, dst: Any, dst_pitch: Any,
+    dst_step: Any, rows: Any, cols: Any, scale: Any, first: int, last: int,
 ) -> None:  # fmt: skip
-    """``fingerprints`` and ``copy_blocks`` of tensors ``first:last``, one tensor after the other.
-
-    A tensor fits the second-level cache, so the copies after its fingerprint cost no second read.
-    """
-    for i in range(first, last):
-        fingerprints(src_base, src_kind, offsets, sizes, keys, i, i + 1, sums, bad)
-        copy_blocks(
-            src_base, src_kind, dst_base, dst_kind, slot, src, src_pitch, dst, dst_pitch, dst_step, rows, cols, scale,
-            first_block[i], first_block[i + 1],
-        )
+    """``fingerprints`` and ``copy_blocks`` of tensors ``first:last``, a part that fits the cache at a time."""
+    item = 4 if src_kind == F32 else 2
+    begin = first
+    while begin < last:
+        end, nbytes = begin, 0
+        while end < last and nbytes < _PART_BYTES:
+            nbytes += sizes[end] * item
+            end += 1
+        for i in range(begin, end):
+            if src_kind == F32:
+                sums[i], infinite = _fingerprint_f32(src_base + offsets[i], sizes[i], keys, width)
+            else:
+                sums[i], infinite = _fingerprint_bf16(src_base + offsets[i], sizes[i], keys, width)
+            bad[i] = np.uint8(infinite)
+        for k in range(first_block[begin], first_block[end]):
+            _copy_block(
+                src_base + src[k], src_kind, src_pitch[k], dst_base + dst[k] + slot * dst_step[k], dst_kind,
+                dst_pitch[k], rows[k], cols[k], scale[k],
+            )
+        begin = end
 
 
 def fixed_keys(n: int = 1024) -> np.ndarray:

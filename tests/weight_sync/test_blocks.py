@@ -111,7 +111,7 @@ def test_fingerprints_equal_the_formula(kind, word):
     offsets = (np.cumsum(sizes) - sizes) * item
     keys = fixed_keys()
     sums, bad = np.zeros(5, dtype=np.uint64), np.zeros(5, dtype=np.uint8)
-    fingerprints(bits.ctypes.data, kind, offsets, sizes, keys, 0, 5, sums, bad)
+    fingerprints(bits.ctypes.data, kind, offsets, sizes, keys.ctypes.data, len(keys), 0, 5, sums, bad)
     parts = np.split(bits, np.cumsum(sizes)[:-1])
     assert sums.tolist() == [slow_fingerprint(p.tobytes(), item, keys.tolist()) for p in parts]
     assert not bad.any()
@@ -124,7 +124,8 @@ def test_every_single_flip_and_every_exchange_shows():
 
     def mark(x):
         sums, bad = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint8)
-        fingerprints(x.ctypes.data, F32, np.zeros(1, np.int64), np.array([len(x)]), keys, 0, 1, sums, bad)
+        of = np.zeros(1, np.int64), np.array([len(x)])
+        fingerprints(x.ctypes.data, F32, *of, keys.ctypes.data, len(keys), 0, 1, sums, bad)
         return int(sums[0]), bool(bad[0])
 
     right, _ = mark(values)
