@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.refusal import Refusal
 
 Shape = tuple[int, ...]
-EDGE = 8  # how much smaller the first and the last bucket are
+RAMP = 2  # doublings from the first bucket to a full one
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -134,22 +135,33 @@ class Bucket:
 def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut a shard between tensors into buckets of at most ``bucket_bytes`` (one tensor may be larger).
 
-    The first and the last bucket are an eighth of the others: nothing travels before the first is
-    packed, and nothing else is left to do while the last is written. The others are about equal.
+    Packing and writing are about twice as fast as the wire. So buckets begin small and double, and
+    halve again at the end: the wire never waits for packing, and little is left to write after it.
     """
-    if not shard.tensors:
-        return ()
-    edge = min(bucket_bytes, shard.nbytes) // EDGE
-    inner = max(shard.nbytes - 2 * edge, 0)
-    step = -(-inner // max(1, -(-inner // bucket_bytes)))
-    goals = [*range(edge, shard.nbytes - edge, max(step, 1)), shard.nbytes - edge, shard.nbytes]
-    ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes]
+    ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes] if shard.tensors else []
     buckets: list[Bucket] = []
     first, begin = 0, 0
+    goals = iter(_goals(shard.nbytes, bucket_bytes))
+    goal = next(goals, 0)
     for i, end in enumerate(ends):
-        goal = next(g for g in goals if g > begin)
         full = i + 1 == len(ends) or ends[i + 1] - begin > bucket_bytes
         if full or end >= goal:
             buckets.append(Bucket(first=first, last=i + 1, begin=begin, end=end))
             first, begin = i + 1, end
+            while goal <= end and i + 1 < len(ends):
+                goal = next(goals, shard.nbytes)
     return tuple(buckets)
+
+
+def _goals(nbytes: int, bucket_bytes: int) -> list[int]:
+    """Where buckets should end if tensors were grains of sand: a ramp up, equal ones, a ramp down, ``nbytes``."""
+    ramp = [max(bucket_bytes >> k, 1) for k in range(RAMP, 0, -1)]
+    while ramp and 2 * sum(ramp) > nbytes:
+        ramp.pop()  # too little for the whole ramp
+    down = ramp[::-1]
+    inner = nbytes - 2 * sum(ramp)
+    if ramp and inner <= ramp[-1]:  # a short bucket between long ones would cost a round for nothing
+        inner += ramp.pop()
+    n = -(-inner // bucket_bytes)
+    sizes = [*ramp, *(inner * (k + 1) // n - inner * k // n for k in range(n)), *down]
+    return [total for total in accumulate(sizes) if total]

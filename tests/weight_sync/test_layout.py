@@ -50,10 +50,16 @@ def test_buckets_tile_the_shard_between_tensors(shapes, bucket):
     assert (first, begin) == (len(shapes), shard.nbytes)
 
 
-def test_the_first_and_the_last_bucket_are_small_and_the_others_equal():
-    shard = make_layout(spec(), "float32", {0: [(str(i), (1, 256)) for i in range(68)]}, {}).shards[0]
-    assert [b.nbytes // 1024 for b in plan_buckets(shard, 16 * 1024)] == [2, 16, 16, 16, 16, 2]
-    assert [b.nbytes // 1024 for b in plan_buckets(shard, 1 << 20)] == [9, 51, 8]
+def test_buckets_double_at_the_beginning_and_halve_at_the_end():
+    def sizes(n_tensors, bucket_kib):
+        shapes = [(str(i), (1, 256)) for i in range(n_tensors)]
+        shard = make_layout(spec(), "float32", {0: shapes}, {}).shards[0]
+        return [b.nbytes // 1024 for b in plan_buckets(shard, bucket_kib * 1024)]
+
+    assert sizes(88, 16) == [4, 8, 16, 16, 16, 16, 8, 4]
+    assert sizes(30, 16) == [4, 14, 8, 4]
+    assert sizes(13, 16) == [4, 5, 4]
+    assert sizes(3, 16) == [3]
     one = make_layout(spec(), "float32", {0: [("x", (64, 256))]}, {}).shards[0]
     assert [b.nbytes // 1024 for b in plan_buckets(one, 16 * 1024)] == [64]
 

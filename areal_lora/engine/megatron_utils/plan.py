@@ -19,7 +19,7 @@ from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, make_layout
 
 ITEM = ITEM_BYTES["float32"]
-SECTION_BYTES = 8 << 20
+SECTION_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

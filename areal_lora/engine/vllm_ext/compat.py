@@ -267,6 +267,16 @@ def _local_experts(module: FusedMoEWithLoRA) -> list[int]:
     return list(range(module.global_num_experts)) if expert_map is None else expert_map.tolist()
 
 
+def enable_slots(worker: Any) -> None:
+    """Let the expert layers compute with every slot, once for all: only an id mapped to a slot makes tokens use it.
+
+    Setting the flags at every activation would hold up generation for a time that grows with the layers.
+    """
+    for module in adapter_manager(worker).modules.values():
+        if isinstance(module, FusedMoEWithLoRA):
+            module.adapter_enabled.fill_(1)
+
+
 def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
     """Let requests with ``lora_id`` use what was written into ``slot``. Between two engine steps only.
 
@@ -275,9 +285,6 @@ def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
     manager = adapter_manager(worker)
     if manager.lora_index_to_id[slot] is not None or len(manager._registered_adapters) >= manager.capacity:
         raise AdapterError(f"slot {slot} for adapter id {lora_id} is not free: {manager.lora_index_to_id}")
-    for module in manager.modules.values():
-        if isinstance(module, FusedMoEWithLoRA):
-            module.adapter_enabled[slot] = 1
     manager._registered_adapters[lora_id] = LoRAModel(lora_id, rank, {})
     manager._active_adapters[lora_id] = None
     manager.lora_index_to_id[slot] = lora_id
@@ -288,11 +295,7 @@ def deactivate(worker: Any, lora_id: int) -> None:
     manager = adapter_manager(worker)
     if lora_id not in manager.lora_index_to_id:
         return
-    slot = manager.lora_index_to_id.index(lora_id)
     manager.remove_adapter(lora_id)
-    for module in manager.modules.values():
-        if isinstance(module, FusedMoEWithLoRA):
-            module.adapter_enabled[slot] = 0
 
 
 def shared_memory_prefix() -> str:

@@ -37,6 +37,7 @@ from areal_lora.engine.vllm_ext.compat import (
     adapter_manager,
     bound_matrices,
     deactivate,
+    enable_slots,
     refuse_files,
     shared_memory_prefix,
 )
@@ -84,6 +85,7 @@ class _WorkerAdapters:
     def __init__(self, worker: object, rank: int, setup: WorkerSetup) -> None:
         self.rank = rank
         self.max_rank = adapter_manager(worker).lora_config.max_lora_rank
+        enable_slots(worker)
         self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
         self._receiver = AdapterReceiver(
             self.writer, run=setup.run, base_digest=setup.base_digest, on_staged=self._staged,
