@@ -26,6 +26,8 @@ from areal_lora.config.rendezvous import read_secret
 from areal_lora.engine.vllm_ext import assemble as assembling
 from areal_lora.engine.vllm_ext.server import bound_sockets, set_environment
 
+STREAM_TOKENS = 400
+
 
 class Streams:
     """Endless requests on the newest version; counts what was aborted."""
@@ -36,7 +38,7 @@ class Streams:
         self.finished: dict[str, int] = {}
 
     def start(self, n: int, model: str) -> None:
-        self._tasks = [asyncio.create_task(self._run(i, model)) for i in range(n)]
+        self._tasks = [asyncio.create_task(self._run(i, n, model)) for i in range(n)]
 
     async def stop(self) -> dict[str, int]:
         for task in self._tasks:
@@ -44,13 +46,16 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         return self.finished
 
-    async def _run(self, i: int, model: str) -> None:
+    async def _run(self, i: int, n: int, model: str) -> None:
         prompt = [5 + (7 * i + j) % 90 for j in range(32)]
-        params = SamplingParams(
-            max_tokens=self._length, temperature=1.0, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        # The first requests end one after the other: from then on contexts of all lengths run side by side.
+        length = max(1, self._length * (i + 1) // n)
         while True:
+            params = SamplingParams(
+                max_tokens=length, temperature=1.0, ignore_eos=True, detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            length = self._length
             with self._parts.adapters.lease(model) as lease:
                 async for output in self._parts.generator.stream(prompt, params, lease):
                     if output.finished:
@@ -87,13 +92,13 @@ async def main() -> None:
 async def commands(parts: Any, answers: Any) -> None:
     """Until stdin closes."""
     loop = asyncio.get_running_loop()
-    streams = Streams(parts, 1900)
+    streams = Streams(parts, STREAM_TOKENS)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(line)
         name, arguments = command["do"], command.get("args", [])
         answer: Any = None
         if name == "stream":
-            streams = Streams(parts, 1900)
+            streams = Streams(parts, STREAM_TOKENS)
             streams.start(*arguments)
         elif name == "quiet":
             answer = await streams.stop()

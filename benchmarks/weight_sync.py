@@ -313,8 +313,9 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         setup.publish()
         setup.publish()
         server.call("bench_watch")
-        server.call("stream", case.sequences, setup.specs[0].name)
-        time.sleep(4.0)
+        # All on one version: requests that last longer than a publish would hold every slot.
+        server.call("stream", case.sequences, f"{setup.specs[0].name}@v1")
+        time.sleep(10.0)  # contexts of all lengths
         marks = [time.monotonic()]
         time.sleep(seconds)
         marks.append(time.monotonic())
