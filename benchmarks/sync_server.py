@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -80,7 +81,7 @@ async def main() -> None:
     with bound_sockets(config, args.index) as sockets:
         parts = await assembling.assemble(config, args.run_folder, args.index, read_secret(args.run_folder), stop.set)
         http = uvicorn.Server(uvicorn.Config(parts.admin_app, log_level="warning", access_log=False, lifespan="off"))
-        http.capture_signals = __import__("contextlib").nullcontext  # type: ignore[method-assign]
+        http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         serving = asyncio.create_task(http.serve([sockets[1]]))
         answers.write(json.dumps({"admin_port": sockets[1].getsockname()[1], "pid": os.getpid()}) + "\n")
         await commands(parts, answers)

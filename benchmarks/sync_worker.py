@@ -32,6 +32,7 @@ class BenchExtension(AdapterWorkerExtension):
 
     def bench_join(self, endpoint: bytes) -> None:
         decoded = msgspec.msgpack.decode(endpoint, type=SourceEndpoint)
+        self._bench_flat, self._bench_count = torch.zeros(0, dtype=torch.uint8), 0
 
         def join() -> None:
             self._bench_group: BroadcastGroup = join_group(decoded, 1, "127.0.0.1", 60.0)
@@ -41,7 +42,7 @@ class BenchExtension(AdapterWorkerExtension):
 
     def bench_raw(self, nbytes: int) -> None:
         """Receive in a thread; ``bench_raw_end`` tells when (time.monotonic) the last byte was here."""
-        if getattr(self, "_bench_flat", torch.empty(0)).numel() != nbytes:
+        if self._bench_flat.numel() != nbytes:
             self._bench_flat = torch.zeros(nbytes, dtype=torch.uint8)
         self._bench_thread.join()
 
@@ -73,7 +74,7 @@ class BenchExtension(AdapterWorkerExtension):
         self._replace(lora)
 
     def bench_file(self, folder: str) -> None:
-        self._bench_count: int = getattr(self, "_bench_count", 0) + 1
+        self._bench_count += 1
         request = LoRARequest(f"file-{self._bench_count}", _OTHER_ID, folder)
         self._replace(WorkerLoRAManager._load_adapter(self.model_runner.lora_manager, request))  # type: ignore[attr-defined]
 

@@ -15,8 +15,6 @@ from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks, fingerprints,
 
 KINDS = {"float32": F32, "bfloat16": BF16}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
-
 _KEYS = fixed_keys()
 
 
@@ -143,15 +141,3 @@ class TensorBlocks:
     def _with(self, **changes: object) -> TensorBlocks:
         values = {f.name: getattr(self, f.name) for f in fields(self)} | changes
         return TensorBlocks(**values)
-
-
-def concatenate(parts: Sequence[TensorBlocks]) -> TensorBlocks:
-    """The tensors of all parts, one part after the other. Raises ValueError if dtypes differ."""
-    kinds = {(p.src_dtype, p.dst_dtype) for p in parts}
-    if len(kinds) != 1:
-        raise ValueError(f"plans of different dtypes cannot be joined: {sorted(kinds)}")
-    counts = np.concatenate([np.diff(p.first) for p in parts])
-    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    names = ("src", "src_pitch", "dst", "dst_pitch", "dst_step", "rows", "cols", "scale")
-    joined = {name: np.concatenate([getattr(p, name) for p in parts]) for name in names}
-    return TensorBlocks(src_dtype=parts[0].src_dtype, dst_dtype=parts[0].dst_dtype, first=first, **joined)

@@ -84,14 +84,6 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return digest, np.array([full[n] for n in names], dtype=np.int64)
 
 
-def decode_layout(data: bytes) -> AdapterLayout:
-    """Inverse of ``AdapterLayout.encoded``, types checked. Raises ManifestError (``malformed``)."""
-    try:
-        return msgspec.msgpack.decode(data, type=AdapterLayout)
-    except msgspec.MsgspecError as e:
-        raise ManifestError(Refusal.MALFORMED, f"layout: {e}") from e
-
-
 def make_layout(
     spec: AdapterSpec, dtype: str, owned: Mapping[int, Sequence[tuple[str, Shape]]], aliases: Mapping[str, str]
 ) -> AdapterLayout:

@@ -66,10 +66,6 @@ class Ring:
                 buffer[::PAGE_BYTES] = 0  # fault the pages in now, not while the wire waits
         return self._buffers
 
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._buffers)
-
 
 @dataclass(slots=True)
 class _Arrival:

@@ -125,7 +125,7 @@ class PackedShard:
             digest = self.layout.digest
             self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, digest, self.sums), dtype=np.uint8)
             self._advance(self._done, sealed=True)
-        except BaseException:
+        except BaseException:  # also an interrupt: the sending thread must not wait for what will never be packed
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()

@@ -29,10 +29,9 @@ from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.publisher import Publisher
 from areal_lora.weight_sync.testing import pack_of
 from tests.engine.vllm_ext.serving import (
-    ALPHA,
+    ADAPTER,
     PROMPT,
     RANK,
-    TARGETS,
     adapter,
     hf_logits,
     make_model,
@@ -53,11 +52,7 @@ class Run:
         self.config = Config.model_validate({
             "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
             "model": {"path": str(model), "dtype": "float32"},
-            "adapters": [{
-                "name": "math", "rank": RANK, "alpha": ALPHA, "target_modules": TARGETS,
-                "task": {"kind": "word_problems"}, "algorithm": {"kind": "grpo"}, "optimizer": {"lr": 1e-3},
-                "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
-            }],
+            "adapters": [ADAPTER],
             "trainer": {"world_size": 1},
             "rollout": {
                 "servers": 3, "max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 16, "kv_cache_gib": 0.1

@@ -17,8 +17,10 @@ from torch import Tensor
 from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.config.architectures import read_hf_config
 from areal_lora.engine.megatron_utils.convert import FAMILIES
-from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, spec_covers, to_hf, wire_names
+from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, spec_covers, wire_names
 from areal_lora.types import AdapterSpec
+
+from .conversion import to_hf
 
 
 @dataclass(frozen=True)

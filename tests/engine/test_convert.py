@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, to_hf, to_megatron, wire_names
+from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, wire_names
 from areal_lora.errors import AdapterError, ConfigError, UnknownTensorError
 from areal_lora.types import ExpertLayout
+
+from .conversion import to_hf, to_megatron
 
 DENSE = Dims(hidden=8, heads=6, kv_heads=2, head_dim=3, ffn=10, moe_ffn=0, experts=0)
 MIXED = Dims(

@@ -26,12 +26,11 @@ from areal_lora.engine.megatron_utils.convert.registry import (
     Dims,
     SiteKey,
     spec_covers,
-    to_hf,
-    to_megatron,
     wire_names,
 )
 from areal_lora.types import ExpertLayout
 
+from .conversion import to_hf, to_megatron
 from .tiny_families import TINY, save
 
 ORDER = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

@@ -18,10 +18,12 @@ from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.megatron_utils import plan as plans
 from areal_lora.engine.megatron_utils.arena import Arena, Model, arrange
 from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, to_hf
+from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
+
+from .conversion import to_hf
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 SIZES = {"hidden": 24, "heads": 24, "head_dim": 2, "ffn": 24, "moe_ffn": 24}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.weight_sync.blocks import Block, TensorBlocks, concatenate
+from areal_lora.weight_sync.blocks import Block, TensorBlocks
 from areal_lora.weight_sync.kernels import BF16, F32, fingerprints, fixed_keys
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,10 +79,8 @@ def test_tensors_are_copied_by_range_and_the_rest_stays():
     plan.copy(source.ctypes.data, target.ctypes.data)
     plan.reversed().copy(target.ctypes.data, back.ctypes.data)
     np.testing.assert_array_equal(back, source)
-    joined = concatenate([plan, plan.moved(dst_by=4)])
-    assert joined.n_tensors == 6
     with pytest.raises(ValueError, match="destination"):
-        joined.check(src_bytes=48, dst_bytes=48)
+        plan.moved(dst_by=4).check(src_bytes=48, dst_bytes=48)
     plan.check(src_bytes=48, dst_bytes=48)
     with pytest.raises(ValueError, match="source"):
         plan.check(src_bytes=47, dst_bytes=48)

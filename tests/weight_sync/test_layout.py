@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lora.errors import ManifestError
-from areal_lora.weight_sync.layout import decode_layout, make_layout, plan_buckets
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout, plan_buckets
 from areal_lora.weight_sync.refusal import Refusal
 
 from .helpers import layout_of, share, spec, values
@@ -30,8 +30,8 @@ def test_tensors_lie_back_to_back_once_each(per_source, dtype):
             assert t.offset == end
             end += math.prod(t.shape) * ITEM[dtype]
         assert shard.nbytes == end
-    assert decode_layout(layout.encoded) == layout
-    assert decode_layout(layout.encoded).digest == layout.digest
+    again = msgspec.msgpack.decode(layout.encoded, type=AdapterLayout)
+    assert (again, again.digest) == (layout, layout.digest)
 
 
 @settings(max_examples=200, deadline=None)
@@ -77,15 +77,6 @@ def test_wrong_parts_are_refused(owned, dtype, aliases, reason):
     with pytest.raises(ManifestError) as e:
         make_layout(spec(), dtype, owned, aliases)
     assert e.value.reason == reason
-
-
-def test_a_damaged_layout_is_refused():
-    encoded = layout_of(*share(values(0))).encoded
-    raw = msgspec.msgpack.decode(encoded) | {"aliases": 3}
-    for bad in (encoded[:-1], b"", msgspec.msgpack.encode(raw)):
-        with pytest.raises(ManifestError) as e:
-            decode_layout(bad)
-        assert e.value.reason == Refusal.MALFORMED
 
 
 def test_everything_that_matters_changes_the_digest():

@@ -61,7 +61,10 @@ def test_encoding_round_trips_and_is_strict(layout):
     assert decode(data).layout.digest == layout.digest
     raw = msgspec.msgpack.decode(data[4:])
     raw["manifest"]["ref"]["version"] = "7"
-    for bad in (data[:-1], b"XXXX" + data[4:], b"", data[:4] + msgspec.msgpack.encode(raw)):
+    torn = msgspec.msgpack.decode(data[4:])
+    torn["layout"]["aliases"] = 3
+    wrong = [data[:4] + msgspec.msgpack.encode(x) for x in (raw, torn)]
+    for bad in (*wrong, data[:-1], b"XXXX" + data[4:], b""):
         with pytest.raises(ManifestError) as e:
             decode(bad)
         assert e.value.reason == Refusal.MALFORMED

@@ -32,6 +32,11 @@ from areal_lora.weight_sync.wire import PackedShard
 
 HIDDEN, RANK, ALPHA, VOCAB = 128, 8, 16.0, 288
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+ADAPTER = {
+    "name": "math", "rank": RANK, "alpha": ALPHA, "target_modules": TARGETS,
+    "task": {"kind": "word_problems"}, "algorithm": {"kind": "grpo"}, "optimizer": {"lr": 1e-3},
+    "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
+}  # fmt: skip
 PROMPT = [(37 * i) % 251 + 5 for i in range(48)]  # long enough to reach every expert
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
@@ -231,11 +236,7 @@ def start(folder: Path, model: Path, **rollout: Any) -> subprocess.Popen[bytes]:
     config = Config.model_validate({
         "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
         "model": {"path": str(model), "dtype": "float32"},
-        "adapters": [{
-            "name": "math", "rank": RANK, "alpha": ALPHA, "target_modules": TARGETS,
-            "task": {"kind": "word_problems"}, "algorithm": {"kind": "grpo"}, "optimizer": {"lr": 1e-3},
-            "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
-        }],
+        "adapters": [ADAPTER],
         "trainer": {"world_size": 1},
         "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
         "weight_sync": {"deadline_s": 20.0},

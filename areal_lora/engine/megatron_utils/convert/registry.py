@@ -1,4 +1,4 @@
-"""What a family declares about its adaptable layers, and both directions of the conversion.
+"""What a family declares about its adaptable layers: the data that both directions of the conversion follow.
 
 An adapted Megatron layer (a *site*) has one whole lora_A [r, in] and one whole lora_B [out, r].
 A family says which Hugging Face projections they become: all share lora_A, and each takes
@@ -11,14 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from areal_lora.config.architectures import ModelShape, Scope, covers
-from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.types import ExpertLayout
 
-__all__ = ["Dims", "Family", "Piece", "Scope", "SiteKey", "spec_covers", "to_hf", "to_megatron", "wire_names"]
+__all__ = ["Dims", "Family", "Piece", "Scope", "SiteKey", "spec_covers", "wire_names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,36 +116,3 @@ def wire_names(pieces: Sequence[Piece]) -> tuple[dict[str, tuple[int, ...]], dic
         aliases |= {f"{name}.lora_B.weight": lora_b for name in piece.aliases}
     del aliases[lora_a]
     return shapes, aliases
-
-
-def to_hf(pieces: Sequence[Piece], lora_a: Tensor, lora_b: Tensor) -> dict[str, Tensor]:
-    """Unique wire tensors of one site from its whole Megatron tensors, as contiguous clones.
-
-    The engine packs straight from shards instead; this says what must come out.
-    """
-    tensors = {f"{pieces[0].name}.lora_A.weight": lora_a.clone()}
-    for piece in pieces:
-        tensors[f"{piece.name}.lora_B.weight"] = torch.cat([lora_b[a:b] for a, b in piece.rows])
-    return tensors
-
-
-def to_megatron(pieces: Sequence[Piece], tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Inverse of `to_hf`; ``tensors`` may hold more names. Raises UnknownTensorError for a missing one."""
-    missing = [n for n in wire_names(pieces)[0] if n not in tensors]
-    if missing:
-        raise UnknownTensorError(f"adapter tensor {missing[0]} is missing ({len(missing)} of its layer)")
-    lora_a = tensors[f"{pieces[0].name}.lora_A.weight"]
-    rank = lora_a.shape[0]
-    lora_b = lora_a.new_empty(sum(p.out_features for p in pieces), rank)
-    for piece in pieces:
-        source = tensors[f"{piece.name}.lora_B.weight"]
-        if tuple(source.shape) != (piece.out_features, rank):
-            raise AdapterError(
-                f"adapter tensor {piece.name}.lora_B.weight has shape {tuple(source.shape)}, "
-                f"expected {(piece.out_features, rank)}"
-            )
-        at = 0
-        for start, stop in piece.rows:
-            lora_b[start:stop] = source[at : at + stop - start]
-            at += stop - start
-    return lora_a, lora_b
