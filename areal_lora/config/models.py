@@ -28,7 +28,15 @@ class RunConfig(Section):
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
     steps: PositiveInt = Field(description="Optimizer steps (each publishes one version).")
-    stop_grace_s: PositiveFloat = Field(8.0, description="Seconds between a polite stop and a kill.")
+    stop_grace_s: Annotated[float, Field(gt=0, le=8)] = Field(
+        8.0, description="Seconds between a polite stop and a kill; at most 8, so that a stop takes less than 10."
+    )
+    max_restarts: NonNegInt = Field(
+        3, description="How often the trainer and the controller each are started again after a failure."
+    )
+    stall_s: PositiveFloat = Field(
+        900.0, description="A process without a sign of life for this long is stuck: stacks are written, it is restarted."
+    )
 
 
 class ModelConfig(Section):
@@ -56,10 +64,59 @@ class Gsm8kTask(Section):
 TaskConfig = Annotated[WordProblemsTask | Gsm8kTask, Field(discriminator="kind")]
 
 
-class RewardConfig(Section):
-    kind: Literal["numeric_match"] = "numeric_match"
-    timeout_s: PositiveFloat = Field(5.0, description="One answer that takes longer is an `error`, never reward 0.")
+class ScorerLimits(Section):
+    """What every kind of reward has: scorers are killable child processes without a network."""
+
+    timeout_s: PositiveFloat = Field(5.0, description="One answer that takes longer is a `timeout`, never reward 0.")
     workers: PositiveInt = Field(1, description="Scorer processes.")
+    memory_mib: PositiveInt = Field(1024, description="Address space of a scorer process beyond what it starts with.")
+
+
+class NumericMatchReward(ScorerLimits):
+    kind: Literal["numeric_match"] = "numeric_match"
+
+
+class MathVerifyReward(ScorerLimits):
+    kind: Literal["math_verify"] = "math_verify"
+
+
+class FunctionReward(ScorerLimits):
+    kind: Literal["function"] = "function"
+    path: str = Field(description="`package.module:name` or `file.py:name` of `reward(completion, answer) -> float`.")
+
+
+RewardConfig = Annotated[NumericMatchReward | MathVerifyReward | FunctionReward, Field(discriminator="kind")]
+
+
+class SingleTurnWorkflow(Section):
+    kind: Literal["single_turn"] = "single_turn"
+
+
+class MultiTurnWorkflow(Section):
+    kind: Literal["multi_turn"] = "multi_turn"
+    environment: str = Field(description="`package.module:name` or `file.py:name` of an Environment class or factory.")
+    max_turns: PositiveInt = Field(8, description="Turns of the model; an episode that needs more ends there.")
+
+
+class CustomWorkflow(Section):
+    kind: Literal["custom"] = "custom"
+    path: str = Field(description="`package.module:name` or `file.py:name` of a Workflow class or factory.")
+    arguments: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="Keyword arguments of the factory."
+    )
+
+
+class AgentWorkflow(Section):
+    kind: Literal["agent"] = "agent"
+    path: str = Field(
+        description="`package.module:name` or `file.py:name` of `async agent(task) -> float | None`, "
+        "which talks to the OpenAI endpoint and key it is given."
+    )
+
+
+WorkflowConfig = Annotated[
+    SingleTurnWorkflow | MultiTurnWorkflow | CustomWorkflow | AgentWorkflow, Field(discriminator="kind")
+]
 
 
 class PolicyLoss(Section):
@@ -108,6 +165,9 @@ class SamplingConfig(Section):
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     deadline_s: PositiveFloat = Field(600.0, description="A rollout that takes longer is a `timeout`.")
+    drop_uniform: bool = Field(
+        False, description="Drop groups whose answers all have the same reward, and issue further prompts instead."
+    )
 
 
 class AdapterConfig(Section):
@@ -129,7 +189,8 @@ class AdapterConfig(Section):
     init_from: str | None = Field(None, description="PEFT LoRA folder whose adapter is version 0; a new one if unset.")
     minibatches: PositiveInt = Field(1, description="Optimizer steps per training batch.")
     task: TaskConfig
-    reward: RewardConfig = RewardConfig()
+    workflow: WorkflowConfig = SingleTurnWorkflow()
+    reward: RewardConfig = NumericMatchReward()
     algorithm: AlgorithmConfig
     optimizer: OptimizerConfig
     sampling: SamplingConfig
@@ -167,8 +228,12 @@ class RolloutConfig(Section):
         False, description="The workers of a replica share out whole experts instead of cutting each one."
     )
     max_staleness: NonNegInt = Field(2, description="A trained token is at most this many versions old.")
-    in_flight: Literal["finish"] = Field(
-        "finish", description="Running sequences finish on the version they began with."
+    in_flight: Literal["finish", "interrupt"] = Field(
+        "finish",
+        description="Running sequences finish on the version they began with, or are cut and go on with the newest.",
+    )
+    deterministic: bool = Field(
+        False, description="One sequence at a time and no prefix cache: an answer depends on nothing else that runs."
     )
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_model_len: PositiveInt = 4096
@@ -215,6 +280,16 @@ class WeightSyncConfig(Section):
         return min(2.0, 0.1 * self.deadline_s)
 
 
+class CheckpointConfig(Section):
+    every_steps: PositiveInt = Field(1, description="Save the training state every this many steps, and at the end.")
+    keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
+    keep_every: NonNegInt = Field(0, description="Also keep every checkpoint whose version is a multiple; 0: none.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the best evaluation.")
+    max_failures: NonNegInt = Field(
+        3, description="Checkpoints in a row that may fail to be written before the run stops."
+    )
+
+
 class EvalConfig(Section):
     every_steps: NonNegInt = Field(
         20, description="Evaluate the held-out split every this many steps; 0: only first and last."
@@ -247,6 +322,7 @@ class Config(Section):
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
 

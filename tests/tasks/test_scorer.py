@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.models import RewardConfig
+from areal_lora.config.models import NumericMatchReward
 from areal_lora.errors import EnvironmentError_, RolloutError
 from areal_lora.tasks.scorer import ScoreItem, ScorerPool
 from areal_lora.types import Outcome
@@ -30,7 +30,7 @@ def score(*batches: list[ScoreItem], function: str | None = None, timeout_s: flo
     """Scores of each batch by one pool, which must leave no process behind."""
 
     async def run():
-        async with ScorerPool(RewardConfig(timeout_s=timeout_s, workers=workers), function=function) as pool:
+        async with ScorerPool(NumericMatchReward(timeout_s=timeout_s, workers=workers), function=function) as pool:
             return [await pool.score(batch) for batch in batches]
 
     scores = asyncio.run(run())
@@ -97,7 +97,7 @@ def test_the_child_is_fenced():
 
 def test_concurrent_calls_share_the_workers_and_keep_their_own_results():
     async def run():
-        async with ScorerPool(RewardConfig(timeout_s=20, workers=2), function=FAULTY) as pool:
+        async with ScorerPool(NumericMatchReward(timeout_s=20, workers=2), function=FAULTY) as pool:
             calls = [pool.score([item(str(k), str(j)) for j in range(20)] + [item("pid")]) for k in range(10)]
             return await asyncio.gather(*calls)
 
@@ -108,7 +108,7 @@ def test_concurrent_calls_share_the_workers_and_keep_their_own_results():
 
 def test_a_cancelled_call_leaves_no_replies_for_the_next_one():
     async def run():
-        async with ScorerPool(RewardConfig(timeout_s=20), function=FAULTY) as pool:
+        async with ScorerPool(NumericMatchReward(timeout_s=20), function=FAULTY) as pool:
             call = asyncio.create_task(pool.score([item("1", "1")] * 3 + [item("sleep")]))
             await asyncio.sleep(0.7)
             call.cancel()
@@ -121,7 +121,7 @@ def test_a_cancelled_call_leaves_no_replies_for_the_next_one():
 
 def test_close_ends_a_call_in_progress_and_refuses_later_ones():
     async def run():
-        pool = ScorerPool(RewardConfig(timeout_s=60), function=FAULTY)
+        pool = ScorerPool(NumericMatchReward(timeout_s=60), function=FAULTY)
         call = asyncio.create_task(pool.score([item("sleep")]))
         await asyncio.sleep(0.5)
         await pool.close()
@@ -137,7 +137,7 @@ def test_close_ends_a_call_in_progress_and_refuses_later_ones():
 
 def test_a_child_that_was_killed_from_outside_is_replaced():
     async def run():
-        async with ScorerPool(RewardConfig(timeout_s=20), function=FAULTY) as pool:
+        async with ScorerPool(NumericMatchReward(timeout_s=20), function=FAULTY) as pool:
             [first] = await pool.score([item("pid")])
             os.kill(int(first.reward), signal.SIGKILL)
             return await pool.score([item("1", "1"), item("2", "2")])
@@ -156,10 +156,10 @@ def test_a_reward_that_cannot_be_loaded_is_an_environment_error(tmp_path):
 def test_children_end_when_their_parent_is_killed():
     code = (
         "import asyncio, os\n"
-        "from areal_lora.config.models import RewardConfig\n"
+        "from areal_lora.config.models import NumericMatchReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
-        f"    pool = ScorerPool(RewardConfig(timeout_s=9), function={FAULTY!r})\n"
+        f"    pool = ScorerPool(NumericMatchReward(timeout_s=9), function={FAULTY!r})\n"
         "    [score] = await pool.score([ScoreItem(completion='pid', gold='')])\n"
         "    print(int(score.reward), flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
@@ -175,7 +175,7 @@ def test_children_end_when_their_parent_is_killed():
 def test_512_scores_are_quick():
     async def run():
         items = [item(f" 7+8=15 15-5=10 #### {k % 11}", " 5+2=7 7+3=10 #### 10") for k in range(512)]
-        async with ScorerPool(RewardConfig()) as pool:
+        async with ScorerPool(NumericMatchReward()) as pool:
             await pool.score(items[:1])
             times = []
             for _ in range(5):

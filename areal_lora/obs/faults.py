@@ -1,0 +1,81 @@
+"""Named points of a step at which a test lets a process die, hang or fail.
+
+``reached(name)`` costs one comparison unless the variable ``AREAL_LORA_FAULT`` is set. Its value is
+``point:n:action`` (several with commas): at the ``n``-th time (from 1) that this process reaches
+``point``, ``kill`` ends it with SIGKILL, ``hang`` blocks the thread for ever, and an errno name such
+as ``ENOSPC`` raises that OSError. ``once=FOLDER:`` before the points makes each fault happen only
+in the first process that gets there: the others find a mark in the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+VARIABLE = "AREAL_LORA_FAULT"
+
+
+@dataclass(slots=True)
+class _Plan:
+    """``faults[point] = (n, action)``; counts are of this process."""
+
+    faults: dict[str, tuple[int, str]]
+    marks: Path | None
+    counts: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reached(self, point: str) -> None:
+        with self.lock:
+            self.counts[point] = self.counts.get(point, 0) + 1
+            n, action = self.faults.get(point, (0, ""))
+            due = self.counts[point] == n and self._first(point)
+        if due:
+            print(f"fault: {action} at {point} ({n})", file=sys.stderr, flush=True)
+            _act(point, action)
+
+    def _first(self, point: str) -> bool:
+        if self.marks is None:
+            return True
+        try:
+            os.close(os.open(self.marks / point, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def _act(point: str, action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "hang":
+        threading.Event().wait()
+    code = getattr(errno, action)
+    raise OSError(code, f"{os.strerror(code)} (injected)", point)
+
+
+def parse(text: str) -> _Plan:
+    """Raises ValueError for anything that is not a list of ``point:n:action``."""
+    marks = None
+    if text.startswith("once="):
+        folder, _, text = text.removeprefix("once=").partition(":")
+        marks = Path(folder)
+    faults = {}
+    for part in text.split(","):
+        point, n, action = part.split(":")
+        if action not in ("kill", "hang") and action not in errno.errorcode.values():
+            raise ValueError(f"{VARIABLE}: {action!r} is neither kill, hang nor the name of an errno")
+        faults[point] = (int(n), action)
+    return _Plan(faults, marks)
+
+
+_plan = parse(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+
+
+def reached(point: str) -> None:
+    """Say that this process is at ``point``; see the module's text."""
+    if _plan is not None:
+        _plan.reached(point)
