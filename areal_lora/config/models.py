@@ -35,7 +35,7 @@ class RunConfig(Section):
         3, description="How often the trainer and the controller each are started again after a failure."
     )
     stall_s: PositiveFloat = Field(
-        900.0, description="A process without a sign of life for this long is stuck: stacks are written, it is restarted."
+        900.0, description="A process that gives no sign of life for so long is stuck: stacks are written, it restarts."
     )
 
 

@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from areal_lora.config.models import ScorerLimits
+from areal_lora.config.models import RewardConfig
 from areal_lora.errors import EnvironmentError_, RolloutError
 from areal_lora.tasks.scorer_child import ScoreItem, Setup, Verdict, pack_frame
 from areal_lora.types import Outcome
@@ -49,7 +49,7 @@ class ScorerPool:
     Concurrent calls of :meth:`score` share the children, one call per child at a time.
     """
 
-    def __init__(self, reward: ScorerLimits, *, function: str | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, reward: RewardConfig, *, function: str | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
         self._setup = Setup(kind=reward.kind, function=function, timeout_s=reward.timeout_s, memory_bytes=memory_bytes)
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
         for _ in range(reward.workers):
