@@ -22,6 +22,8 @@ from pathlib import Path
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.errors import ArealLoraError
+from areal_lora.obs import stacks
+from areal_lora.obs.heartbeat import EVERY_S, beat
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.control import ControlSocket
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=Path, required=True)
     run_folder: Path = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
+    stacks.install(run_folder, ROLE, 0)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
@@ -118,6 +121,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
             async with asyncio.TaskGroup() as tasks:
                 controller = Controller(runtimes, router, seed=config.run.seed, tasks=tasks, stop=stop)
                 tasks.create_task(socket.serve(controller.handle, tasks))
+                tasks.create_task(_beat(run_folder))
                 publish_endpoint(run_folder, ROLE, 0, {"control": socket.port}, host=config.cluster.bind)
                 set_status(run_folder, ROLE, 0, "serving")
                 log.info("serving %s on port %d", ", ".join(runtimes), socket.port)
@@ -127,6 +131,12 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
             log.info("stopping")
         except* ArealLoraError as errors:
             raise _first(errors) from errors
+
+
+async def _beat(run_folder: Path) -> None:
+    while True:
+        beat(run_folder, ROLE, 0)
+        await asyncio.sleep(EVERY_S)
 
 
 def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, reachable_host, wait_endpoint
 from areal_lora.errors import ArealLoraError
+from areal_lora.obs import stacks
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 from areal_lora.platforms.device import platform_of
 
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     run_folder: Path = parser.parse_args(argv).run_folder
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     setup_logging(ROLE, rank)
+    stacks.install(run_folder, ROLE, rank)
     config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
     torch.set_num_threads(config.trainer.threads)
     set_status(run_folder, ROLE, rank, "importing Megatron")

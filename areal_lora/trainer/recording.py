@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.config.models import Config
+from areal_lora.obs.heartbeat import beat
 from areal_lora.obs.log import get_logger, set_status
 from areal_lora.obs.metrics import (
     EvalRecord,
@@ -46,6 +47,10 @@ class Recorder:
 
     def status(self, text: str) -> None:
         set_status(self._run_folder, "trainer", 0, text)
+        self.beat()
+
+    def beat(self) -> None:
+        beat(self._run_folder, "trainer", 0)
 
     def next_groups(self, tenant: Tenant, interrupted: Callable[[], bool]) -> list[TrajectoryGroup] | None:
         """Wait for the tenant's next batch, or until ``interrupted()`` (None).
@@ -53,8 +58,13 @@ class Recorder:
         Evaluations that finished meanwhile are recorded.
         """
         self.status(f"step {tenant.version}: waiting for rollouts of {tenant.name}")
+
+        def beat_or_interrupted() -> bool:
+            self.beat()
+            return interrupted()
+
         batch = self._client.poll_batch(
-            tenant.name, step=tenant.version, version=tenant.version, interrupted=interrupted
+            tenant.name, step=tenant.version, version=tenant.version, interrupted=beat_or_interrupted
         )
         if batch is None:
             return None
@@ -87,6 +97,7 @@ class Recorder:
         self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans
     ) -> None:
         """Write the record of a step that has just been taken (``tenant.version`` is the new version)."""
+        self.beat()
         stats = self._stats
         now = time.monotonic()
         tokens_per_s = (stats.tokens_generated - self._last_tokens) / (now - self._last_step_s) if stats else None

@@ -22,6 +22,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -31,12 +32,18 @@ from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed
+from areal_lora.obs import stacks
+from areal_lora.obs.heartbeat import beat
 from areal_lora.obs.log import get_logger, set_status, setup_logging
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 log = get_logger("areal_lora.engine.vllm_ext.server")  # __name__ is __main__ here
 
 ROLE = "server"
 WATCH_S = 0.5
+BEAT_S = 10.0
 CLOSE_S = 2  # uvicorn: whole seconds that running requests get at a stop
 ENGINE_STOP_S = 1.5  # then it is killed: it holds nothing that must be saved
 
@@ -47,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--index", type=int, required=True)
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
+    stacks.install(args.run_folder, ROLE, args.index)
     try:
         die_with_parent(signal.SIGTERM)
         config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
@@ -113,6 +121,7 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
     try:
         http = [_HttpServer(app, sock) for app, sock in zip((parts.data_app, parts.admin_app), sockets, strict=True)]
         tasks = [asyncio.create_task(server.serve()) for server in http]
+        beats = asyncio.create_task(_beat(parts.engine, run_folder, index, min(BEAT_S, config.run.stall_s / 4)))
         ports = {"data": sockets[0].getsockname()[1], "admin": sockets[1].getsockname()[1]}
         publish_endpoint(run_folder, ROLE, index, ports, config.cluster.bind)
         set_status(run_folder, ROLE, index, "serving")
@@ -124,12 +133,21 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
         for server in http:
             server.should_exit = True
         await asyncio.wait(tasks, timeout=CLOSE_S + 1)
+        beats.cancel()
     finally:
         parts.close(ENGINE_STOP_S)
     if died:
         raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
     set_status(run_folder, ROLE, index, "stopped")
     return 0
+
+
+async def _beat(engine: AsyncLLM, run_folder: Path, index: int, every_s: float) -> None:
+    """Show signs of life for as long as the engine's workers answer between their steps."""
+    while not engine.errored:
+        await engine.collective_rpc("al_alive")
+        beat(run_folder, ROLE, index)
+        await asyncio.sleep(every_s)
 
 
 class _HttpServer(uvicorn.Server):

@@ -43,6 +43,7 @@ from areal_lora.engine.vllm_ext.compat import (
 )
 from areal_lora.engine.vllm_ext.lora_install import StackedSlotWriter
 from areal_lora.errors import ManifestError, PublishError
+from areal_lora.obs import stacks
 from areal_lora.obs.log import setup_logging
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.manifest import decode
@@ -167,6 +168,7 @@ class AdapterWorkerExtension:
     def al_setup(self, setup_bytes: bytes) -> None:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
+        stacks.install_as(setup.run_folder, f"server-{setup.index}-worker-{self.rank}")
         refuse_files(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
 
@@ -187,6 +189,9 @@ class AdapterWorkerExtension:
             deactivate(self, old)
         activate(self, lora_id, slot, self._al_state.max_rank)
         return time.perf_counter() - started
+
+    def al_alive(self) -> None:
+        """Answered between two steps of the model: not at all by an engine that is stuck in one."""
 
     def al_retire(self, lora_ids: list[int]) -> None:
         for lora_id in lora_ids:
