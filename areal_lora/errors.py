@@ -1,8 +1,8 @@
 """The exception tree. Every error names what, why and the fix in one message.
 
 ArealLoraError
-├── ConfigError          wrong input, found before anything starts (exit code 64)
-├── EnvironmentError_    a needed program, package or device is missing (exit code 69)
+├── ConfigError          wrong input, found before anything starts
+├── EnvironmentError_    a needed program, package or device is missing
 ├── AdapterError         an adapter's tensors, names or files are not what was declared
 │   ├── UnknownTensorError
 │   ├── UnknownVersionError  a version that no slot of the server holds
@@ -12,22 +12,49 @@ ArealLoraError
 ├── AlignmentError       a batch breaks the alignment contract (C10)
 ├── StalenessError       a sample beyond ``max_staleness`` reached the trainer (C7)
 ├── RolloutError         the rollout plane answered with an error
-└── ProcessFailed        a supervised process ended (exit code 70)
+├── CheckpointError      training states cannot be written, or none that exists can be read
+└── ProcessFailed        a supervised process ended
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What processes and the launcher exit with; numbers of sysexits.h where it has one."""
+
+    DONE = 0
+    FAILED = 1
+    """An error that nobody raised on purpose: a traceback is in the log."""
+    WRONG_INPUT = 64
+    CONTRADICTION = 65
+    """The run's data break a contract: parity, staleness, alignment, a broken adapter."""
+    MISSING = 69
+    COMPONENT_FAILED = 70
+    NO_CHECKPOINT = 74
+    """Training states cannot be written or read."""
+    TEMPORARY = 75
+    """Another process or the network was in the way."""
+    INTERRUPTED = 130
+
+
+SAME_AGAIN = frozenset(
+    {ExitCode.WRONG_INPUT, ExitCode.CONTRADICTION, ExitCode.MISSING, ExitCode.NO_CHECKPOINT}
+)  # fmt: skip
+"""What exits so would exit so again: it is not restarted, and the launcher exits with the same code."""
+
 
 class ArealLoraError(Exception):
-    """Base of all errors raised on purpose. ``exit_code`` is what the launcher exits with."""
+    """Base of all errors raised on purpose. ``exit_code`` is what a process that it ends exits with."""
 
-    exit_code = 1
+    exit_code: int = ExitCode.FAILED
 
 
 class ConfigError(ArealLoraError):
     """Wrong input. ``path`` is the dotted configuration key, or a file."""
 
-    exit_code = 64
+    exit_code = ExitCode.WRONG_INPUT
 
     def __init__(self, path: str, reason: str, fix: str = "") -> None:
         self.path, self.reason, self.fix = path, reason, fix
@@ -37,11 +64,13 @@ class ConfigError(ArealLoraError):
 class EnvironmentError_(ArealLoraError):
     """Something the run needs is not installed or not reachable on this machine."""
 
-    exit_code = 69
+    exit_code = ExitCode.MISSING
 
 
 class AdapterError(ArealLoraError):
     """An adapter does not match its declaration."""
+
+    exit_code = ExitCode.CONTRADICTION
 
 
 class UnknownTensorError(AdapterError):
@@ -63,24 +92,40 @@ class ManifestError(AdapterError):
 class PublishError(ArealLoraError):
     """A publish could not be completed on at least one server."""
 
+    exit_code = ExitCode.TEMPORARY
+
 
 class ParityError(ArealLoraError):
     """Trainer and server score the probe differently, or the server still equals the base."""
+
+    exit_code = ExitCode.CONTRADICTION
 
 
 class AlignmentError(ArealLoraError):
     """Per-token arrays of a batch do not line up."""
 
+    exit_code = ExitCode.CONTRADICTION
+
 
 class StalenessError(ArealLoraError):
     """A sample older than the budget reached consumption."""
+
+    exit_code = ExitCode.CONTRADICTION
 
 
 class RolloutError(ArealLoraError):
     """The rollout plane (controller or server) answered with an error."""
 
+    exit_code = ExitCode.TEMPORARY
+
+
+class CheckpointError(ArealLoraError):
+    """Training states cannot be written, or some were written and none can be read."""
+
+    exit_code = ExitCode.NO_CHECKPOINT
+
 
 class ProcessFailed(ArealLoraError):
     """A supervised process ended when it should not have."""
 
-    exit_code = 70
+    exit_code = ExitCode.COMPONENT_FAILED
