@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from areal_lora.errors import ManifestError
+from areal_lora.obs.faults import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import Marks
 from areal_lora.weight_sync.groups import BroadcastGroup, Transfer
@@ -155,6 +156,8 @@ class Reception:
         """
         for source, bucket, base in self._stream:
             try:
+                if source is self._sources[0] and bucket.first == 0:
+                    reached("server.receiving")
                 with self._clock.phase("write"):
                     on_bucket(source.index, base, bucket.first, bucket.last, source.marks)
             except Exception:  # fault boundary: other servers may get their bytes through this one

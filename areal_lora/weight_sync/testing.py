@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from areal_lora.errors import AdapterError, ManifestError, PublishError
+from areal_lora.obs.faults import reached
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import transport as tp
 from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
@@ -139,7 +140,8 @@ class MemoryServer:
     def __init__(
         self, *, run: str, secret: str, base_digest: str, shapes: Callable[[AdapterSpec], Shapes], workers: int = 1,
         n_slots: int = 4, deadline_s: float = 10.0, score: Score | None = None,
-        declared: Mapping[str, AdapterSpec] | None = None, name: str = "server-0",
+        declared: Mapping[str, AdapterSpec] | None = None, name: str = "server-0", keep: int | None = None,
+        modules: Mapping[str, tuple[int, int]] | None = None, on_shutdown: Callable[[], object] | None = None,
     ) -> None:
         self.slots = SlotTable(n_slots)
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
@@ -153,7 +155,10 @@ class MemoryServer:
         ]
         self._run, self._secret, self._base_digest = run, secret, base_digest
         self._n_slots, self._deadline_s, self._score, self._last_id = n_slots, deadline_s, score, 0
-        self._modules = _modules(shapes)
+        self._keep = n_slots - 1 if keep is None else keep
+        self._modules = _modules(shapes) if modules is None else dict(modules)
+        self._on_shutdown = on_shutdown
+        self._slots_lock, self._one_publish = threading.Lock(), threading.Lock()
         self._replies: dict[AdapterRef, tp.PublishReply] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
@@ -176,6 +181,18 @@ class MemoryServer:
         """What ``worker`` holds for an active version: float32 by full name, scale folded into lora_B."""
         return self.writers[worker].slots[self.slots.resolve(str(ref)).slot]
 
+    @contextlib.contextmanager
+    def lease(self, model: str) -> Iterator[AdapterRef]:
+        """Hold the version that ``model`` names; any thread. Raises UnknownVersionError."""
+        with self._slots_lock:
+            ref = self.slots.resolve(model).ref
+            self.slots.acquire(ref)
+        try:
+            yield ref
+        finally:
+            with self._slots_lock:
+                self.slots.release(ref)
+
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
         """(status, body) of one admin request."""
         if not tp.authorized(header, self._secret):
@@ -188,9 +205,14 @@ class MemoryServer:
             if (method, path) == ("GET", tp.PING_PATH):
                 return 200, tp.encode_message(tp.PingReply())
             if (method, path) == ("POST", tp.JOIN_PATH):
-                return 200, tp.encode_message(self._join(tp.decode_message(body, tp.JoinRequest)))
+                with self._one_publish:
+                    return 200, tp.encode_message(self._join(tp.decode_message(body, tp.JoinRequest)))
             if (method, path) == ("POST", tp.PUBLISH_PATH):
-                return 200, tp.encode_message(self._publish(decode(body)))
+                with self._one_publish:
+                    return 200, tp.encode_message(self._publish(decode(body)))
+            if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
+                self._on_shutdown()
+                return 200, tp.encode_message(tp.PingReply())
             if (method, path) == ("POST", tp.SCORE_PATH):
                 return 200, tp.encode_message(self._scored(tp.decode_message(body, tp.ScoreRequest)))
         except ManifestError as e:
@@ -227,10 +249,11 @@ class MemoryServer:
 
     def _publish(self, announcement: Announcement) -> tp.PublishReply:
         manifest = announcement.manifest
-        for ref in self.slots.retirable(keep=self._n_slots - 1):
-            self.slots.retire(ref)
         try:
-            slot = self.slots.reserve(manifest.ref)
+            with self._slots_lock:
+                for ref in self.slots.retirable(self._keep):
+                    self.slots.retire(ref)
+                slot = self.slots.reserve(manifest.ref)
         except ManifestError:
             slot = None  # resident already or full: the receivers take it off the wire and say which
         try:
@@ -249,10 +272,12 @@ class MemoryServer:
                 self.slots.abort(manifest.ref)
             raise ManifestError(failed.reason, failed.detail)
         self._last_id += 1
-        self.slots.activate(manifest.ref, self._last_id)
+        with self._slots_lock:
+            self.slots.activate(manifest.ref, self._last_id)
         phases = {p: max(getattr(r, f"{p}_s") for r in results) * 1e3 for p in ("wire", "verify", "write")}
         reply = tp.PublishReply(ref=str(manifest.ref), digest=results[0].digest, phases=phases | {"commit": 0.0})
         self._replies[manifest.ref] = reply
+        reached("server.activated")
         return reply
 
     def _stage(self, announcement: Announcement, slot: int | None) -> list[tp.StageResult]:

@@ -11,6 +11,7 @@ GET      ``/admin/ping``     none                                    200 ``PingR
 POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
 POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``PublishReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
+POST     ``/admin/shutdown`` none                                    200, then it ends to be started anew
 =======  ==================  ======================================  =================================
 
 A refusal is 409 with ``RefusalReply``; a missing or wrong secret is 401; anything else that
@@ -42,6 +43,8 @@ PING_PATH = "/admin/ping"
 JOIN_PATH = "/admin/join"
 PUBLISH_PATH = "/admin/publish"
 SCORE_PATH = "/admin/score"
+SHUTDOWN_PATH = "/admin/shutdown"
+RESTART_EXIT = 75  # of a server that was shut down over the admin plane: EX_TEMPFAIL, the launcher starts it again
 PING_S = 2.0  # a worker whose thread is silent for this long is taken for stopped
 CONTENT_TYPE = "application/msgpack"
 
@@ -215,6 +218,10 @@ class AdminClient:
     def score(self, model: str | None, token_ids: list[list[int]], timeout_s: float) -> list[list[float]]:
         body = encode_message(ScoreRequest(model=model, token_ids=token_ids))
         return self.call("POST", SCORE_PATH, body, ScoreReply, timeout_s).logprobs
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Have the server end with ``RESTART_EXIT``: what it holds must not be served any more."""
+        self.call("POST", SHUTDOWN_PATH, b"", PingReply, timeout_s)
 
     def ping(self, timeout_s: float = PING_S) -> PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""

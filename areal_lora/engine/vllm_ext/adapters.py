@@ -23,6 +23,7 @@ from vllm.lora.request import LoRARequest
 
 from areal_lora.engine.vllm_ext.channel import Begin, Done, Join, Ping, Staged, WorkerChannel
 from areal_lora.errors import ManifestError, PublishError
+from areal_lora.obs.faults import reached
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
@@ -195,6 +196,7 @@ class ServedAdapters:
         self._slots.activate(ref, lora_id)
         self._loras[ref] = LoRARequest(lora_name=str(ref), lora_int_id=lora_id, lora_path=f"xccl://{ref}")
         self._replies[ref] = PublishReply(ref=str(ref), digest=staged[0].digest, phases=phases)
+        reached("server.activated")
         return self._replies[ref]
 
     async def _retire(self, refs: list[AdapterRef]) -> None:

@@ -7,7 +7,6 @@ method   path                  request body        answer
 =======  ====================  ==================  ==========================================
 POST     ``/admin/retire``     ``RetireRequest``   200; 404 unknown; 409 in use or the newest
 POST     ``/admin/drain``      none                200 when no request is running
-POST     ``/admin/shutdown``   none                200, then the server ends
 =======  ====================  ==================  ==========================================
 """
 
@@ -35,6 +34,7 @@ from areal_lora.weight_sync.transport import (
     PING_PATH,
     PUBLISH_PATH,
     SCORE_PATH,
+    SHUTDOWN_PATH,
     InfoReply,
     JoinReply,
     JoinRequest,
@@ -51,7 +51,6 @@ from areal_lora.weight_sync.transport import (
 
 RETIRE_PATH = "/admin/retire"
 DRAIN_PATH = "/admin/drain"
-SHUTDOWN_PATH = "/admin/shutdown"
 DRAIN_POLL_S = 0.05
 
 
@@ -142,7 +141,7 @@ class AdminPlane:
 
     async def shutdown(self, request: Request) -> Response:
         self._stop()
-        return _failure(200, "stopping")
+        return _answer(PingReply())
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

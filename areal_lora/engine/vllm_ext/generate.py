@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.adapters import Lease
+from areal_lora.obs.faults import reached
 
 
 class BadRequest(ValueError):
@@ -65,6 +66,7 @@ class Generator:
         outputs = self.engine.generate(
             {"prompt_token_ids": token_ids}, params, f"{lease.name}-{next(self._ids)}", lora_request=lease.lora
         )
+        reached("server.generating")
         try:
             async for output in outputs:
                 done = output.finished

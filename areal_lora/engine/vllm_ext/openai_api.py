@@ -2,6 +2,8 @@
 
 Ours: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
 version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``.
+``pin_version``: the whole answer is of the version that ``model`` names, under any in-flight policy,
+and the version stays for ``adapters.PINNED_S`` after it, so that another request can follow (evaluation).
 Unknown fields are refused: a setting that is silently ignored changes the policy.
 """
 
@@ -25,6 +27,7 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool = False
     ignore_eos: bool = False
     user: str | None = None
+    pin_version: bool = False
 
 
 class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,8 @@ One process with vLLM's engine (a child process) behind two HTTP apps on ports o
                                                               `------ commands (zmq) ------^
 
 Ports are bound first, so a taken port is an early error; they are published when requests can
-be served. SIGTERM, SIGINT, ``/admin/shutdown`` or the parent's death end it and its children.
+be served. SIGTERM, SIGINT or the parent's death end it and its children with code 0. So does
+``/admin/shutdown``, with ``RESTART_EXIT``: the trainer cannot use what it holds, the launcher starts it again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed
 from areal_lora.obs import stacks
 from areal_lora.obs.heartbeat import beat
 from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.weight_sync.transport import RESTART_EXIT
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -111,24 +113,21 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
     """Run until told to stop. Raises ProcessFailed if the engine ends by itself."""
     from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
 
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, stop.set)
+    stop = Stop()
     set_status(run_folder, ROLE, index, "loading the model")
     secret = read_secret(run_folder)
-    parts = await assemble(config, run_folder, index, secret, stop.set)
+    parts = await assemble(config, run_folder, index, secret, stop.restart)
     try:
-        http = [_HttpServer(app, sock) for app, sock in zip((parts.data_app, parts.admin_app), sockets, strict=True)]
+        http = [HttpServer(app, sock) for app, sock in zip((parts.data_app, parts.admin_app), sockets, strict=True)]
         tasks = [asyncio.create_task(server.serve()) for server in http]
         beats = asyncio.create_task(_beat(parts.engine, run_folder, index, min(BEAT_S, config.run.stall_s / 4)))
         ports = {"data": sockets[0].getsockname()[1], "admin": sockets[1].getsockname()[1]}
         publish_endpoint(run_folder, ROLE, index, ports, config.cluster.bind)
         set_status(run_folder, ROLE, index, "serving")
         log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
-        while not stop.is_set() and not parts.engine.errored:
+        while not stop.event.is_set() and not parts.engine.errored:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), WATCH_S)
+                await asyncio.wait_for(stop.event.wait(), WATCH_S)
         died = parts.engine.errored
         for server in http:
             server.should_exit = True
@@ -139,7 +138,21 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
     if died:
         raise ProcessFailed("vLLM's engine ended by itself; its last lines are above")
     set_status(run_folder, ROLE, index, "stopped")
-    return 0
+    return stop.code
+
+
+class Stop:
+    """Why and with which code the server ends. To be made in its event loop."""
+
+    def __init__(self) -> None:
+        self.event, self.code = asyncio.Event(), 0
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, self.event.set)
+
+    def restart(self) -> None:
+        """End so that the launcher starts a new server in place of this one."""
+        self.code = RESTART_EXIT
+        self.event.set()
 
 
 async def _beat(engine: AsyncLLM, run_folder: Path, index: int, every_s: float) -> None:
@@ -150,7 +163,7 @@ async def _beat(engine: AsyncLLM, run_folder: Path, index: int, every_s: float) 
         await asyncio.sleep(every_s)
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: two servers and an engine share this process."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket) -> None:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
 }  # fmt: skip
+SERVER = (sys.executable, "-m", "areal_lora.engine.vllm_ext.server")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Tensors = dict[str, torch.Tensor]
 
@@ -231,7 +232,9 @@ class RunningServer:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-def start(folder: Path, model: Path, **rollout: Any) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, model: Path, command: Sequence[str] = SERVER, env: Mapping[str, str] | None = None, **rollout: Any
+) -> subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves."""
     config = Config.model_validate({
         "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
@@ -245,11 +248,11 @@ def start(folder: Path, model: Path, **rollout: Any) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(folder)
-    module = "areal_lora.engine.vllm_ext.server"
-    command = [sys.executable, "-m", module, "--run-folder", str(folder), "--index", "0"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    argv = [*command, "--run-folder", str(folder), "--index", "0"]
     with open(folder / "log", "wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+        return subprocess.Popen(
+            argv, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {})
+        )
 
 
 def connect(folder: Path, model: Path, process: subprocess.Popen[bytes]) -> RunningServer:

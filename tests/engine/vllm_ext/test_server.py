@@ -308,7 +308,7 @@ ADMIN_PATHS = [
     ("GET", transport.INFO_PATH), ("GET", transport.MODULES_PATH), ("GET", transport.PING_PATH),
     ("POST", transport.JOIN_PATH), ("POST", transport.PUBLISH_PATH), ("POST", transport.SCORE_PATH),
     ("POST", admin_routes.RETIRE_PATH), ("POST", admin_routes.DRAIN_PATH),
-    ("POST", admin_routes.SHUTDOWN_PATH), ("GET", "/openapi.json"),
+    ("POST", transport.SHUTDOWN_PATH), ("GET", "/openapi.json"),
 ]
 
 

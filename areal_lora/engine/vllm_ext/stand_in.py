@@ -1,0 +1,215 @@
+"""A rollout server without vLLM: ``python -m areal_lora.engine.vllm_ext.stand_in --run-folder DIR --index N``.
+
+For tests of what stands around a server. It starts in a few seconds, finds its run folder, publishes its ports
+and ends like the real one, receives versions over real groups (``weight_sync.testing.MemoryServer``) and has the
+same fault points. Answers are a pure function of prompt, seed and version; about a third of them solve the word
+problem they were asked. Their log-probabilities and those of the probe are made up: a run with it needs
+``weight_sync.probe_tolerance`` and ``behaviour_cap`` out of the way.
+
+``AREAL_LORA_STAND_IN_TOKEN_S`` is the time a token takes, none by default. ``interpreter`` writes what
+``rollout.python`` can name to have a launcher start this in place of the real server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from areal_lora.config.architectures import target_of
+from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import publish_endpoint, read_secret
+from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
+from areal_lora.engine.vllm_ext.plugin import die_with_parent
+from areal_lora.engine.vllm_ext.server import BEAT_S, CLOSE_S, ROLE, HttpServer, Stop, bound_sockets
+from areal_lora.errors import ArealLoraError, UnknownVersionError
+from areal_lora.obs import stacks
+from areal_lora.obs.faults import reached
+from areal_lora.obs.heartbeat import beat
+from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.modules import served_shapes
+from areal_lora.weight_sync.testing import MemoryServer
+
+log = get_logger("areal_lora.engine.vllm_ext.stand_in")  # __name__ is __main__ here
+
+TOKEN_S = "AREAL_LORA_STAND_IN_TOKEN_S"
+N_SLOTS = 64  # never full: what waits for a slot is tested with the real server
+_STORY = re.compile(r"(\d+) (bags of )?(?:\w+, (buys|finds|gets|sells|loses|uses) )?(\d+) .*?and (\w+) (\d+)\.")
+_PLUS = ("buys", "finds", "gets")
+
+_encode = msgspec.json.Encoder().encode
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.stand_in", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--index", type=int, required=True)
+    args = parser.parse_args(argv)
+    setup_logging(ROLE, args.index)
+    stacks.install(args.run_folder, ROLE, args.index)
+    try:
+        die_with_parent(signal.SIGTERM)
+        config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
+        return asyncio.run(serve(config, args.run_folder, args.index))
+    except ArealLoraError as e:
+        log.error("%s", e)
+        return e.exit_code
+
+
+async def serve(config: Config, run_folder: Path, index: int) -> int:
+    """Run until told to stop; the exit code."""
+    stop, loop = Stop(), asyncio.get_running_loop()
+    modules = base_modules(Path(config.model.path))
+    with ExitStack() as stack:
+        data, _ = stack.enter_context(bound_sockets(config, index))
+        server = stack.enter_context(MemoryServer(
+            run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.path),
+            shapes=lambda spec: served_shapes(modules, spec), modules=modules, n_slots=N_SLOTS,
+            keep=config.rollout.resident_versions, deadline_s=config.weight_sync.attempt_s, score=score,
+            declared={a.name: a.spec(config.model.path) for a in config.adapters},
+            on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
+        ))  # fmt: skip
+        http = HttpServer(StandInDataPlane(config, server).app(), data)
+        serving = asyncio.create_task(http.serve())
+        publish_endpoint(
+            run_folder, ROLE, index, {"data": data.getsockname()[1], "admin": server.endpoint.admin_port},
+            config.cluster.bind,
+        )
+        set_status(run_folder, ROLE, index, "serving")
+        every_s = min(BEAT_S, config.run.stall_s / 4)
+        while not stop.event.is_set():
+            beat(run_folder, ROLE, index)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.event.wait(), every_s)
+        http.should_exit = True
+        await asyncio.wait({serving}, timeout=CLOSE_S + 1)
+    set_status(run_folder, ROLE, index, "stopped")
+    return stop.code
+
+
+class StandInDataPlane:
+    """``POST /v1/completions`` with the bodies of the real server."""
+
+    def __init__(self, config: Config, server: MemoryServer) -> None:
+        self._server, self._interrupt = server, config.rollout.in_flight == "interrupt"
+        self._tokenizer = Tokenizer.from_file(str(Path(config.model.path) / "tokenizer.json"))
+        self._token_s = float(os.environ.get(TOKEN_S, "0"))
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/v1/completions", self.completions, methods=["POST"])])
+
+    async def completions(self, request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body(), type=CompletionBody)
+            with self._server.lease(body.model) as ref:
+                return await self._complete(body, ref)
+        except UnknownVersionError as e:
+            return Response(error_body(404, str(e)), status_code=404, media_type="application/json")
+        except msgspec.MsgspecError as e:
+            return Response(error_body(400, str(e)), status_code=400, media_type="application/json")
+
+    async def _complete(self, body: CompletionBody, ref: AdapterRef) -> Response:
+        prompts = [p if isinstance(p, list) else self._tokenizer.encode(p).ids for p in body.prompts()]
+        jobs = [(p, None if body.seed is None else body.seed + k) for p in prompts for k in range(body.n)]
+        choices = await asyncio.gather(*(self._choice(body, ref, i, *job) for i, job in enumerate(jobs)))
+        n_out = sum(len(c.versions or ()) for c in choices)
+        n_in = sum(map(len, prompts))
+        newest = max([ref.version, *(v for c in choices for v in c.versions or ())])
+        answer = Answer(
+            id="cmpl-0", object="text_completion", created=int(time.time()), choices=choices,
+            model=str(AdapterRef(name=ref.name, version=newest)),
+            usage=Usage(prompt_tokens=n_in, completion_tokens=n_out, total_tokens=n_in + n_out),
+        )
+        return Response(_encode(answer), media_type="application/json")
+
+    async def _choice(
+        self, body: CompletionBody, ref: AdapterRef, index: int, prompt: list[int], seed: int | None
+    ) -> Choice:
+        reached("server.generating")
+        rng = dice(prompt, None if body.temperature == 0 else seed, ref.version)
+        text = solution(self._tokenizer.decode(prompt), rng)
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids[:limit]
+        versions = []
+        for _ in token_ids:
+            await asyncio.sleep(self._token_s)
+            newest = self._server.slots.newest(ref.name) or ref
+            versions.append(newest.version if self._interrupt and not body.pin_version else ref.version)
+        logprobs = {"token_logprobs": [-0.05 - rng.random() for _ in token_ids]}
+        return Choice(
+            index=index, finish_reason="length" if len(token_ids) == limit else "stop", versions=versions,
+            text=self._tokenizer.decode(token_ids), token_ids=token_ids if body.return_token_ids else None,
+            logprobs=logprobs if body.logprobs is not None else None,
+        )
+
+
+def base_modules(folder: Path) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of every module that LoRA can sit on, from the headers of a checkpoint's safetensors files."""
+    modules = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, tensor in header.items():
+            module = name.removesuffix(".weight")
+            if module != name and target_of(module) is not None:
+                outputs, inputs = tensor["shape"]
+                modules[module] = inputs, outputs
+    return modules
+
+
+def dice(prompt: list[int], seed: int | None, version: int) -> Random:
+    return Random(hashlib.blake2b(repr((prompt, seed, version)).encode()).digest())
+
+
+def solution(story: str, rng: Random) -> str:
+    """An answer to a word problem, right in about one case of three; some number for any other text."""
+    found = _STORY.search(story)
+    if found is None:
+        return f" #### {rng.randint(1, 99)}"
+    a, bags, first, b, second, c = found.groups()
+    middle = int(a) * int(b) if bags else int(a) + int(b) * (1 if first in _PLUS else -1)
+    result = middle + int(c) * (1 if second in _PLUS else -1)
+    return f" #### {result + rng.choice((0, 0, 1, -1, 2, 10))}"
+
+
+def score(model: str | None, rows: list[list[int]]) -> list[list[float]]:
+    """A made-up probe: finite, the same every time, another one for every version."""
+    return [[0.0, *(-0.5 - Random(f"{model} {row[: t + 1]}").random() for t in range(1, len(row)))] for row in rows]
+
+
+def interpreter(path: Path, environment: Mapping[str, str] | None = None) -> Path:
+    """Write an executable to be named by ``rollout.python``: it starts this server with ``environment`` added."""
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items())
+    command = f"exec env {settings} {shlex.quote(sys.executable)} -m {__name__}"
+    path.write_text(f'#!/bin/sh\nshift 2  # -m and the real server\n{command} "$@"\n', encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
