@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from areal_lora.checkpoint.state import AdapterState
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.layout import AdapterLayout
@@ -131,10 +132,16 @@ class TrainEngine(Protocol):
         """Names the frozen base in manifests and checkpoints (not collective)."""
         ...
 
-    def state_dict(self, adapter: str) -> dict[str, torch.Tensor]:
-        """This rank's training state: weights, moments, step count (not collective; clones)."""
+    def export_state(self, adapter: str) -> AdapterState:
+        """What this rank owns of weights and moments, as host copies, and the step count. Collective like a publish.
+
+        All ranks' states together are the whole of it and do not depend on the layout.
+        """
         ...
 
-    def load_state_dict(self, adapter: str, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_dict` for the same layout and rank; raises AdapterError otherwise."""
+    def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
+        """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).
+
+        Errors as `load_adapter`'s, before anything has changed.
+        """
         ...

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.architectures import ModelShape, read_hf_config
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.packing import plan_microbatches
@@ -92,7 +93,8 @@ class MegatronEngine:
         self._model = self._lora.attach(self._model, memory)
         held = set(memory.held_names())
         shards = memory.layout("float32").shards
-        memory.load({t.name: initial_tensor(t, seed) for shard in shards for t in shard.tensors if t.name in held})
+        first = {t.name: initial_tensor(t, seed) for shard in shards for t in shard.tensors if t.name in held}
+        memory.load(memory.weights, first)
         self._resident = _Resident(
             spec=spec, memory=memory, optimizer=self._optim.AdapterOptimizer(optimizer, total_steps, memory)
         )
@@ -142,20 +144,41 @@ class MegatronEngine:
         return self._adapter(adapter).memory.pack(dtype, flat, self._groups)
 
     def export_adapter(self, adapter: str) -> list[tuple[str, Tensor]]:
-        return self._adapter(adapter).memory.export(self._groups)
+        memory = self._adapter(adapter).memory
+        values, shard = torch.from_numpy(memory.export(memory.weights, self._groups)), memory.shard("float32")
+        return [
+            (t.name, values[t.offset // 4 : t.offset // 4 + math.prod(t.shape)].view(t.shape))
+            for t in (shard.tensors if shard else ())
+        ]
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         memory = self._adapter(adapter).memory
-        memory.load(checked(memory.layout("float32"), tensors))
+        memory.load(memory.weights, checked(memory.layout("float32"), tensors))
 
     def base_digest(self) -> str:
         return base_digest(self._path)
 
-    def state_dict(self, adapter: str) -> dict[str, Tensor]:
-        return self._adapter(adapter).optimizer.state_dict()
+    def export_state(self, adapter: str) -> AdapterState:
+        resident = self._adapter(adapter)
+        memory = resident.memory
+        shard = memory.shard("float32")
+        return AdapterState(
+            step=resident.optimizer.step_count,
+            shapes={t.name: t.shape for t in (shard.tensors if shard else ())},
+            parts={part: memory.export(flat, self._groups) for part, flat in _state_of(memory).items()},
+        )
 
-    def load_state_dict(self, adapter: str, state: Mapping[str, Tensor]) -> None:
-        self._adapter(adapter).optimizer.load_state_dict(state)
+    def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
+        resident = self._adapter(adapter)
+        memory = resident.memory
+        layout, flats = memory.layout("float32"), _state_of(memory)
+        whole = {
+            part: checked(layout, {name: torch.from_numpy(values) for name, values in parts[part].items()})
+            for part in flats
+        }
+        for part, flat in flats.items():
+            memory.load(flat, whole[part])
+        resident.optimizer.set_clock(step)
 
     def _check_targets(self, spec: AdapterSpec) -> None:
         sites = self._shape.every_site(spec)
@@ -215,6 +238,12 @@ def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     dist.broadcast(data, source)
     return data.numpy().tobytes().decode().split("\n")
+
+
+def _state_of(memory: AdapterMemory) -> dict[str, Tensor]:
+    """The memory of each of `PARTS`."""
+    flats = {"weight": memory.weights, **memory.moments}
+    return {part: flats[part] for part in PARTS}
 
 
 def initial_tensor(tensor: WireTensor, seed: int) -> Tensor:

@@ -239,20 +239,20 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
     except ArealLoraError as error:
         seen["refused"]["target"] = (type(error).__name__, str(error))
 
-    state = engine.state_dict("a")
+    state = engine.export_state("a")
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     seen["clipped_step"] = engine.optim_step("a", DENOMINATOR).values
     seen["clipped"] = numpy_of(engine.export_adapter("a"))
-    middle = engine.state_dict("a")
+    middle = engine.export_state("a")
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR)
     seen["second"] = numpy_of(engine.export_adapter("a"))
-    engine.load_state_dict("a", middle)
+    engine.load_state("a", middle.tensors(), middle.step)
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR)
     seen["resumed"] = numpy_of(engine.export_adapter("a"))
 
-    engine.load_state_dict("a", state)
+    engine.load_state("a", state.tensors(), state.step)
     for part in split_minibatches(batch, 2):
         engine.forward_backward(part, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR)

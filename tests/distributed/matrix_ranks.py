@@ -210,7 +210,7 @@ def one_adapter(kind: str, module: nn.Module, model: Model, spec: AdapterSpec, g
     layout = memory.layout("float32")
     names = {t.name for s in layout.shards for t in s.tensors}
     assert names | layout.aliases.keys() == adapter.keys()
-    memory.load(checked(layout, adapter))
+    memory.load(memory.weights, checked(layout, adapter))
     assert check_modules(kind, module, adapter, shared) > 0
     unwrap(module)
     for dtype, kept in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):

@@ -1,6 +1,7 @@
 """An adapter's memory on one rank, and moving it: packed onto the wire, exported, loaded.
 
-The plans are made once (`plan`); a publish runs them without Python work per tensor::
+Adam's moments lie like the weights, so that the same plans move them. The plans are made once
+(`plan`); a publish runs them without Python work per tensor::
 
     tensor-parallel neighbours ->  receive section 0 | section 1 | ...     only where tp or etp > 1
     this rank's memory         ->       blocks of section 0 | section 1 ... -> the shard
@@ -20,17 +21,21 @@ from areal_lora.engine.megatron_utils.arena import Arena, Bank, Model, Range, ar
 from areal_lora.engine.megatron_utils.plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.blocks import TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdapterMemory:
-    """All numbers of one adapter on one rank. ``weights`` and ``grads`` are flat fp32 [arena.size]."""
+    """All numbers of one adapter on one rank: ``weights``, ``grads`` and ``moments`` are flat fp32 [arena.size]."""
 
     def __init__(self, model: Model, spec: AdapterSpec, rank: int, device: torch.device) -> None:
         self.model, self.spec, self.rank = model, spec, rank
         self.arena: Arena = arrange(model, spec, rank)
         self.weights = torch.zeros(self.arena.size, device=device)
         self.grads = torch.zeros(self.arena.size, device=device)
+        self.moments = {name: torch.zeros(self.arena.size, device=device) for name in MOMENTS}
         self._layouts: dict[str, AdapterLayout] = {}
         self._packers: dict[str, _Packer] = {}
         self._loading: LoadPlan | None = None
@@ -64,20 +69,20 @@ class AdapterMemory:
 
     def pack(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
         """See `TrainEngine.pack_adapter`; ``groups`` are the tensor-parallel groups of the split ranges."""
+        yield from self._packer(dtype).pack(self.weights, flat, groups)
+
+    def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
+        """This rank's shard of ``source``, the weights or a moment, in fp32: a flat copy. Collective like `pack`."""
+        shard = self.shard("float32")
+        values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
+        for _ in self._packer("float32").pack(source, values.view(np.uint8), groups):
+            pass
+        return values
+
+    def _packer(self, dtype: str) -> _Packer:
         if dtype not in self._packers:
             self._packers[dtype] = _Packer(self, self.layout(dtype))
-        yield from self._packers[dtype].pack(self.weights, flat, groups)
-
-    def export(self, groups: Mapping[Range, dist.ProcessGroup]) -> list[tuple[str, Tensor]]:
-        """This rank's shard as fp32 tensors that nothing else refers to. Collective like `pack`."""
-        shard = self.shard("float32")
-        values = torch.empty(shard.nbytes // 4 if shard else 0)
-        for _ in self.pack("float32", values.numpy().view(np.uint8), groups):
-            pass
-        return [
-            (t.name, values[t.offset // 4 : t.offset // 4 + int(np.prod(t.shape))].view(t.shape))
-            for t in (shard.tensors if shard else ())
-        ]
+        return self._packers[dtype]
 
     def held_names(self) -> tuple[str, ...]:
         """The wire tensors of which this rank holds a part."""
@@ -85,8 +90,11 @@ class AdapterMemory:
             self._loading = load_plan(self.model, self.spec, self.rank)
         return self._loading.names
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts out of whole fp32 tensors; those of `held_names` must be there (not collective)."""
+    def load(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts out of whole tensors to ``target``, the weights or a moment (not collective).
+
+        Those of `held_names` must be there.
+        """
         names = self.held_names()
         assert self._loading is not None
         if not names:
@@ -94,10 +102,10 @@ class AdapterMemory:
         blocks = self._loading.blocks
         whole = [tensors[name].detach().to("cpu", torch.float32).contiguous() for name in names]
         starts = np.repeat(np.array([t.data_ptr() for t in whole], dtype=np.int64), np.diff(blocks.first))
-        host = self.weights if self.weights.device.type == "cpu" else torch.empty(self.arena.size)
+        host = target if target.device.type == "cpu" else torch.empty(self.arena.size)
         blocks.moved(src_by=starts).copy(0, host.data_ptr())
-        if host is not self.weights:
-            self.weights.copy_(host)
+        if host is not target:
+            target.copy_(host)
 
 
 class _Packer:
@@ -115,17 +123,22 @@ class _Packer:
         on_gpu = memory.weights.device.type != "cpu"
         # The blocks run on the host: GPU memory is mirrored there first, section by section.
         self._mirror = torch.empty(self._plan.space, pin_memory=True) if on_gpu else None
-        self._blocks = self._plan.blocks
+        self._bound: dict[int, TensorBlocks] = {}
+
+    def _blocks(self, source: Tensor) -> TensorBlocks:
+        """The plan with the addresses of ``source`` and of what is received."""
         if self._mirror is not None:
-            self._blocks = self._blocks.moved(src_by=self._mirror.data_ptr())
-        else:
-            outside = self._blocks.src >= own * 4
-            self._blocks = self._blocks.moved(
-                src_by=np.where(outside, self._received.data_ptr() - own * 4, memory.weights.data_ptr())
-            )
+            source = self._mirror
+        at, own = source.data_ptr(), self._plan.own
+        if at not in self._bound:
+            blocks = self._plan.blocks
+            outside = (blocks.src >= own * 4) & (self._mirror is None)
+            self._bound[at] = blocks.moved(src_by=np.where(outside, self._received.data_ptr() - own * 4, at))
+        return self._bound[at]
 
     def pack(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
-        plan = self._plan
+        """``weights`` may be any memory that lasts as long as this object."""
+        plan, blocks = self._plan, self._blocks(weights)
         # Sections one by one on both sides: NCCL matches batches, not single messages.
         sent = [
             work
@@ -141,7 +154,7 @@ class _Packer:
                 work.wait()
             if self._mirror is not None:
                 self._fetch(weights, section)
-            self._blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
+            blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
             begin = end
             yield end
         for work in sent:

@@ -7,21 +7,17 @@ every adapter must step alone (contract C1), so each has a plain AdamW of its ow
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import nn
 
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.megatron_utils.arena import Range
 from areal_lora.engine.megatron_utils.gather import AdapterMemory
-from areal_lora.errors import AdapterError
 from areal_lora.types import ExpertLayout, StepStats
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def lr_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -84,7 +80,7 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
 
 
 class AdapterOptimizer:
-    """Moments, clock and learning rate of one adapter on one rank; its weights and gradients are `AdapterMemory`'s."""
+    """Clock and learning rate of one adapter on one rank; its weights, gradients and moments are `AdapterMemory`'s."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int, memory: AdapterMemory) -> None:
         self._config = config
@@ -98,6 +94,8 @@ class AdapterOptimizer:
             [self._weights], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
             weight_decay=config.weight_decay, foreach=True,
         )
+        # Adam would make moments of its own at the first step; it updates these in place instead.
+        self._adam.state[self._weights] = {"step": torch.tensor(0.0), **memory.moments}
 
     def step(self, denominator: float) -> StepStats:
         """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective."""
@@ -130,24 +128,7 @@ class AdapterOptimizer:
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Weights, moments and step count of this rank as flat tensors (clones)."""
-        moments = self._adam.state.get(self._weights, {})
-        return {
-            "step": torch.tensor([self.step_count], dtype=torch.int64),
-            "weight": self._weights.detach().clone(),
-            **{n: moments.get(n, torch.zeros_like(self._weights)).detach().clone() for n in MOMENTS},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of `state_dict` for the same layout and rank. Raises AdapterError for one of another."""
-        wrong = [n for n in ("weight", *MOMENTS) if n not in state or state[n].shape != self._weights.shape]
-        if wrong or "step" not in state:
-            raise AdapterError(f"the adapter's state does not fit this rank: {', '.join(wrong) or 'step'}")
-        self.step_count = int(state["step"])
-        with torch.no_grad():
-            self._weights.copy_(state["weight"])
-        self._adam.state[self._weights] = {
-            "step": torch.tensor(float(self.step_count)),
-            **{n: state[n].to(self._weights.device, copy=True) for n in MOMENTS},
-        }
+    def set_clock(self, step: int) -> None:
+        """Go on as after ``step`` steps, with what now lies in the adapter's weights and moments."""
+        self.step_count = step
+        self._adam.state[self._weights]["step"].fill_(float(step))

@@ -1,0 +1,169 @@
+"""What a checkpoint holds, as data: one rank's tensors, and the manifest that ties the files together.
+
+Tensors go by their wire names, so a checkpoint says nothing about how the trainer was sharded.
+A rank's file is plain safetensors with the names ``<part>/<wire name>``; `PARTS` are the parts.
+The base model is never in it (contract C11): the manifest names it by digest. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_lora.errors import CheckpointError
+from areal_lora.types import AdapterSpec
+
+FORMAT = 1
+MANIFEST_FILE = "manifest.json"
+PARTS = ("weight", "exp_avg", "exp_avg_sq")
+Named = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterState:
+    """The share of an adapter's training state that one rank owns, as copies on the host.
+
+    ``parts`` has one flat fp32 array per name of `PARTS`, in each the tensors of ``shapes`` (by wire
+    name) back to back in that order. ``step`` counts optimizer steps: Adam's clock and the LR's position.
+    """
+
+    step: int
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Named
+
+    def tensors(self) -> dict[str, dict[str, np.ndarray]]:
+        """Views: by part, then by wire name."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        places = list(zip(self.shapes.items(), accumulate([0, *sizes]), sizes, strict=False))
+        return {
+            part: {name: flat[at : at + size].reshape(shape) for (name, shape), at, size in places}
+            for part, flat in self.parts.items()
+        }
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of a checkpoint and what it must hold."""
+
+    name: str
+    nbytes: int
+    blake2b: str
+
+
+class RankRandom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """States of torch's random number generators on one trainer rank; ``device`` is empty on a CPU."""
+
+    host: bytes
+    device: bytes = b""
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an adapter's optimizer is, and what it was told: ``settings`` are `OptimizerConfig`'s values."""
+
+    step: int
+    total_steps: int
+    lr: float
+    settings: dict[str, float | str]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``manifest.json`` says of version ``version`` of one adapter.
+
+    ``layout`` is the parallel layout that wrote it, for people only. ``ledger`` is the controller's
+    snapshot once the step that made this version is consumed. ``accuracies`` are the held-out
+    accuracies known so far of versions that have a checkpoint. ``written_s`` is Unix time.
+    """
+
+    format: int = FORMAT
+    run: str
+    version: int
+    spec: AdapterSpec
+    base_digest: str
+    layout: dict[str, int]
+    clock: Clock
+    files: tuple[FileEntry, ...]
+    random: tuple[RankRandom, ...]
+    ledger: bytes
+    accuracies: dict[int, float]
+    written_s: float
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A flipped bit of the manifest itself must show, too."""
+
+    blake2b: str
+    manifest: msgspec.Raw
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Envelope(digest_of(body), msgspec.Raw(body)))
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Raises CheckpointError with the bare reason for anything that `encode_manifest` did not write."""
+    try:
+        envelope = msgspec.json.decode(data, type=_Envelope)
+        body = bytes(envelope.manifest)
+        if digest_of(body) != envelope.blake2b:
+            raise CheckpointError("the manifest is damaged: its checksum differs")
+        found = msgspec.json.decode(body).get("format")
+        if found != FORMAT:
+            raise CheckpointError(f"the manifest has format {found}, this version reads {FORMAT}")
+        return msgspec.json.decode(body, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise CheckpointError(f"the manifest cannot be read: {e}") from e
+
+
+def file_parts(state: AdapterState) -> list[bytes | memoryview]:
+    """The content of a rank's file, without a copy of the tensors: header, then one piece per part."""
+    header: dict[str, Any] = {}
+    at = 0
+    for part in PARTS:
+        for name, shape in state.shapes.items():
+            end = at + 4 * math.prod(shape)
+            header[f"{part}/{name}"] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
+            at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    # An empty array cannot be cast to bytes.
+    flats = [state.parts[part] for part in PARTS if state.parts[part].size]
+    return [len(text).to_bytes(8, "little") + text, *(f.data.cast("B") for f in flats)]
+
+
+def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
+    """The tensors of all ranks' files: by part, then by wire name. They are mapped, not read: pages come on use.
+
+    Raises CheckpointError for a file that is not what `file_parts` writes, or a tensor that two files hold.
+    """
+    found: dict[str, dict[str, np.ndarray]] = {part: {} for part in PARTS}
+    for path in paths:
+        with path.open("rb") as file:
+            # Writable and private: nobody writes, but torch warns of memory that is read-only.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        length = int.from_bytes(data[:8], "little")
+        try:
+            header = json.loads(data[8 : 8 + length])
+            for key, entry in header.items():
+                part, _, name = key.partition("/")
+                begin, end = entry["data_offsets"]
+                if name in found[part]:
+                    raise CheckpointError(f"{path}: {key} is in another file, too")
+                flat = np.frombuffer(data, dtype=np.float32, count=(end - begin) // 4, offset=8 + length + begin)
+                found[part][name] = flat.reshape(entry["shape"])
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(f"{path} is not a file of a checkpoint: {e!r}") from e
+    return found
