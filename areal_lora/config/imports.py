@@ -1,0 +1,117 @@
+"""User code named in a configuration: ``package.module:name`` or ``file.py:name``.
+
+Checked without running it: a module is searched for and its source parsed, never imported, so that a
+misspelt name is found before anything starts, on a machine that may lack what the code itself imports.
+`areal_lora.tasks.loading` imports it, in the process that uses it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from areal_lora.errors import ConfigError
+
+SPELLING = "write package.module:name or file.py:name"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPath:
+    """``file`` is set for ``file.py:name``, else ``module``."""
+
+    name: str
+    module: str = ""
+    file: Path | None = None
+
+
+def parse_import_path(text: str, config_key: str) -> ImportPath:
+    """Raises ConfigError for anything but the two spellings."""
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ConfigError(config_key, f"{text!r} names no object of a module or file", SPELLING)
+    if place.endswith(".py"):
+        return ImportPath(name=name, file=Path(place).expanduser())
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError(config_key, f"{place!r} is neither a module nor a .py file", SPELLING)
+    return ImportPath(name=name, module=place)
+
+
+def check_import_path(text: str, config_key: str) -> None:
+    """Find the module or file and the name in it without importing either. Raises ConfigError.
+
+    A name that only running the module can tell (``from x import *``, ``__getattr__``, a compiled
+    module) counts as there.
+    """
+    path = parse_import_path(text, config_key)
+    source = _file(path.file, config_key) if path.file is not None else _module_file(path.module, config_key)
+    if source is None:
+        return
+    try:
+        tree = ast.parse(source.read_bytes(), filename=str(source))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(config_key, f"{source} is not readable Python: {error}", "correct the file") from None
+    names = set(_bound_names(tree.body))
+    if path.name not in names and not names & {"*", "__getattr__"}:
+        close = difflib.get_close_matches(path.name, sorted(names), n=1)
+        fix = f"did you mean {close[0]}" if close else "define it there, or correct the name"
+        raise ConfigError(config_key, f"{source} defines no {path.name!r}", fix)
+
+
+def _file(path: Path, config_key: str) -> Path:
+    if not path.is_file():
+        raise ConfigError(config_key, f"there is no file {path}", "correct the path")
+    return path
+
+
+def _module_file(module: str, config_key: str) -> Path | None:
+    """The module's source; None where it is a compiled or frozen module. Parent packages are not imported."""
+    found: ModuleSpec | None = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
+        found = _find(name, None if found is None else found.submodule_search_locations)
+        if found is None:
+            raise ConfigError(
+                config_key, f"there is no module {name!r}",
+                "install it, put its folder on PYTHONPATH, start in its folder, or give file.py:name",
+            )  # fmt: skip
+        if found.submodule_search_locations is None and depth + 1 < len(parts):
+            raise ConfigError(config_key, f"{name!r} is a module, not a package with modules in it", SPELLING)
+    assert found is not None
+    if found.origin is None:
+        raise ConfigError(config_key, f"{module!r} is a folder without __init__.py", f"name a module in it: {SPELLING}")
+    return Path(found.origin) if found.origin.endswith(".py") else None
+
+
+def _find(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
+    if locations is not None:
+        return PathFinder.find_spec(name, locations)
+    # A top-level name: all finders, those of editable installs too; none of them imports the module.
+    if name in sys.modules and sys.modules[name].__spec__ is None:
+        return PathFinder.find_spec(name)
+    return importlib.util.find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])
+
+
+def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that a module's statements bind; those of branches, ``try`` and ``with`` too."""
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+                continue
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+                continue
+        for child in ast.walk(node):
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                yield child.id
+        for below in ("body", "orelse", "finalbody"):
+            yield from _bound_names(vars(node).get(below, ()))
+        for handler in vars(node).get("handlers", ()):
+            yield from _bound_names(handler.body)

@@ -1,0 +1,60 @@
+"""Import user code that a configuration names; `areal_lora.config.imports` has checked the name before."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from areal_lora.config.imports import parse_import_path
+from areal_lora.errors import ConfigError
+
+
+def load_import_path(text: str) -> Any:
+    """The object that ``package.module:name`` or ``file.py:name`` means.
+
+    Modules are searched for in the working folder, too, and a file's own folder can be imported from,
+    as that of a script; both after everything that is installed. Raises ConfigError.
+    """
+    path = parse_import_path(text, text)
+    try:
+        module = _load_file(path.file) if path.file is not None else _load_module(path.module)
+    except Exception as error:  # fault boundary: a user's module may fail in any way while it is imported
+        raise ConfigError(text, f"importing it fails: {type(error).__name__}: {error}", "correct the code") from error
+    try:
+        return getattr(module, path.name)  # not vars(): a module may make its names when they are asked for
+    except AttributeError:
+        raise ConfigError(text, f"the imported module has no {path.name!r}", "correct the name") from None
+
+
+def _load_module(name: str) -> ModuleType:
+    _search(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _load_file(file: Path) -> ModuleType:
+    file = file.resolve()
+    name = f"areal_lora_user_{file.stem}_{abs(hash(str(file))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    _search(str(file.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _search(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)
