@@ -67,6 +67,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     logprobs: int | None = None
     return_token_ids: bool = False
     seed: int | None = None
+    ignore_eos: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -116,12 +117,12 @@ class CompletionClient:
 
     async def sample(
         self, ref: AdapterRef, token_ids: list[int], *, n: int, max_tokens: int, temperature: float, top_p: float,
-        seed: int, deadline_s: float,
+        seed: int, deadline_s: float, ignore_eos: bool = False,
     ) -> list[Generation]:
         """``n`` sampled answers with per-token logprobs; raises GenerationFault."""
         request = CompletionRequest(
             model=str(ref), prompt=token_ids, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p,
-            logprobs=0, return_token_ids=True, seed=seed,
+            logprobs=0, return_token_ids=True, seed=seed, ignore_eos=ignore_eos,
         )
         completion = await self._post(ref, request, n, deadline_s)
         _served_ref(completion, ref)
