@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
 from areal_lora.errors import RolloutError
+from areal_lora.obs.faults import reached
 from areal_lora.obs.log import get_logger
 from areal_lora.rollout import messages as m
 from areal_lora.rollout.client import FaultKind, GenerationFault
@@ -63,17 +65,29 @@ class Controller:
         stop: asyncio.Event,
     ) -> None:
         self._adapters, self._router, self._seed, self._tasks, self._stop = adapters, router, seed, tasks, stop
+        self._birth = secrets.token_hex(8)
+        self._trainer = ""
+        self._evaluating: set[tuple[str, int, str]] = set()
+
+    @property
+    def _life(self) -> str:
+        """Of one controller in conversation with one trainer: requests of an earlier trainer are refused too."""
+        return f"{self._birth}:{self._trainer}"
 
     # ------------------------------------------------------------ requests
 
     async def handle(self, request: m.Request) -> m.Reply:
+        if isinstance(request, m.Hello):
+            return self._hello(request)
+        if request.life != self._life:
+            return m.NotGreeted()
         match request:
-            case m.Hello():
-                return self._hello(request)
             case m.AnnounceVersion():
                 return self._announce(request)
             case m.GetBatch():
                 return await self._get_batch(request)
+            case m.CommitStep():
+                return self._commit(request)
             case m.Evaluate():
                 return self._evaluate(request)
             case m.GetEvents():
@@ -93,9 +107,15 @@ class Controller:
     def _hello(self, request: m.Hello) -> m.Welcome:
         if request.protocol != m.PROTOCOL:
             raise RolloutError(f"trainer speaks protocol {request.protocol}, this controller {m.PROTOCOL}")
-        for runtime in self._adapters.values():
-            runtime.feed.hello()
-        return m.Welcome(adapters=tuple(self._adapters))
+        missing = self._adapters.keys() - request.versions.keys()
+        if missing:
+            raise RolloutError(f"the trainer says no version of {', '.join(sorted(missing))}")
+        resumed = request.trainer != self._trainer
+        self._trainer = request.trainer
+        for name, runtime in self._adapters.items():
+            runtime.feed.hello(request.versions[name], resumed=resumed)
+            runtime.notify()
+        return m.Welcome(adapters=tuple(self._adapters), life=self._life)
 
     def _announce(self, request: m.AnnounceVersion) -> m.Done:
         runtime = self._adapter(request.adapter)
@@ -106,20 +126,31 @@ class Controller:
         self._router.announce(ref, request.servers, request.lost)
         self._admit(runtime)
         runtime.notify()
+        reached("controller.announced")
         return m.Done()
 
-    async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.NotReady:
+    def _commit(self, request: m.CommitStep) -> m.Done:
+        reached("controller.commit_received")
+        self._adapter(request.adapter).feed.commit(request.step)
+        reached("controller.committed")
+        return m.Done()
+
+    async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.NotReady | m.NotGreeted:
         runtime = self._adapter(request.adapter)
         feed = runtime.feed
         lease: Lease | None = None
 
         def take() -> bool:
             nonlocal lease
+            if request.life != self._life:
+                return True  # the trainer that asked is gone
             lease = feed.take(request.step, request.version)
             self._admit(runtime)
             return lease is not None
 
         await self._wait(runtime, take, request.timeout_s)
+        if request.life != self._life:
+            return m.NotGreeted()
         stats = feed.stats()
         if lease is None:
             return m.NotReady(
@@ -129,11 +160,16 @@ class Controller:
         return m.Batch(
             adapter=request.adapter, step=request.step, groups=lease.groups, stats=stats,
             samples=_examples(lease), events=self._drain_events(runtime),
+            snapshot=feed.snapshot(),
         )
 
     def _evaluate(self, request: m.Evaluate) -> m.Done:
         runtime = self._adapter(request.adapter)
         ref = AdapterRef(name=request.adapter, version=request.version)
+        key = (request.adapter, request.version, request.tag)
+        if key in self._evaluating:
+            return m.Done()
+        self._evaluating.add(key)
 
         async def evaluate() -> None:
             # The trainer may ask before its publish in the background has been announced.
@@ -141,6 +177,7 @@ class Controller:
                 await runtime.changed.wait()
             result = await runtime.evaluator.run(ref, request.tag)
             log.info("evaluation %s of %s: %s", result.tag, ref, result.error or f"{result.accuracy:.3f} of {result.n}")
+            self._evaluating.discard(key)
             runtime.events.append(result)
             runtime.notify()
 

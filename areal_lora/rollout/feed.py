@@ -3,7 +3,7 @@
 Pure and synchronous: no sockets, no tasks, a clock that is passed in. The controller drives it
 from real requests, the property test from a simulation.
 
-    prompts -> admit -> begin -> finish -> take -> (next take commits)
+    prompts -> admit -> begin -> finish -> take -> commit
                  ^        ^ retry |           |
                  |________________|___________|  dropped as stale: the prompt is issued again
 """
@@ -91,7 +91,7 @@ class AdapterFeed:
         self._again: deque[tuple[Prompt, int]] = deque()
         self._running: dict[int, Ticket] = {}
         self._ready: dict[int, Finished] = {}
-        self._lease: Lease | None = None
+        self._leases: dict[int, Lease] = {}
         self._retried: Counter[str] = Counter()
         self._staleness: Counter[int] = Counter()
         self._lost_in_a_row = 0
@@ -103,9 +103,19 @@ class AdapterFeed:
 
     # ------------------------------------------------------------ versions
 
-    def hello(self) -> None:
-        """A trainer (re)starts: issue nothing until it announces where it stands."""
+    def hello(self, version: int, *, resumed: bool) -> None:
+        """A trainer consumes next at ``version``; nothing is issued until it announces one.
+
+        ``resumed``: it has loaded that version, so earlier steps are consumed and later ones undone.
+        """
         self._newest = None
+        if resumed:
+            self.commit(version - 1)
+            for lease in self._leases.values():
+                for finished in lease.finished:
+                    self._ledger.unlease(finished.ticket.seq)
+                    self._ready[finished.ticket.seq] = finished
+            self._leases.clear()
 
     def announce(self, version: int) -> None:
         """``version`` is active on the servers; the first one after :meth:`hello` is the next to consume at."""
@@ -205,16 +215,15 @@ class AdapterFeed:
     def take(self, step: int, version: int) -> Lease | None:
         """The groups of ``step``, or None while fewer than a batch are ready.
 
-        Steps before ``step`` count as committed. The step served last is served again
-        unchanged. Raises StalenessError if a group beyond the budget would be handed over.
+        A step that is not committed is served again unchanged. Raises StalenessError if a group
+        beyond the budget would be handed over.
         """
-        lease = self._lease
-        if lease is not None and step < lease.step:
-            raise RolloutError(f"{self.name}: step {step} asked after step {lease.step}, which commits it")
-        if lease is not None and step == lease.step:
+        lease = self._leases.get(step)
+        if lease is not None:
             self._assert_fresh(lease.finished, version)
             return lease
-        self._commit()
+        if self._leases and step < max(self._leases):
+            raise RolloutError(f"{self.name}: step {step} asked after step {max(self._leases)}")
         self._consume_next_at(version)
         needed = self.budget.prompts_per_step
         if len(self._ready) < needed:
@@ -224,16 +233,19 @@ class AdapterFeed:
         for finished in chosen:
             self._ledger.lease(finished.ticket.seq, step)
             self._staleness[version - finished.oldest] += 1
-        self._lease = Lease(step=step, version=version, finished=chosen)
+        lease = self._leases[step] = Lease(step=step, version=version, finished=chosen)
         self._consume_next_at(version + 1)
-        self._ledger.check(len(self._running) + len(self._ready) + needed)
-        return self._lease
+        self._ledger.check(len(self._running) + len(self._ready) + self._leased)
+        return lease
 
-    def _commit(self) -> None:
-        if self._lease is not None:
-            for finished in self._lease.finished:
+    def commit(self, step: int) -> None:
+        """``step`` and all steps before it are in a durable checkpoint. Idempotent."""
+        for leased in [leased for leased in self._leases if leased <= step]:
+            for finished in self._leases.pop(leased).finished:
                 self._ledger.consume(finished.ticket.seq)
-            self._lease = None
+
+    def snapshot(self) -> bytes:
+        return b""
 
     def _assert_fresh(self, chosen: tuple[Finished, ...], version: int) -> None:
         for finished in chosen:
@@ -272,7 +284,11 @@ class AdapterFeed:
     # ------------------------------------------------------------ counting
 
     def _leased_for(self, version: int) -> int:
-        return len(self._lease.finished) if self._lease is not None and self._lease.version >= version else 0
+        return sum(len(lease.finished) for lease in self._leases.values() if lease.version >= version)
+
+    @property
+    def _leased(self) -> int:
+        return sum(len(lease.finished) for lease in self._leases.values())
 
     def _forget_running(self, ticket: Ticket) -> None:
         del self._running[ticket.seq]

@@ -33,7 +33,7 @@ _ALLOWED: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.ISSUED: frozenset({GroupState.RUNNING, GroupState.DROPPED}),
     GroupState.RUNNING: frozenset({GroupState.ISSUED, GroupState.DONE, GroupState.DROPPED}),
     GroupState.DONE: frozenset({GroupState.LEASED, GroupState.DROPPED}),
-    GroupState.LEASED: frozenset({GroupState.CONSUMED, GroupState.DROPPED}),
+    GroupState.LEASED: frozenset({GroupState.DONE, GroupState.CONSUMED, GroupState.DROPPED}),
     GroupState.CONSUMED: frozenset(),
     GroupState.DROPPED: frozenset(),
 }
@@ -63,6 +63,7 @@ class Ledger(Protocol):
     def requeue(self, seq: int) -> None: ...
     def finish(self, seq: int) -> None: ...
     def lease(self, seq: int, step: int) -> None: ...
+    def unlease(self, seq: int) -> None: ...
     def consume(self, seq: int) -> None: ...
     def drop(self, seq: int, reason: str) -> None: ...
     def counts(self) -> Mapping[GroupState, int]: ...
@@ -100,6 +101,9 @@ class MemoryLedger:
 
     def lease(self, seq: int, step: int) -> None:
         self._move(seq, GroupState.LEASED).step = step
+
+    def unlease(self, seq: int) -> None:
+        self._move(seq, GroupState.DONE)
 
     def consume(self, seq: int) -> None:
         self._move(seq, GroupState.CONSUMED)

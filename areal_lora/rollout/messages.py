@@ -13,7 +13,7 @@ import msgspec
 
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -24,16 +24,31 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """A trainer (re)starts: nothing is issued until it announces a version. Reply: Welcome."""
+    """Opens a conversation. Reply: Welcome, whose ``life`` every later request carries.
 
+    ``versions`` are by adapter the next version to consume at. A ``trainer`` (random, one per process)
+    not seen before has loaded them from its checkpoints: what was consumed or leased at or after
+    them is undone. One that is known greets a controller that was restarted: nothing is undone.
+    ``snapshots`` are the newest the trainer holds (``Batch.snapshot``), for a controller whose ledger is lost.
+    """
+
+    trainer: str
+    versions: dict[str, int]
+    snapshots: dict[str, bytes]
     protocol: int = PROTOCOL
 
 
-class AnnounceVersion(Message, frozen=True):
+class Addressed(Message, frozen=True):
+    """Base of all requests but Hello. Reply to a ``life`` that is over: NotGreeted."""
+
+    life: str = ""
+
+
+class AnnounceVersion(Addressed, frozen=True, kw_only=True):
     """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Done.
 
-    ``lost`` are servers given up since the last announcement. The first announcement also names
-    the next step; the newest version may be announced again, with other servers.
+    ``lost`` are servers given up since the last announcement. The newest version may be announced
+    again, with other servers.
     """
 
     adapter: str
@@ -42,11 +57,10 @@ class AnnounceVersion(Message, frozen=True):
     lost: tuple[str, ...] = ()
 
 
-class GetBatch(Message, frozen=True):
+class GetBatch(Addressed, frozen=True, kw_only=True):
     """Long poll for the groups of ``step``, consumed at ``version``. Reply: Batch or NotReady.
 
-    Asking for step s says that every step before s is committed. Asking again for the step
-    served last gives the same batch.
+    Asking again for a step that is not committed gives the same batch.
     """
 
     adapter: str
@@ -55,28 +69,35 @@ class GetBatch(Message, frozen=True):
     timeout_s: float
 
 
-class Evaluate(Message, frozen=True):
-    """Start a greedy evaluation of ``adapter@v{version}`` in the background. Reply: Done."""
+class CommitStep(Addressed, frozen=True, kw_only=True):
+    """A checkpoint that contains ``step`` and all steps before it is durable. Idempotent. Reply: Done."""
+
+    adapter: str
+    step: int
+
+
+class Evaluate(Addressed, frozen=True, kw_only=True):
+    """Start a greedy evaluation of ``adapter@v{version}`` in the background, unless it runs already. Reply: Done."""
 
     adapter: str
     version: int
     tag: str
 
 
-class GetEvents(Message, frozen=True):
+class GetEvents(Addressed, frozen=True, kw_only=True):
     """Long poll for evaluation results not yet delivered. Reply: Events (empty after ``timeout_s``)."""
 
     adapter: str
     timeout_s: float = 0.0
 
 
-class GetStats(Message, frozen=True):
+class GetStats(Addressed, frozen=True, kw_only=True):
     """Reply: Stats."""
 
     adapter: str
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(Addressed, frozen=True, kw_only=True):
     """End the controller. Reply: Done."""
 
 
@@ -84,8 +105,15 @@ class Shutdown(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
+    """``life`` is this controller's, in conversation with this trainer."""
+
     adapters: tuple[str, ...]
+    life: str
     protocol: int = PROTOCOL
+
+
+class NotGreeted(Message, frozen=True):
+    """The request carries another life: the controller was restarted, or another trainer has greeted it."""
 
 
 class Done(Message, frozen=True):
@@ -142,7 +170,10 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(Message, frozen=True):
-    """The groups of one step, oldest issue first; ``events`` are evaluation results not yet delivered."""
+    """The groups of one step, oldest issue first; ``events`` are evaluation results not yet delivered.
+
+    ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
+    """
 
     adapter: str
     step: int
@@ -150,6 +181,7 @@ class Batch(Message, frozen=True):
     stats: Stats
     samples: tuple[RolloutSample, ...]
     events: tuple[EvalResult, ...]
+    snapshot: bytes
 
 
 class NotReady(Message, frozen=True):
@@ -166,8 +198,9 @@ class Events(Message, frozen=True):
     events: tuple[EvalResult, ...]
 
 
-Request: TypeAlias = Hello | AnnounceVersion | GetBatch | Evaluate | GetEvents | GetStats | Shutdown
-Reply: TypeAlias = Welcome | Done | Failed | Stats | Batch | NotReady | Events
+ToThisLife: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | GetEvents | GetStats | Shutdown
+Request: TypeAlias = Hello | ToThisLife
+Reply: TypeAlias = Welcome | NotGreeted | Done | Failed | Stats | Batch | NotReady | Events
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -1,75 +1,76 @@
-"""The trainer's side of the control socket: blocking calls, one socket per calling thread.
+"""The trainer's side of the control socket: blocking calls, one connection per calling thread.
 
 The publisher announces versions from its own thread while the training loop waits for a
 batch, so no two threads share a socket and no call waits for another.
+
+A controller that is away is waited for. One that was restarted knows nothing of this trainer: it
+answers ``NotGreeted``, is told again what it has to know (the greeting, the newest announcements,
+the evaluations it still owes), and the request is repeated. All requests are idempotent.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from areal_lora.config.rendezvous import Endpoint, zmq_curve_keys
+from areal_lora.config.rendezvous import Endpoint
 from areal_lora.errors import RolloutError
 from areal_lora.obs.log import get_logger
 from areal_lora.rollout import messages as m
-from areal_lora.rollout.control import CLIENT_ROLE, SERVER_ROLE
+from areal_lora.rollout.connection import LOOK_S, Connection, ConnectionLost
 from areal_lora.types import AdapterRef
 
 POLL_S = 10.0  # length of one long poll, and the rhythm of the waiting lines
 SHORT_POLL_S = 1.0  # of batches, where something else may have to be done meanwhile
 ANSWER_S = 30.0  # what a live controller may need beyond a long poll
+CONTROLLER_WAIT_S = 300.0  # how long a controller may be away
+MAX_REFUSALS = 3  # handshakes in a row; one may be a controller that died in the middle of it
 
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 log = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _Line:
-    """One thread's connection. ``ready`` once the CURVE handshake has succeeded."""
-
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    next_id: int = 0
-    ready: bool = False
-
-
 class _Local(threading.local):
-    line: _Line | None = None
+    connection: Connection | None = None
 
 
 class RolloutClient:
-    """Talks to the controller at ``endpoint``; all methods may be called from any thread.
+    """Talks to the controller that ``find_endpoint`` names (None: there is none now).
 
-    Every method raises RolloutError if the controller refuses the request, does not answer, or
-    does not accept the run secret.
+    All methods may be called from any thread, ``hello`` first. Every method raises RolloutError if
+    the controller refuses the request, stays away for ``CONTROLLER_WAIT_S``, or does not accept the
+    run secret.
     """
 
-    def __init__(self, endpoint: Endpoint, secret: str) -> None:
-        self._address = f"tcp://{endpoint.host}:{endpoint.ports['control']}"
-        self._server_key, _ = zmq_curve_keys(secret, SERVER_ROLE)
-        self._keys = zmq_curve_keys(secret, CLIENT_ROLE)
+    def __init__(self, find_endpoint: Callable[[], Endpoint | None], secret: str) -> None:
+        self.adapters: tuple[str, ...] = ()
+        self._find_endpoint, self._secret = find_endpoint, secret
         self._context = zmq.Context()
         self._local = _Local()
-        self._lines: list[_Line] = []
-        self._events: list[m.EvalResult] = []
+        self._connections: list[Connection] = []
         self._lock = threading.Lock()
-        try:
-            self.adapters: tuple[str, ...] = self._ask(m.Hello(), m.Welcome).adapters
-        except RolloutError:
-            self.close()
-            raise
+        self._greeting = threading.Lock()
+        self._trainer = secrets.token_hex(8)
+        self._life = ""
+        self._events: list[m.EvalResult] = []
+        # What a restarted controller has to be told.
+        self._versions: dict[str, int] = {}
+        self._snapshots: dict[str, bytes] = {}
+        self._announced: dict[str, m.AnnounceVersion] = {}
+        self._owed: dict[tuple[str, int, str], m.Evaluate] = {}
+
+    def hello(self, versions: Mapping[str, int], snapshots: Mapping[str, bytes]) -> None:
+        """Say which version of each adapter has been loaded, with the ledger snapshots of its checkpoint.
+
+        What the controller has of later versions is undone. Once per process.
+        """
+        self._versions, self._snapshots = dict(versions), dict(snapshots)
+        self._greet("")
 
     def announce(self, ref: AdapterRef, servers: Mapping[str, str], lost: Sequence[str] = ()) -> None:
         """``ref`` is active on ``servers`` (data-plane URL by name) and nowhere else: new groups are sampled with it.
@@ -77,7 +78,14 @@ class RolloutClient:
         ``lost`` were given up since the last announcement.
         """
         request = m.AnnounceVersion(adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost))
+        with self._lock:
+            # To a new controller nothing is lost: it knows of no server.
+            self._announced[ref.name] = msgspec.structs.replace(request, lost=())
         self._ask(request, m.Done)
+
+    def commit(self, adapter: str, step: int) -> None:
+        """A checkpoint that contains ``step`` and all steps before it is durable."""
+        self._ask(m.CommitStep(adapter=adapter, step=step), m.Done)
 
     def next_batch(self, adapter: str, *, step: int, version: int) -> m.Batch:
         """Block until the groups of ``step`` are ready, saying every 10 s what is missing."""
@@ -100,6 +108,8 @@ class RolloutClient:
             reply: m.Batch | m.NotReady = self._ask(request, m.Batch, m.NotReady, wait_s=SHORT_POLL_S)
             if isinstance(reply, m.Batch):
                 self._keep(reply.events)
+                with self._lock:
+                    self._versions[adapter], self._snapshots[adapter] = version + 1, reply.snapshot
                 return msgspec.structs.replace(reply, events=self._give_out(lambda _: True))
             if interrupted():
                 return None
@@ -114,7 +124,10 @@ class RolloutClient:
 
     def request_eval(self, ref: AdapterRef, tag: str) -> None:
         """Start a greedy evaluation as soon as ``ref`` is announced; rollouts go on meanwhile."""
-        self._ask(m.Evaluate(adapter=ref.name, version=ref.version, tag=tag), m.Done)
+        request = m.Evaluate(adapter=ref.name, version=ref.version, tag=tag)
+        with self._lock:
+            self._owed[ref.name, ref.version, tag] = request
+        self._ask(request, m.Done)
 
     def wait_eval(self, ref: AdapterRef, tag: str) -> m.EvalResult:
         """Block until that evaluation is over; look at ``error`` before ``accuracy``.
@@ -146,17 +159,16 @@ class RolloutClient:
 
     def close(self) -> None:
         """Close all connections. No other thread may be inside a method."""
-        for line in self._lines:
-            line.socket.disable_monitor()
-            line.monitor.close(linger=0)
-            line.socket.close(linger=0)
+        for connection in self._connections:
+            connection.close()
         self._context.term()
 
     # ------------------------------------------------------------ evaluation results
 
     def _keep(self, events: tuple[m.EvalResult, ...]) -> None:
+        """Only what was asked for and is not here yet: a restarted controller may have been asked again."""
         with self._lock:
-            self._events.extend(events)
+            self._events.extend(e for e in events if self._owed.pop((e.adapter, e.version, e.tag), None))
 
     def _give_out(self, wanted: Callable[[m.EvalResult], bool]) -> tuple[m.EvalResult, ...]:
         with self._lock:
@@ -166,58 +178,95 @@ class RolloutClient:
 
     # ------------------------------------------------------------ request and reply
 
-    def _ask(self, request: m.Request, *expected: type[Any], wait_s: float = 0.0) -> Any:
-        line = self._line()
-        line.next_id += 1
-        request_id = line.next_id.to_bytes(8, "little")
-        line.socket.send_multipart([request_id, m.encode(request)])
-        reply = m.decode_reply(self._receive(line, request_id, type(request).__name__, wait_s + ANSWER_S))
-        if isinstance(reply, m.Failed):
-            raise RolloutError(f"the controller refused {type(request).__name__}: {reply.reason}")
+    def _ask(self, request: m.ToThisLife, *expected: type[Any], wait_s: float = 0.0) -> Any:
+        if not self._versions:
+            raise RolloutError(f"{type(request).__name__} before hello()")
+        while True:
+            life = self._life
+            reply = self._exchange(msgspec.structs.replace(request, life=life), wait_s)
+            if not isinstance(reply, m.NotGreeted):
+                break
+            self._greet(life)
         if not isinstance(reply, expected):
             raise RolloutError(f"the controller answered {type(request).__name__} with {type(reply).__name__}")
         return reply
 
-    def _receive(self, line: _Line, request_id: bytes, what: str, timeout_s: float) -> bytes:
-        deadline_s = time.monotonic() + timeout_s
-        poller = zmq.Poller()
-        poller.register(line.socket, zmq.POLLIN)
-        poller.register(line.monitor, zmq.POLLIN)
-        while (remaining_s := deadline_s - time.monotonic()) > 0:
-            readable = dict(poller.poll(int(remaining_s * 1000) + 1))
-            if line.monitor in readable:
-                self._watch_handshake(line)
-            if line.socket in readable:
-                answered_id, payload = line.socket.recv_multipart()
-                if answered_id == request_id:  # else: late answer to a request that was given up
-                    return payload
-        raise RolloutError(
-            f"the rollout controller at {self._address} did not answer {what} within {timeout_s:.0f} s "
-            "(fix: see logs/controller-0.log)"
-        )
+    def _greet(self, old_life: str) -> None:
+        """Start a conversation, unless another thread has done so since ``old_life`` ended."""
+        with self._greeting:
+            while self._life == old_life:
+                with self._lock:
+                    hello = m.Hello(
+                        trainer=self._trainer, versions=dict(self._versions), snapshots=dict(self._snapshots)
+                    )
+                    reminders: list[m.ToThisLife] = [*self._announced.values(), *self._owed.values()]
+                welcome = self._exchange(hello, 0.0)
+                if not isinstance(welcome, m.Welcome):
+                    raise RolloutError(f"the controller answered Hello with {type(welcome).__name__}")
+                if old_life:
+                    log.warning("the rollout controller was restarted: greeted it again")
+                replies = [
+                    self._exchange(msgspec.structs.replace(request, life=welcome.life), 0.0) for request in reminders
+                ]
+                if not any(isinstance(reply, m.NotGreeted) for reply in replies):
+                    self.adapters, self._life = welcome.adapters, welcome.life
 
-    def _watch_handshake(self, line: _Line) -> None:
-        """A wrong key never becomes an answer, so the handshake's end is what tells."""
-        event = recv_monitor_message(line.monitor)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            line.ready = True
-        elif event & _REFUSED or (event == zmq.EVENT_DISCONNECTED and not line.ready):
+    def _exchange(self, request: m.Request, wait_s: float) -> m.Reply:
+        """One request and its reply, over as many connections as it takes; ``wait_s`` the controller may wait."""
+        what, payload = type(request).__name__, m.encode(request)
+        start = time.monotonic()
+        remind_at, refusals, problem = start + POLL_S, 0, "it has not published its port"
+        while True:
+            endpoint = self._find_endpoint()
+            if endpoint is not None:
+                try:
+                    connection = self._connection(endpoint)
+                    reply = connection.exchange(payload, wait_s + ANSWER_S, self._find_endpoint)
+                    break
+                except ConnectionLost as lost:
+                    self._drop_connection()
+                    problem = lost.reason
+                    refusals = refusals + 1 if lost.refused else 0
+            self._check_patience(what, problem, refusals, time.monotonic() - start - wait_s)
+            if time.monotonic() >= remind_at:
+                remind_at = time.monotonic() + POLL_S
+                log.info(
+                    "waiting for the rollout controller since %.0f s to ask for %s: %s",
+                    time.monotonic() - start, what, problem,
+                )
+            time.sleep(LOOK_S)
+        decoded = m.decode_reply(reply)
+        if isinstance(decoded, m.Failed):
+            raise RolloutError(f"the controller refused {what}: {decoded.reason}")
+        return decoded
+
+    def _check_patience(self, what: str, problem: str, refusals: int, waited_s: float) -> None:
+        if refusals >= MAX_REFUSALS:
             raise RolloutError(
-                f"the rollout controller at {self._address} refused the handshake: it has another run secret "
+                f"the rollout controller at {problem}: it has another run secret "
                 "(fix: start trainer and controller with the same run folder)"
             )
-
-    def _line(self) -> _Line:
-        line = self._local.line
-        if line is None:
-            socket = self._context.socket(zmq.DEALER)
-            socket.curve_serverkey = self._server_key
-            socket.curve_publickey, socket.curve_secretkey = self._keys
-            monitor = socket.get_monitor_socket(
-                _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        if waited_s > CONTROLLER_WAIT_S:
+            raise RolloutError(
+                f"the rollout controller was not there for {what} for {waited_s:.0f} s: {problem} "
+                "(fix: see logs/controller-0.log)"
             )
-            socket.connect(self._address)
-            line = self._local.line = _Line(socket, monitor)
+
+    def _connection(self, endpoint: Endpoint) -> Connection:
+        connection = self._local.connection
+        if connection is not None and connection.endpoint != endpoint:
+            self._drop_connection()
+            connection = None
+        if connection is None:
+            connection = self._local.connection = Connection(self._context, endpoint, self._secret)
             with self._lock:
-                self._lines.append(line)
-        return line
+                self._connections.append(connection)
+        return connection
+
+    def _drop_connection(self) -> None:
+        connection = self._local.connection
+        if connection is not None:
+            self._local.connection = None
+            with self._lock:
+                self._connections.remove(connection)
+            connection.close()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import reachable_host, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import reachable_host, read_endpoint, read_secret, wait_endpoint
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.obs.log import set_status
 from areal_lora.platforms.device import platform_of
@@ -41,6 +41,8 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
         warm_start(engine, tenant, config.run.seed)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     client = _controller(run_folder) if rank == 0 else None
+    if client:
+        client.hello({tenant.name: tenant.version for tenant in tenants}, {})
     recorder = Recorder(config, run_folder, client, started_s) if client else None
     publisher = Publisher(
         run=config.run.name, config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
@@ -57,8 +59,8 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
 
 
 def _controller(run_folder: Path) -> RolloutClient:
-    endpoint = wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
-    return RolloutClient(endpoint, read_secret(run_folder))
+    wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
+    return RolloutClient(lambda: read_endpoint(run_folder, "controller", 0), read_secret(run_folder))
 
 
 def _coordinator(config: Config, run_folder: Path, client: RolloutClient) -> Coordinator:

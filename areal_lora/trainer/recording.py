@@ -96,7 +96,8 @@ class Recorder:
     def step(
         self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans
     ) -> None:
-        """Write the record of a step that has just been taken (``tenant.version`` is the new version)."""
+        """Commit a step that has just been taken (``tenant.version`` is the new version) and write its record."""
+        self._client.commit(tenant.name, tenant.version - 1)
         self.beat()
         stats = self._stats
         now = time.monotonic()

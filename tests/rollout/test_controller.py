@@ -73,7 +73,9 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         work = serve(made, tmp_path, data, stop)
         ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
         endpoint = wait_endpoint(tmp_path, "controller", 0, 20, lambda: not ended.done())
-        started.append(Running(RolloutClient(endpoint, read_secret(tmp_path)), endpoint, servers, ended))
+        client = RolloutClient(lambda: endpoint, read_secret(tmp_path))
+        client.hello({NAME: 0}, {})
+        started.append(Running(client, endpoint, servers, ended))
         return started[-1]
 
     yield start
@@ -153,7 +155,7 @@ def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running
     run = controller(FakeServer())
     start = time.monotonic()
     with pytest.raises(RolloutError, match="another run secret"):
-        RolloutClient(run.endpoint, "0" * 64)
+        RolloutClient(lambda: run.endpoint, "0" * 64).hello({NAME: 0}, {})
     assert time.monotonic() - start < 5
     run.activate(0)
     assert run.batch(0).groups

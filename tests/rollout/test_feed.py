@@ -30,7 +30,8 @@ def test_oldest_issue_first_and_the_rest_waits() -> None:
     later = made.take(1, 1)
     assert later is not None
     assert [g.uid for g in later.groups] == [t.prompt.uid for t in tickets[2:4]]
-    assert made.stats().consumed == 2  # asking for step 1 committed step 0
+    made.commit(0)
+    assert made.stats().consumed == 2
     with pytest.raises(RolloutError, match="step 0 asked after step 1"):
         made.take(0, 0)
 
@@ -61,7 +62,7 @@ def test_a_prompt_is_issued_at_most_so_many_times() -> None:
     made.announce(0)
     doomed = admit_all(made)[0].prompt.uid
     for version in range(1, MAX_ISSUES + 3):
-        made.hello()  # a trainer restart elsewhere makes everything under way too old
+        made.hello(version, resumed=True)  # a trainer restart elsewhere makes everything under way too old
         made.announce(version)
         admit_all(made)
     reasons = [row.reason for row in ledger.rows if row.uid == doomed]
@@ -84,7 +85,7 @@ def test_groups_of_a_lost_future_are_not_trained_on() -> None:
     made.announce(2)
     tickets = admit_all(made)
     made.finish(tickets[0], episode(tickets[0].prompt, 2))
-    made.hello()
+    made.hello(1, resumed=True)
     assert made.admit() is None
     made.announce(1)
     assert ledger.drop_reasons() == {"from_the_future": 6}

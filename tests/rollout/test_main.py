@@ -44,7 +44,8 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
     try:
         assert fake.stdout is not None
         endpoint = wait_endpoint(tmp_path, "controller", 0, 120, lambda: process.poll() is None)
-        client = RolloutClient(endpoint, read_secret(tmp_path))
+        client = RolloutClient(lambda: endpoint, read_secret(tmp_path))
+        client.hello({NAME: 0}, {})
         url = f"http://127.0.0.1:{int(fake.stdout.readline())}"
         client.announce(AdapterRef(name=NAME, version=0), {"server-0": url})
         assert len(client.next_batch(NAME, step=0, version=0).groups) == 4

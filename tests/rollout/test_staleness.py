@@ -77,6 +77,7 @@ class Simulation:
             if what == "trained":
                 # The announcement comes later than the next step's request for a batch.
                 waiting = True
+                made.commit(step - 1)
                 at(rng.uniform(0.0, 0.5), "published")
             elif what == "published":
                 version += 1

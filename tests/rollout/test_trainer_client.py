@@ -39,7 +39,7 @@ def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
 
     def make(handler: Handler) -> RolloutClient:
         async def welcoming(request: m.Request) -> m.Reply:
-            return m.Welcome(adapters=(NAME,)) if isinstance(request, m.Hello) else await handler(request)
+            return m.Welcome(adapters=(NAME,), life="1") if isinstance(request, m.Hello) else await handler(request)
 
         async def serve() -> None:
             async with asyncio.TaskGroup() as group:
@@ -50,7 +50,9 @@ def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
 
         sockets.append(asyncio.run_coroutine_threadsafe(bind(), loop).result(5))
         tasks.append(asyncio.run_coroutine_threadsafe(serve(), loop))
-        clients.append(RolloutClient(Endpoint(host="127.0.0.1", ports={"control": sockets[0].port}, pid=0), SECRET))
+        endpoint = Endpoint(host="127.0.0.1", ports={"control": sockets[0].port}, pid=0)
+        clients.append(RolloutClient(lambda: endpoint, SECRET))
+        clients[-1].hello({NAME: 0}, {})
         return clients[-1]
 
     async def close() -> None:
@@ -72,10 +74,15 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClie
     groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
 
     async def handler(request: m.Request) -> m.Reply:
-        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.SHORT_POLL_S)
-        return m.Batch(adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), events=(result(3, "during"),))
+        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.SHORT_POLL_S, life="1")
+        return m.Batch(
+            adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s",
+            events=(result(3, "during"),),
+        )
 
-    batch = connect(handler).next_batch(NAME, step=4, version=4)
+    client = connect(handler)
+    client._owed[NAME, 3, "during"] = m.Evaluate(adapter=NAME, version=3, tag="during")
+    batch = client.next_batch(NAME, step=4, version=4)
     assert batch.groups == groups
     assert batch.stats == STATS
     assert batch.events == (result(3, "during"),)
@@ -92,7 +99,7 @@ def test_waiting_is_said_and_ends(
         asked += 1
         if asked < 3:
             return m.NotReady(ready=40, needed=64, running=90, dropped=1, note="connection: refused")
-        return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=())
+        return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
 
     with caplog.at_level(logging.INFO, "areal_lora"):
         connect(handler).next_batch(NAME, step=12, version=12)
@@ -122,6 +129,8 @@ def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], RolloutC
     client = connect(handler)
     ref = AdapterRef(name=NAME, version=2)
     client.request_eval(ref, "after")
+    for version in (1, 3):
+        client.request_eval(AdapterRef(name=NAME, version=version), "during")
     assert client.wait_eval(ref, "after") == result(2, "after")
     assert client.poll_evals(NAME) == (result(1, "during"), result(3, "during"))
 
@@ -146,7 +155,8 @@ def test_a_silent_controller_is_an_error(
 
     client = connect(handler)
     monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
-    with pytest.raises(RolloutError, match="did not answer GetStats within 0 s"):
+    monkeypatch.setattr(trainer_client, "CONTROLLER_WAIT_S", 0.3)
+    with pytest.raises(RolloutError, match=r"not there for GetStats .* did not answer within 0 s"):
         client.stats(NAME)
     monkeypatch.setattr(trainer_client, "ANSWER_S", 5.0)
     client.announce(AdapterRef(name=NAME, version=0), {})  # the late answer is not taken for this one's
@@ -160,7 +170,7 @@ def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler]
             released.set()
             return m.Done()
         await asyncio.wait_for(released.wait(), 5)
-        return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=())
+        return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
 
     client = connect(handler)
     timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0), {}])
