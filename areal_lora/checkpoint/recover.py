@@ -1,0 +1,220 @@
+"""Finding the checkpoint that a run goes on from. Reading and judging only; no torch.
+
+The newest checkpoint that is whole decides. Whole is: the manifest's own checksum is right, and
+every file it names is there with its size and checksum. A newer one that is not is named with the
+reason, and never passed over in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_lora.checkpoint.files import CHUNK_BYTES, Disk
+from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest
+from areal_lora.checkpoint.store import (
+    BROKEN_PREFIX,
+    FOLDER,
+    NEWEST_FILE,
+    adapter_folder,
+    leftovers_in,
+    version_folder,
+    versions_in,
+)
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.errors import CheckpointError, ConfigError
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.digests import base_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """A checkpoint, or what should be one, that cannot be used."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint that is whole."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.manifest.files)
+
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.manifest.written_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterResume:
+    """How one adapter goes on: from ``newest``, or from the beginning (None) if nothing was ever written.
+
+    ``broken`` are those newer than it, newest first; ``leftovers`` were being written when a process died.
+    """
+
+    adapter: str
+    newest: Found | None
+    broken: tuple[Broken, ...] = ()
+    leftovers: tuple[Path, ...] = ()
+
+    @property
+    def ref(self) -> AdapterRef:
+        return AdapterRef(name=self.adapter, version=self.newest.manifest.version if self.newest else 0)
+
+    @property
+    def lost(self) -> bool:
+        """Checkpoints were written and none can be used: going on would silently begin anew."""
+        return self.newest is None and bool(self.broken)
+
+    def lines(self) -> Iterator[str]:
+        """One line per broken checkpoint, for logs and people."""
+        instead = f"{self.newest.path} is used instead" if self.newest else "there is no older one"
+        for broken in self.broken:
+            yield f"checkpoint {broken.path} cannot be used: {broken.reason}; {instead}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePlan:
+    """What a start with this run folder and configuration would load, in the order of the adapters."""
+
+    adapters: tuple[AdapterResume, ...]
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing was ever written."""
+        return all(adapter.newest is None and not adapter.broken for adapter in self.adapters)
+
+    def check(self) -> None:
+        """Raises CheckpointError if an adapter's checkpoints are all broken."""
+        for adapter in self.adapters:
+            if adapter.lost:
+                raise CheckpointError(
+                    f"no checkpoint of {adapter.adapter!r} can be used: "
+                    + "; ".join(f"{b.path}: {b.reason}" for b in adapter.broken)
+                    + " (fix: bring one of them back, or start over with --fresh)"
+                )
+
+
+def explain(run_folder: Path, config: Config) -> ResumePlan:
+    """Decide, without changing anything, what a start would load. Reads the newest checkpoints in whole.
+
+    Raises ConfigError if ``config`` describes another adapter or base than a checkpoint does.
+    """
+    known = {adapter.name for adapter in config.adapters}
+    for folder in sorted((run_folder / FOLDER).glob("*")):
+        if folder.is_dir() and folder.name not in known and versions_in(folder):
+            raise ConfigError(
+                "adapters", f"{folder} holds checkpoints of {folder.name!r}, and no adapter has this name",
+                "give the adapter its name back, choose another run.name, or start over with --fresh",
+            )
+    plans = []
+    for index, adapter in enumerate(config.adapters):
+        plan = find(run_folder, adapter.name)
+        if plan.newest is not None:
+            check_compatible(plan.newest, adapter, index, base_digest(config.model.path))
+        plans.append(plan)
+    return ResumePlan(adapters=tuple(plans))
+
+
+def find(run_folder: Path, adapter: str) -> AdapterResume:
+    """The newest whole checkpoint of ``adapter``, and the newer ones that are not."""
+    root = adapter_folder(run_folder, adapter)
+    broken, newest = _vanished(root), None
+    for version in reversed(versions_in(root)):
+        path = version_folder(root, version)
+        try:
+            newest = Found(path=path, manifest=verify(path, AdapterRef(name=adapter, version=version)))
+            break
+        except CheckpointError as e:
+            broken.append(Broken(path=path, reason=str(e)))
+    return AdapterResume(adapter=adapter, newest=newest, broken=tuple(broken), leftovers=tuple(leftovers_in(root)))
+
+
+def _vanished(root: Path) -> list[Broken]:
+    """The newest one that was written, if its folder is gone."""
+    try:
+        text = (root / NEWEST_FILE).read_text(encoding="ascii").strip()
+        version = int(text)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as e:
+        return [Broken(path=root / NEWEST_FILE, reason=f"it does not name a version: {e}")] if versions_in(root) else []
+    if version <= max(versions_in(root), default=-1):
+        return []
+    return [Broken(path=version_folder(root, version), reason="it was written and its folder is gone")]
+
+
+def verify(folder: Path, ref: AdapterRef) -> Manifest:
+    """The manifest of a checkpoint of ``ref`` that is whole. Raises CheckpointError with the bare reason."""
+    try:
+        manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
+        if (manifest.spec.name, manifest.version) != (ref.name, ref.version):
+            raise CheckpointError(f"the manifest speaks of {manifest.spec.name}@v{manifest.version}")
+        for entry in manifest.files:
+            path = folder / entry.name
+            size = path.stat().st_size
+            if size != entry.nbytes:
+                raise CheckpointError(f"{entry.name} is torn: {size} of {entry.nbytes} bytes")
+            if _digest(path) != entry.blake2b:
+                raise CheckpointError(f"{entry.name} is damaged: its checksum differs")
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{Path(e.filename).name} is missing") from e
+    except OSError as e:
+        raise CheckpointError(f"{e.filename}: {e.strerror}") from e
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    sum_ = hashlib.blake2b(digest_size=16)
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            sum_.update(chunk)
+    return sum_.hexdigest()
+
+
+def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str) -> None:
+    """Raises ConfigError where ``found`` is of another adapter or base than is configured.
+
+    Everything else may change between two starts: the layout, the optimizer's settings, the number of steps.
+    """
+    was, want = found.manifest.spec, adapter.spec("")
+    fields: Sequence[tuple[str, object, object]] = (
+        ("rank", was.rank, want.rank), ("alpha", was.alpha, want.alpha),
+        ("target_modules", sorted(was.target_modules), sorted(want.target_modules)),
+        ("expert_layout", was.expert_layout.value, want.expert_layout.value), ("dropout", was.dropout, want.dropout),
+    )  # fmt: skip
+    for key, before, now in fields:
+        if before != now:
+            raise ConfigError(
+                f"adapters.{index}.{key}", f"it is {now}, but {found.path} was trained with {before}",
+                f"set it back to {before}, choose another run.name, or start over with --fresh",
+            )
+    if found.manifest.base_digest != base:
+        raise ConfigError(
+            "model.path",
+            f"{found.path} was trained on another base model (digest {found.manifest.base_digest}, here {base})",
+            "give the folder of that model, choose another run.name, or start over with --fresh",
+        )
+
+
+def tidy(plan: ResumePlan, disk: Disk) -> None:
+    """Remove what was left half-written, and move broken checkpoints out of the way of their successors.
+
+    Raises OSError. To be called by one process, while no other writes.
+    """
+    for adapter in plan.adapters:
+        for path in adapter.leftovers:
+            disk.remove(path)
+        for broken in adapter.broken:
+            if broken.path.is_dir():
+                aside = broken.path.with_name(BROKEN_PREFIX + broken.path.name)
+                disk.remove(aside)
+                disk.rename(broken.path, aside)

@@ -1,0 +1,130 @@
+"""Writing checkpoints beside the training, one ``Saver`` per trainer rank.
+
+    main thread                     saver thread of every rank
+    copy the state
+    save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `Store`
+    publish ...                     durable: the publish of this version may begin
+    next batch ...                  rank 0: commit the step, delete old checkpoints
+    join, before learning again <-  ended
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from areal_lora.checkpoint.store import Snapshot, Store
+from areal_lora.config.models import CheckpointConfig
+from areal_lora.errors import CheckpointError
+from areal_lora.obs.log import get_logger
+from areal_lora.types import AdapterRef
+
+WAIT_LINE_S = 10.0
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Save:
+    """One checkpoint under way at one rank."""
+
+    ref: AdapterRef
+    settled: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    failed: bool = False
+    error: BaseException | None = None
+
+    def wait_settled(self) -> None:
+        """Until it is durable, or known not to become so: what is published then can be resumed, or nothing can."""
+        _wait(self.settled, f"the checkpoint of {self.ref} to be on the disk")
+
+
+class Saver:
+    """Writes one checkpoint at a time. ``committed`` is called where it is given (rank 0) when one is durable.
+
+    Its thread alone uses ``store``'s exchange.
+    """
+
+    def __init__(
+        self, *, store: Store, config: CheckpointConfig, committed: Callable[[AdapterRef], None] | None
+    ) -> None:
+        self._store, self._config, self._committed = store, config, committed
+        self._failures: dict[str, int] = {}
+        self._pending: dict[str, Save] = {}
+        self._jobs: queue.SimpleQueue[tuple[Save, Snapshot] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
+        self._thread.start()
+
+    def save(self, snapshot: Snapshot) -> Save:
+        """Begin. At most one per adapter is under way: call ``join`` first. Collective."""
+        assert snapshot.ref.name not in self._pending, "join the save before"
+        job = self._pending[snapshot.ref.name] = Save(ref=snapshot.ref)
+        self._jobs.put((job, snapshot))
+        return job
+
+    def join(self, adapter: str) -> None:
+        """Wait for the adapter's save under way, if there is one.
+
+        Raises CheckpointError on every rank when more than ``max_failures`` in a row could not be written;
+        and what ended the thread otherwise: PublishError (a rank is gone), RolloutError (the controller is).
+        """
+        job = self._pending.pop(adapter, None)
+        if job is None:
+            return
+        _wait(job.ended, f"the checkpoint of {job.ref} to be written and committed")
+        if job.error is not None:
+            raise job.error
+        self._failures[adapter] = self._failures.get(adapter, 0) + 1 if job.failed else 0
+        if self._failures[adapter] > self._config.max_failures:
+            raise CheckpointError(
+                f"{self._failures[adapter]} checkpoints of {adapter!r} in a row could not be written, "
+                f"checkpoint.max_failures is {self._config.max_failures}; the log has path and reason of each "
+                "(fix: make room or mend the disk, then start the run again)"
+            )
+
+    def close(self) -> None:
+        """End the thread after the save under way."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------ saver thread
+
+    def _work(self) -> None:
+        while (next_one := self._jobs.get()) is not None:
+            job, snapshot = next_one
+            try:
+                self._run(job, snapshot)
+            except Exception as e:  # fault boundary: whatever it was, the main thread raises it
+                job.error = e
+            job.settled.set()
+            job.ended.set()
+            del next_one, snapshot  # as large as the adapter, and the next one may be a while
+
+    def _run(self, job: Save, snapshot: Snapshot) -> None:
+        adapter = job.ref.name
+        try:
+            self._store.write(snapshot)
+        except CheckpointError as e:
+            job.failed = True
+            log.warning("the checkpoint of %s could not be written: %s; the older ones stay", job.ref, e)
+            return
+        job.settled.set()
+        if self._committed is None:
+            return
+        self._committed(job.ref)
+        try:
+            gone = self._store.delete_old(snapshot, self._config)
+        except OSError as e:
+            log.warning("old checkpoints of %s could not be deleted: %s: %s", adapter, e.filename, e.strerror)
+        else:
+            if gone:
+                log.debug("deleted checkpoints of %s: %s", adapter, gone)
+
+
+def _wait(event: threading.Event, what: str) -> None:
+    waited_s = 0.0
+    while not event.wait(WAIT_LINE_S):
+        waited_s += WAIT_LINE_S
+        log.info("waiting for %s since %.0f s", what, waited_s)

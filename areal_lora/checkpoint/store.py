@@ -1,0 +1,237 @@
+"""Writing checkpoints: which folder, in which order, and which old ones go.
+
+    <run folder>/checkpoints/<adapter>/
+        v000012/  rank-0000.safetensors  rank-0001.safetensors  manifest.json
+        v000013/  ...
+        newest                  the version last written whole, so that a folder that vanished is missed
+        .v000014.4f1c9a2b/      being written, or left by a crash: removed at the next start
+        broken-v000013/         found damaged at a start that fell back to an older one
+
+A checkpoint has its name only once everything in it is on the disk. It is never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.state import (
+    MANIFEST_FILE,
+    AdapterState,
+    FileEntry,
+    Manifest,
+    RankRandom,
+    decode_manifest,
+    encode_manifest,
+    file_parts,
+)
+from areal_lora.config.models import CheckpointConfig
+from areal_lora.errors import CheckpointError
+from areal_lora.obs.faults import reached
+from areal_lora.types import AdapterRef
+
+if TYPE_CHECKING:  # the launcher reads checkpoints without torch
+    from areal_lora.weight_sync.exchange import Exchange
+
+FOLDER = "checkpoints"
+NEWEST_FILE = "newest"
+BROKEN_PREFIX = "broken-"
+_VERSION = re.compile(r"v(\d{6,})")
+
+
+def adapter_folder(run_folder: Path, adapter: str) -> Path:
+    return run_folder / FOLDER / adapter
+
+
+def version_folder(root: Path, version: int) -> Path:
+    return root / f"v{version:06d}"
+
+
+def versions_in(root: Path) -> list[int]:
+    """Versions that have a folder below an adapter's, whole or not, ascending."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _VERSION.fullmatch(name)))
+
+
+def leftovers_in(root: Path) -> list[Path]:
+    """What a process that died was writing."""
+    return sorted(root.glob(".*")) if root.is_dir() else []
+
+
+def note_newest(disk: Disk, root: Path, version: int) -> None:
+    scratch = root / f".{NEWEST_FILE}.{secrets.token_hex(4)}"
+    disk.write(scratch, [f"{version}\n".encode()])
+    disk.rename(scratch, root / NEWEST_FILE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One rank's copy of what is to be written. ``manifest`` lacks files and random states; rank 0's counts.
+
+    ``awaited`` are versions whose evaluation is not known yet.
+    """
+
+    ref: AdapterRef
+    state: AdapterState
+    random: RankRandom
+    manifest: Manifest
+    awaited: Collection[int] = ()
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """Rank 0 to all: where to write, or why it will not be."""
+
+    folder: str = ""
+    failure: str = ""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What a rank has written; ``entry`` is None for a rank that owns nothing."""
+
+    entry: FileEntry | None
+    random: RankRandom
+    failure: str = ""
+
+
+class Store:
+    """One rank's part in writing the checkpoints of a run. Not for several threads at once."""
+
+    def __init__(self, run_folder: Path, exchange: Exchange, disk: Disk) -> None:
+        self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write one checkpoint; it is durable when this returns. Collective over all ranks.
+
+        Raises CheckpointError on every rank, with path and reason, if a rank could not write; PublishError
+        if a rank is gone.
+        """
+        opened = self._told(self._open(snapshot) if self._exchange.rank == 0 else None)
+        if opened.failure:
+            raise CheckpointError(opened.failure)
+        scratch = Path(opened.folder)
+        parts = [
+            msgspec.msgpack.decode(raw, type=_Part)
+            for raw in self._exchange.all_gather_bytes(msgspec.msgpack.encode(self._write_own(snapshot, scratch)))
+        ]
+        closed = self._told(self._close(snapshot, scratch, parts) if self._exchange.rank == 0 else None)
+        if closed.failure:
+            raise CheckpointError(closed.failure)
+
+    def _told(self, mine: _Said | None) -> _Said:
+        raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))
+        return msgspec.msgpack.decode(raw, type=_Said)
+
+    def _open(self, snapshot: Snapshot) -> _Said:
+        root = adapter_folder(self._run_folder, snapshot.ref.name)
+        scratch = root / f".{version_folder(root, snapshot.ref.version).name}.{secrets.token_hex(4)}"
+        try:
+            for folder in (root.parent, root):
+                if not folder.is_dir():
+                    self._disk.make_folder(folder)
+                    self._disk.fsync_folder(folder.parent)
+            self._disk.make_folder(scratch)
+        except OSError as e:
+            return _Said(failure=_reason(e, scratch))
+        return _Said(folder=str(scratch))
+
+    def _write_own(self, snapshot: Snapshot, scratch: Path) -> _Part:
+        if not snapshot.state.shapes:
+            return _Part(entry=None, random=snapshot.random)
+        path = scratch / f"rank-{self._exchange.rank:04d}.safetensors"
+        try:
+            entry = self._disk.write(path, file_parts(snapshot.state))
+        except OSError as e:
+            return _Part(entry=None, random=snapshot.random, failure=_reason(e, path))
+        return _Part(entry=entry, random=snapshot.random)
+
+    def _close(self, snapshot: Snapshot, scratch: Path, parts: list[_Part]) -> _Said:
+        """Rank 0: the manifest, then the name."""
+        failures = [part.failure for part in parts if part.failure]
+        root = scratch.parent
+        try:
+            reached("trainer.checkpoint.files_written")
+            if not failures:
+                manifest = msgspec.structs.replace(
+                    snapshot.manifest, files=tuple(part.entry for part in parts if part.entry is not None),
+                    random=tuple(part.random for part in parts), written_s=time.time(),
+                )  # fmt: skip
+                self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
+                self._disk.fsync_folder(scratch)
+                reached("trainer.checkpoint.manifest_written")
+                self._disk.rename(scratch, version_folder(root, snapshot.ref.version))
+                self._disk.fsync_folder(root)
+                reached("trainer.checkpoint.renamed")
+                note_newest(self._disk, root, snapshot.ref.version)
+        except OSError as e:
+            failures = [_reason(e, scratch)]
+        if failures:
+            self._clear(scratch)
+        return _Said(failure="; ".join(failures))
+
+    def _clear(self, scratch: Path) -> None:
+        try:
+            self._disk.remove(scratch)
+        except OSError:
+            return  # it is a leftover now, removed at the next start
+
+    def delete_old(self, snapshot: Snapshot, config: CheckpointConfig) -> list[int]:
+        """Apply `plan_deletions` to what is on the disk, after writing ``snapshot`` (rank 0). Raises OSError."""
+        root = adapter_folder(self._run_folder, snapshot.ref.name)
+        present = versions_in(root)
+        sound: list[int] = []
+        for version in reversed(present):
+            if looks_whole(version_folder(root, version)):
+                sound.append(version)
+            if len(sound) == config.keep_last:
+                break
+        gone = plan_deletions(present, sound, config, snapshot.manifest.accuracies, snapshot.awaited)
+        for version in gone:
+            self._disk.remove(version_folder(root, version))
+        return gone
+
+
+def plan_deletions(
+    present: Collection[int], sound: Collection[int], config: CheckpointConfig, accuracies: Mapping[int, float],
+    awaited: Collection[int],
+) -> list[int]:
+    """Which of the versions ``present`` go. ``sound`` are the newest ``keep_last`` that look whole, or all there are.
+
+    What is kept besides: every ``keep_every``-th, the one of the best of ``accuracies`` (the newest of
+    equals), and those ``awaited``, whose evaluation is not known yet. Nothing goes while fewer than two
+    are sound, and nothing as new as the second newest sound one.
+    """
+    if len(sound) < 2:
+        return []
+    scored = {version: accuracies[version] for version in present if version in accuracies}
+    best = max(scored, key=lambda version: (scored[version], version), default=None) if config.keep_best else None
+    second_newest = sorted(sound)[-2]
+    return [
+        version
+        for version in sorted(present)
+        if version < second_newest
+        and version not in sound
+        and version != best
+        and not (config.keep_best and version in awaited)
+        and not (config.keep_every and version and version % config.keep_every == 0)
+    ]
+
+
+def looks_whole(folder: Path) -> bool:
+    """Whether the manifest can be read and all files have their sizes. Contents are not read: see `recover.verify`."""
+    try:
+        manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
+        return all((folder / entry.name).stat().st_size == entry.nbytes for entry in manifest.files)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _reason(error: OSError, path: Path) -> str:
+    return f"{error.filename or path}: {error.strerror or error}"
