@@ -69,6 +69,11 @@ def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | N
     return Endpoint(host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]))
 
 
+def forget_endpoint(run_folder: Path | str, role: str, index: int) -> None:
+    """``<role>-<index>`` is over: whoever looks for it waits for what its next life publishes."""
+    endpoint_path(run_folder, role, index).unlink(missing_ok=True)
+
+
 def wait_endpoint(
     run_folder: Path | str,
     role: str,

@@ -1,8 +1,8 @@
 """Ends the processes of a run whose launcher was itself killed (SIGKILL, out of memory).
 
-Reads process ids from standard input, one a line. The end of the input without a last line
-``done`` means that the launcher is gone: whatever is still alive in the sessions of those
-processes is killed.
+Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that
+they use. The end of the input without a last line ``done`` means that the launcher is gone:
+whatever is still alive in the sessions of those processes is killed, and their shared memory removed.
 """
 
 from __future__ import annotations
@@ -14,25 +14,34 @@ import time
 
 import psutil
 
-DONE = "done"
-GRACE_S = 3.0
+from areal_lora.launcher import shared_memory
+
+DONE, SHARED = "done", "shm:"
+GRACE_S = 5.0
+"""For the polite end that the kernel asks them for when the launcher dies."""
 
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    lines = sys.stdin.read().split()
+    before = shared_memory.entries()
+    lines = sys.stdin.read().splitlines()
     if lines[-1:] == [DONE]:
         return 0
-    sessions = {int(line) for line in lines}
+    shared = {line.removeprefix(SHARED) for line in lines if line.startswith(SHARED)}
+    sessions = {int(line) for line in lines if not line.startswith(SHARED)}
     deadline = time.monotonic() + GRACE_S
-    while members_of(sessions) and time.monotonic() < deadline:
+    while (members := members_of(sessions)) and time.monotonic() < deadline:
+        shared |= shared_memory.used_by(members) - before
         time.sleep(0.1)
-    for pid in members_of(sessions):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    while members := members_of(sessions):
+        for pid in members:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
+    shared_memory.remove(shared)
     return 0
 
 

@@ -1,42 +1,44 @@
-"""Run a plan on this machine: start, show, wait, stop."""
+"""Run a plan on this machine: start, show, wait, start again what failed, stop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 
 from rich.console import Console
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import read_endpoint
-from areal_lora.launcher.plan import TRAINER, JobPlan
-from areal_lora.launcher.restarts import Restarts
-from areal_lora.launcher.supervise import Ended, Interrupts, Supervisor, last_lines
+from areal_lora.config.rendezvous import forget_endpoint
+from areal_lora.errors import SAME_AGAIN, ExitCode
+from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.pulse import Pulse
+from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
+from areal_lora.launcher.stalls import waits, write_stall
+from areal_lora.launcher.supervise import Ended, Interrupts, Supervisor, kill_sessions, last_lines
 from areal_lora.obs.console import LiveConsole
+from areal_lora.obs.events import RestartEvent, StallEvent, now_utc, write_event
+from areal_lora.obs.heartbeat import forget_beats, last_beats
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 70, 130
 LOG_LINES = 30
 POLL_S, TICK_S, MEMORY_NOTE_S = 0.1, 0.5, 5.0
+PEER_GRACE_S = 1.5
+"""After one trainer rank's end the others get so long to say what they have seen; then they are killed."""
 EARLY_END_S = 30.0
-"""A process may end in good order shortly before trainer rank 0 does; longer than this is a failure."""
+"""A process may end well so long before trainer rank 0 does; longer is a failure."""
 
 
 def run_local(config: Config, plan: JobPlan, console: Console) -> int:
-    """Returns an exit code: 0 when trainer rank 0 ended well, 70 when a component failed, 130 when interrupted.
+    """Returns an ``ExitCode``: DONE when trainer rank 0 ended well, INTERRUPTED, or how the run failed.
 
-    A rollout server that fails is started again, see ``Restarts``. Whatever the outcome, no process,
-    port or shared memory of the run is left.
+    What fails is started again, see ``Restarts``. Whatever the outcome, no process, port or shared
+    memory of the run is left.
     """
-    restarts = Restarts(
-        plan.processes, config.rollout.max_restarts,
-        lambda spec: read_endpoint(plan.run_folder, spec.role, spec.index) is not None,
-    )
     view = LiveConsole(plan.run_folder, config.run.steps, console)
     with Interrupts() as interrupts, Supervisor(plan.run_folder / "logs", config.run.stop_grace_s) as supervisor:
         supervisor.start(plan.processes)
         view.start()
         try:
-            failure = watch(supervisor, restarts, view, interrupts)
+            failure = _Watch(config, plan, supervisor, view).until_end(interrupts)
         finally:
             view.stop()
         if interrupts.count:
@@ -46,50 +48,104 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> int:
             print_failure(failure, console)
         supervisor.stop(interrupted=interrupts)
     if interrupts.count:
-        console.print(f"Stopped. The run folder is {plan.run_folder}", markup=False, soft_wrap=True)
-        return EXIT_INTERRUPTED
-    return EXIT_OK if failure is None else EXIT_FAILED
+        again = "The same command goes on from here."
+        console.print(f"Stopped. The run folder is {plan.run_folder}. {again}", markup=False, soft_wrap=True)
+        return ExitCode.INTERRUPTED
+    if failure is None:
+        return ExitCode.DONE
+    return failure.code if failure.code in SAME_AGAIN else ExitCode.COMPONENT_FAILED
 
 
-def watch(supervisor: Supervisor, restarts: Restarts, view: LiveConsole, interrupts: Interrupts) -> Ended | None:
-    """Wait for the end of trainer rank 0, the first failure that the run cannot go on with (returned) or a signal."""
-    next_tick = next_note = 0.0
-    early: list[tuple[float, Ended]] = []
-    while not interrupts.count:
-        now = time.monotonic()
-        ended = []
-        for e in supervisor.poll():
-            if (done := restarts.take(e, now)) is not None:
-                view.say(done)
-            else:
-                ended.append(e)
-        for e in restarts.due(now):
-            supervisor.start_again(e)
-        failure = first_failure(ended)
-        if failure is not None:
-            return failure
-        if any(e.spec.role == TRAINER and e.spec.index == 0 for e in ended):
-            return None
-        early += [(now, e) for e in ended if e.spec.role != TRAINER]
-        if early and now - early[0][0] > EARLY_END_S:
-            return early[0][1]
-        if now >= next_note:
-            supervisor.note_shared_memory()
-            next_note = now + MEMORY_NOTE_S
-        if now >= next_tick:
-            view.tick()
-            next_tick = now + TICK_S
-        time.sleep(POLL_S)
-    return None
+class _Watch:
+    """Sees to the processes until trainer rank 0 ends well, one fails for good, or a signal comes."""
 
+    def __init__(self, config: Config, plan: JobPlan, supervisor: Supervisor, view: LiveConsole) -> None:
+        self._folder, self._supervisor, self._view = plan.run_folder, supervisor, view
+        trainer, servers = config.run.max_restarts, config.rollout.max_restarts
+        self._restarts = Restarts(plan.processes, {TRAINER: trainer, CONTROLLER: trainer, SERVER: servers})
+        self._pulse = Pulse(config.run.stall_s)
+        self._early: list[tuple[float, Ended]] = []
+        self._next_tick = self._next_note = 0.0
 
-def first_failure(ended: Sequence[Ended]) -> Ended | None:
-    """The process to blame among those that ended together.
+    def until_end(self, interrupts: Interrupts) -> Ended | None:
+        """The failure that the run cannot go on with, or None."""
+        while not interrupts.count:
+            ended, now = self._supervisor.poll(), time.monotonic()
+            if any(e.spec.role == TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
+                return None
+            # The other ranks and the controller may end well shortly before rank 0 does.
+            early = [e for e in ended if e.code == ExitCode.DONE and e.spec.role != SERVER]
+            self._early += [(now, e) for e in early]
+            ended = [e for e in ended if e not in early]
+            self._pulse.look(last_beats(self._folder), now)
+            failure = self._settle(ended + self._early_too_long(now), now) or self._end_stalled(now)
+            if failure is not None:
+                return failure
+            for specs in self._restarts.due(time.monotonic()):
+                self._start_again(specs)
+            self._show(now)
+            time.sleep(POLL_S)
+        return None
 
-    One killed by a signal comes first: its peers then fail in the open, with lost connections.
-    """
-    failed = [e for e in ended if e.code != 0]
-    return min(failed, key=lambda e: e.code >= 0, default=None)
+    def _settle(self, ended: list[Ended], now: float) -> Ended | None:
+        """Decide about each unit of which something ended. Returns the failure that ends the run."""
+        units: dict[str, list[Ended]] = defaultdict(list)
+        for e in ended:
+            units[unit_of(e.spec)].append(e)
+        for members in units.values():
+            kill_sessions({e.pid for e in members})
+            members += self._supervisor.end(self._restarts.members(members[0].spec), PEER_GRACE_S, "was ended")
+            blamed = to_blame([e for e in members if not e.why]) or members[0]
+            verdict = self._decide(blamed, now)
+            if verdict.ends_run:
+                return blamed
+        return None
+
+    def _early_too_long(self, now: float) -> list[Ended]:
+        """Those that ended well ``EARLY_END_S`` ago; trainer rank 0 should have done so too."""
+        late = [e for at, e in self._early if now - at > EARLY_END_S]
+        self._early = [(at, e) for at, e in self._early if now - at <= EARLY_END_S]
+        return late
+
+    def _end_stalled(self, now: float) -> Ended | None:
+        """Write down and end what has given no sign of life for too long. Returns the failure that ends the run."""
+        silent = self._pulse.silent(now)
+        for spec in [spec for spec in self._supervisor.running() if spec.name in silent]:
+            how = f"gave no sign of life for {silent[spec.name]:.0f} s"
+            path = write_stall(self._folder, self._supervisor.pids(), f"{spec.name} {how}")
+            self._view.say(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits(self._folder)}")
+            write_event(self._folder, StallEvent(at=now_utc(), who=spec.name, stacks=str(path)))
+            members = self._supervisor.end(self._restarts.members(spec), why=how)
+            verdict = self._decide(next(e for e in members if e.spec == spec), now)
+            if verdict.ends_run:
+                return verdict.ended
+        return None
+
+    def _decide(self, ended: Ended, now: float) -> Verdict:
+        beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
+        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
+        self._pulse.forget(beating)
+        if not verdict.ends_run:
+            self._view.say(str(verdict))
+        if verdict.wait_s is not None:
+            write_event(self._folder, RestartEvent(at=now_utc(), who=unit_of(ended.spec), how=ended.how()))
+        return verdict
+
+    def _start_again(self, specs: tuple[ProcessSpec, ...]) -> None:
+        for spec in specs:
+            forget_beats(self._folder, spec.role, spec.index)
+            if spec.role != SERVER:
+                # Others wait for the new ports. A server's tell the trainer whom to ask whether it is alive.
+                forget_endpoint(self._folder, spec.role, spec.index)
+        self._supervisor.start(specs)
+
+    def _show(self, now: float) -> None:
+        if now >= self._next_note:
+            self._supervisor.note_shared_memory()
+            self._next_note = now + MEMORY_NOTE_S
+        if now >= self._next_tick:
+            self._view.tick()
+            self._next_tick = now + TICK_S
 
 
 def print_failure(failure: Ended, console: Console) -> None:

@@ -1,52 +1,119 @@
-"""Which rollout servers that ended are started again, and when. Pure: time and facts are passed in."""
+"""Which processes that ended are started again, and when. Pure: time and facts are passed in.
+
+A unit is what is started together: a server, the controller, all ranks of the trainer (one rank
+alone cannot rejoin its peers' collectives). Each unit has a budget of restarts, which grow further
+apart. A unit that got on with its work for ``HEALTHY_S`` in one life has its whole budget again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from areal_lora.errors import ConfigError, EnvironmentError_
-from areal_lora.launcher.plan import SERVER, ProcessSpec
+from areal_lora.errors import SAME_AGAIN, ExitCode
+from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
 from areal_lora.launcher.supervise import Ended
 
 BACK_OFF_S, LONGER = 1.0, 4.0
-_AGAIN_THE_SAME = (0, ConfigError.exit_code, EnvironmentError_.exit_code)
+HEALTHY_S = 600.0
 
 
-class Restarts:
-    """A server that has served once and then failed is started again, up to ``max_restarts`` times each.
+def unit_of(spec: ProcessSpec) -> str:
+    """``server-1``, ``controller-0``, or ``trainer`` for every rank."""
+    return TRAINER if spec.role == TRAINER else spec.name
 
-    One that ended well, or says that its input is wrong, would do so again.
+
+def to_blame(ended: Sequence[Ended]) -> Ended | None:
+    """The process to blame among those of a unit that ended together; None where all ended well.
+
+    One killed by a signal comes first, then one that says why: their peers fail with lost connections.
     """
+    failed = [e for e in ended if e.code != ExitCode.DONE]
+    return min(failed, key=lambda e: (e.code >= 0, e.code not in SAME_AGAIN), default=None)
 
-    def __init__(
-        self, specs: Sequence[ProcessSpec], max_restarts: int, has_served: Callable[[ProcessSpec], bool]
-    ) -> None:
-        self._max, self._has_served = max_restarts, has_served
-        self._alive = {spec.index for spec in specs if spec.role == SERVER}
-        self._times: dict[int, int] = {}
-        self._due: list[tuple[float, Ended]] = []
 
-    def take(self, ended: Ended, now: float) -> str | None:
-        """What is done about ``ended``, in words; None if the run cannot go on without it."""
-        spec = ended.spec
-        if spec.role != SERVER:
-            return None
-        self._alive.discard(spec.index)
-        if ended.code in _AGAIN_THE_SAME or not self._has_served(spec):
-            return None
-        times = self._times.get(spec.index, 0) + 1
-        if times <= self._max:
-            self._times[spec.index] = times
-            wait_s = BACK_OFF_S * LONGER ** (times - 1)
-            self._due.append((now + wait_s, ended))
-            return f"{spec.name} {ended.how()}; it is started again in {wait_s:g} s ({times} of {self._max})"
-        if self._alive or self._due:
-            return f"{spec.name} {ended.how()}; it is not started again, the other servers go on"
-        return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is done about a unit that failed. ``ends_run``: the run cannot go on without it."""
 
-    def due(self, now: float) -> list[Ended]:
-        """Those to start again now; each is given out once."""
-        ready = [ended for at, ended in self._due if now >= at]
-        self._due = [(at, ended) for at, ended in self._due if now < at]
-        self._alive |= {ended.spec.index for ended in ready}
+    ended: Ended
+    ends_run: bool
+    wait_s: float | None = None
+    times: int = 0
+    most: int = 0
+
+    def __str__(self) -> str:
+        name, how = self.ended.spec.name, self.ended.how()
+        who = "all trainer ranks are" if self.ended.spec.role == TRAINER else "it is"
+        if self.ends_run:
+            return f"{name} {how}"
+        if self.wait_s is None:
+            return f"{name} {how}; it is not started again, the other servers go on"
+        count = f" ({self.times} of {self.most})" if self.times else ""
+        return f"{name} {how}; {who} started again in {self.wait_s:g} s{count}"
+
+
+@dataclass(slots=True)
+class _Unit:
+    specs: tuple[ProcessSpec, ...]
+    most: int
+    times: int = 0
+    has_worked: bool = False
+    due: float | None = None
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Restarts:
+    """``most`` is the number of restarts by role; see the module's text."""
+
+    specs: Sequence[ProcessSpec]
+    most: Mapping[str, int]
+    _units: dict[str, _Unit] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._units = {}
+        for spec in self.specs:
+            unit = self._units.setdefault(unit_of(spec), _Unit((), self.most.get(spec.role, 0)))
+            unit.specs += (spec,)
+
+    def members(self, spec: ProcessSpec) -> tuple[ProcessSpec, ...]:
+        """All processes that start together with ``spec``."""
+        return self._units[unit_of(spec)].specs
+
+    def take(self, ended: Ended, now: float, worked_s: float | None) -> Verdict:
+        """Decide about the unit of ``ended`` (the process to blame). ``due`` gives it out when its time has come.
+
+        Args:
+            worked_s: How long the life that ended got on with its work: from its first sign of life to its last
+                one; None where there was none.
+        """
+        unit = self._units[unit_of(ended.spec)]
+        unit.has_worked |= worked_s is not None
+        if (worked_s or 0.0) >= HEALTHY_S:
+            unit.times = 0
+        if ended.code in SAME_AGAIN or not (unit.has_worked or ended.code < 0):
+            # Without a first sign of life it is likely that the next start fails alike.
+            return Verdict(ended=ended, ends_run=True)
+        asked = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
+        if not asked and unit.times >= unit.most:
+            unit.over = True
+            return Verdict(ended=ended, ends_run=not self._another_server(ended.spec))
+        unit.times += not asked
+        wait_s = BACK_OFF_S * LONGER ** max(0, unit.times - 1)
+        unit.due = now + wait_s
+        times = 0 if asked else unit.times
+        return Verdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
+
+    def due(self, now: float) -> list[tuple[ProcessSpec, ...]]:
+        """The units to start again now; each is given out once."""
+        ready = []
+        for unit in self._units.values():
+            if unit.due is not None and now >= unit.due:
+                unit.due = None
+                ready.append(unit.specs)
         return ready
+
+    def _another_server(self, spec: ProcessSpec) -> bool:
+        others = (u for name, u in self._units.items() if u.specs[0].role == SERVER and name != spec.name)
+        return spec.role == SERVER and any(not unit.over for unit in others)

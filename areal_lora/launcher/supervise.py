@@ -14,19 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.launcher import guardian
+from areal_lora.launcher import guardian, shared_memory
 from areal_lora.launcher.plan import ProcessSpec
 
 KILL_WAIT_S = 1.5
-SHARED_MEMORY = Path("/dev/shm")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Loaded here because nothing may be loaded between fork and exec.
@@ -35,14 +35,20 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A process that is over. ``code`` is negative for a signal, as in ``subprocess``."""
+    """A process that is over. ``code`` is negative for a signal, as in ``subprocess``.
+
+    ``why`` says it in words where the launcher itself ended it.
+    """
 
     spec: ProcessSpec
     pid: int
     code: int
     log: Path
+    why: str = ""
 
     def how(self) -> str:
+        if self.why:
+            return self.why
         if self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name}"
         return f"exited with code {self.code}"
@@ -56,7 +62,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._running: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = []
         self._not_ours = set(psutil.Process().children(recursive=True))
-        self._shared_before = _shared_memory_entries()
+        self._shared_before = shared_memory.entries()
         self._shared_ours: set[str] = set()
         self._guardian: subprocess.Popen[bytes] | None = None
 
@@ -79,6 +85,10 @@ class Supervisor:
         for spec in specs:
             env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES} | spec.env
             with self.log_path(spec).open("ab") as log:
+                if log.tell():
+                    when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+                    log.write(f"---- {spec.name} starts again, {when} ----\n".encode())
+                    log.flush()
                 try:
                     process = subprocess.Popen(
                         spec.argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -92,21 +102,30 @@ class Supervisor:
             self._running.append((spec, process))
             self._tell_guardian(str(process.pid))
 
-    def start_again(self, ended: Ended) -> None:
-        """Start what ended once more, after ending what it left behind; its log goes on."""
-        for pid in guardian.members_of({ended.pid}):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.start([ended.spec])
+    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[Ended]:
+        """Wait up to ``grace_s`` for ``specs`` to end by themselves, then kill them with all they started.
+
+        Those that were still running get ``why``. What is not running is passed over.
+        """
+        deadline = time.monotonic() + grace_s
+        mine = [(spec, process) for spec, process in self._running if spec in specs]
+        while any(process.poll() is None for _, process in mine) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        alive = {process.pid for _, process in mine if process.poll() is None}
+        kill_sessions({process.pid for _, process in mine})
+        for _, process in mine:
+            process.wait()
+        ended = [e for e in self.poll(specs) if e.spec in specs]
+        return [replace(e, why=why) if e.pid in alive else e for e in ended]
 
     def log_path(self, spec: ProcessSpec) -> Path:
         return self._logs / f"{spec.name}.log"
 
-    def poll(self) -> list[Ended]:
-        """Processes that ended since the last call, in starting order."""
+    def poll(self, only: Collection[ProcessSpec] | None = None) -> list[Ended]:
+        """Processes (of ``only``) that ended since the last call, in starting order."""
         ended, running = [], []
         for spec, process in self._running:
-            code = process.poll()
+            code = process.poll() if only is None or spec in only else None
             if code is None:
                 running.append((spec, process))
             else:
@@ -116,8 +135,17 @@ class Supervisor:
 
     def note_shared_memory(self) -> None:
         """Remember which shared memory our processes use, so that it can be removed if they die without doing so."""
-        in_use = _mapped_by(p.pid for p in self._descendants())
-        self._shared_ours |= in_use - self._shared_before
+        new = shared_memory.used_by(self.pids()) - self._shared_before - self._shared_ours
+        self._shared_ours |= new
+        for name in new:
+            self._tell_guardian(guardian.SHARED + name)
+
+    def running(self) -> list[ProcessSpec]:
+        return [spec for spec, _ in self._running]
+
+    def pids(self) -> list[int]:
+        """Everything that is alive below this process: what was started, and what that started."""
+        return [process.pid for process in self._descendants()]
 
     def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
         """Ask every process to end, wait up to ``grace_s``, then kill what is left, grandchildren included.
@@ -138,8 +166,7 @@ class Supervisor:
             time.sleep(0.02)
         self.note_shared_memory()
         self._kill_rest()
-        for name in self._shared_ours & _shared_memory_entries():
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        shared_memory.remove(self._shared_ours)
         self._release_guardian()
 
     def _kill_rest(self) -> None:
@@ -179,6 +206,13 @@ class Supervisor:
                 self._guardian.stdin.close()
             self._guardian.wait()
             self._guardian = None
+
+
+def kill_sessions(leaders: set[int]) -> None:
+    """SIGKILL to every process in the sessions of ``leaders``, also to those whose leader is gone."""
+    for pid in guardian.members_of(leaders):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Interrupts:
@@ -222,25 +256,3 @@ def last_lines(path: Path, n: int) -> list[str]:
 def _die_with_launcher() -> None:
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def _shared_memory_entries() -> set[str]:
-    return {p.name for p in SHARED_MEMORY.iterdir() if p.is_file()} if SHARED_MEMORY.is_dir() else set()
-
-
-def _mapped_by(pids: Iterable[int]) -> set[str]:
-    """Names in /dev/shm that one of ``pids`` has open or mapped."""
-    prefix = f"{SHARED_MEMORY}/"
-    names: set[str] = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            names |= {line.partition(prefix)[2] for line in maps.splitlines() if prefix in line}
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                target = os.readlink(fd)
-                if target.startswith(prefix):
-                    names.add(target.removeprefix(prefix))
-        except OSError:
-            # It ended while we looked, or is not ours to look at.
-            continue
-    return names

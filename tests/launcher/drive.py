@@ -1,6 +1,6 @@
 """Runs processes given as JSON through the real ``run_local``; the tests start it as a process of its own.
 
-``python -m tests.launcher.drive RUN_FOLDER GRACE_S '[["trainer", 0, "print(1)"], ...]'``
+``python -m tests.launcher.drive RUN_FOLDER GRACE_S '[["trainer", 0, "print(1)"], ...]' [a.b=c ...]``
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     folder, grace_s, processes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
-        [f"run.root={folder.parent}", f"run.name={folder.name}", f"run.stop_grace_s={grace_s}"],
+        [f"run.root={folder.parent}", f"run.name={folder.name}", f"run.stop_grace_s={grace_s}", *sys.argv[4:]],
     )
     plan = make_plan(config, Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")))
     specs = tuple(

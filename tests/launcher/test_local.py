@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from areal_lora.obs.events import count_restarts
 
 FOREVER = "import time; time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
@@ -22,12 +25,17 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 class Run:
     """One launcher process and everything whose environment carries its mark."""
 
-    def __init__(self, folder: Path, grace_s: float, processes: list[tuple[str, int, str]]) -> None:
+    def __init__(
+        self, folder: Path, grace_s: float, processes: list[tuple[str, int, str]], overrides: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.mark = f"AREAL_LORA_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.launcher.drive", str(folder), str(grace_s), json.dumps(processes)],
+            [
+                sys.executable, "-m", "tests.launcher.drive", str(folder), str(grace_s), json.dumps(processes),
+                *overrides,
+            ],
             env=os.environ | {name: value}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             cwd=Path(__file__).resolve().parents[2],
         )  # fmt: skip
@@ -63,8 +71,8 @@ class Run:
 def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(*processes: tuple[str, int, str], grace_s: float = 3.0) -> Run:
-        runs.append(Run(tmp_path / "run", grace_s, list(processes)))
+    def start(*processes: tuple[str, int, str], grace_s: float = 3.0, overrides: Sequence[str] = ()) -> Run:
+        runs.append(Run(tmp_path / "run", grace_s, list(processes), overrides))
         return runs[-1]
 
     yield start
@@ -100,7 +108,10 @@ def test_first_failure_is_reported_with_its_last_lines(begin: Callable[..., Run]
 
 
 def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None:
-    run = begin(("server", 0, "import os; print(os.getpid()); import time; time.sleep(600)"), ("trainer", 0, FOREVER))
+    run = begin(
+        ("server", 0, "import os; print(os.getpid()); import time; time.sleep(600)"), ("trainer", 0, FOREVER),
+        overrides=["rollout.max_restarts=0"],
+    )  # fmt: skip
     run.wait_for(lambda: run.log("server-0").strip().isdecimal())
     os.kill(int(run.log("server-0")), signal.SIGKILL)
     code, output = run.end()
@@ -143,13 +154,13 @@ def test_signal_leaves_nothing_behind(begin: Callable[..., Run], number: signal.
 
 
 def test_second_interrupt_kills_at_once(begin: Callable[..., Run]) -> None:
-    run = begin(("trainer", 0, STUBBORN), grace_s=60.0)
+    run = begin(("trainer", 0, STUBBORN), grace_s=8.0)
     run.wait_for(lambda: "ready" in run.log("trainer-0"))
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert run.process.poll() is None, "the first one is polite"
     run.process.send_signal(signal.SIGINT)
-    assert run.end(timeout_s=5)[0] == 130
+    assert run.end(timeout_s=4)[0] == 130
     assert run.alive() == []
 
 
@@ -231,7 +242,122 @@ def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
     code, output = run.end()
     assert code == 0, output
     assert "server-0 was killed by SIGKILL; it is started again in 1 s (1 of 3)" in output
-    assert run.log("server-0") == "life 1\nlife 2\n"
+    first, mark, second = run.log("server-0").splitlines()
+    assert (first, second) == ("life 1", "life 2")
+    assert mark.startswith("---- server-0 starts again, 20")
     left = int((tmp_path / "run" / "left").read_text())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    assert run.alive() == []
+
+
+RANK = """
+import os, pathlib, signal, sys, time
+from areal_lora.config.rendezvous import publish_endpoint, read_endpoint
+from areal_lora.obs import stacks
+from areal_lora.obs.faults import reached
+from areal_lora.obs.heartbeat import beat
+from areal_lora.obs.log import set_status
+folder, role, index = pathlib.Path({folder!r}), {role!r}, {index}
+stacks.install(folder, role, index)
+if read_endpoint(folder, role, index) is None:
+    print("no old ports")
+publish_endpoint(folder, role, index, {{}})
+print("started")
+for step in range({steps}):
+    if {beats}:
+        beat(folder, role, index)
+        set_status(folder, role, index, f"step {{step}}")
+    reached(f"{{role}}-{{index}}.step")
+    time.sleep(0.1)
+{last}
+"""
+
+
+def rank(tmp_path: Path, role: str, index: int, steps: int = 6000, beats: bool = True, last: str = "") -> Any:
+    code = RANK.format(folder=str(tmp_path / "run"), role=role, index=index, steps=steps, beats=beats, last=last)
+    return role, index, code
+
+
+def set_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("AREAL_LORA_FAULT", f"once={marks}:{fault}")
+
+
+def test_the_controller_is_started_again_without_the_others(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_fault(monkeypatch, tmp_path, "controller-0.step:5:kill")
+    run = begin(rank(tmp_path, "server", 0), rank(tmp_path, "controller", 0), rank(tmp_path, "trainer", 0, steps=30))
+    code, output = run.end()
+    assert code == 0, output
+    assert "controller-0 was killed by SIGKILL; it is started again in 1 s (1 of 3)" in output
+    assert [run.log(name).count("started") for name in ("server-0", "controller-0", "trainer-0")] == [1, 2, 1]
+    assert run.log("controller-0").count("no old ports") == 2, "whoever reads them waits for the new ones"
+    assert count_restarts(run.folder) == {"controller-0": 1}
+    assert run.alive() == []
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_all_trainer_ranks_end_with_one_and_start_together(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int
+) -> None:
+    set_fault(monkeypatch, tmp_path, f"trainer-{dead}.step:5:kill")
+    waits = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif step < 20: time.sleep(600)"
+    run = begin(
+        rank(tmp_path, "server", 0), rank(tmp_path, "trainer", 0, steps=25),
+        rank(tmp_path, "trainer", 1, beats=False, steps=10 if dead == 0 else 30, last=waits if dead == 0 else ""),
+        grace_s=0.5,
+    )  # fmt: skip
+    code, output = run.end()
+    assert code == 0, output
+    line = f"trainer-{dead} was killed by SIGKILL; all trainer ranks are started again in 1 s (1 of 3)"
+    assert line in output
+    assert output.count("started again") == 1, output
+    assert [run.log(name).count("started") for name in ("server-0", "trainer-0", "trainer-1")] == [1, 2, 2]
+    assert run.alive() == []
+
+
+def test_an_error_that_would_repeat_ends_the_run_with_its_code(begin: Callable[..., Run], tmp_path: Path) -> None:
+    run = begin(rank(tmp_path, "server", 0), rank(tmp_path, "trainer", 0, steps=5, last="sys.exit(65)"))
+    code, output = run.end()
+    assert code == 65, output
+    assert "trainer-0 exited with code 65." in output
+    assert "started again" not in output
+
+
+def test_restarts_run_out(begin: Callable[..., Run], tmp_path: Path) -> None:
+    run = begin(
+        rank(tmp_path, "server", 0), rank(tmp_path, "trainer", 0, steps=2, last="sys.exit('out of luck')"),
+        overrides=["run.max_restarts=1"],
+    )  # fmt: skip
+    code, output = run.end()
+    assert code == 70, output
+    assert "trainer-0 exited with code 1; all trainer ranks are started again in 1 s (1 of 1)" in output
+    assert "out of luck" in output
+    assert run.alive() == []
+
+
+def test_a_stuck_process_leads_to_stacks_of_all_and_is_started_again(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_fault(monkeypatch, tmp_path, "trainer-0.step:5:hang")
+    run = begin(
+        rank(tmp_path, "server", 0), rank(tmp_path, "controller", 0), rank(tmp_path, "trainer", 0, steps=25),
+        rank(tmp_path, "trainer", 1, beats=False), overrides=["run.stall_s=2"],
+    )  # fmt: skip
+    code, output = run.end(timeout_s=40)
+    assert code == 0, output
+    file = tmp_path / "run" / "stacks" / "stall-1.txt"
+    [line] = [line for line in output.splitlines() if "stacks" in line]
+    assert f"trainer-0 gave no sign of life for 2 s; the stacks of all processes are in {file}; " in line
+    assert "trainer-0: step 4" in line, "what each was waiting for"
+    assert "trainer-0 gave no sign of life for 2 s; all trainer ranks are started again in 1 s (1 of 3)" in output
+    text = file.read_text()
+    sections = {part.partition(":")[0]: part for part in text.split("==== ")[1:]}
+    assert sections.keys() >= {"controller-0", "server-0", "trainer-0", "trainer-1"}
+    assert all("Current thread" in part for part in sections.values()), text
+    assert "faults.py" in sections["trainer-0"], "where it hangs"
+    assert not file.with_name("stall-2.txt").exists()
+    assert [run.log(name).count("started") for name in ("server-0", "trainer-0", "trainer-1")] == [1, 2, 2]
     assert run.alive() == []

@@ -1,57 +1,165 @@
+"""Who is started again, when and how often, as data."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from areal_lora.launcher.plan import ProcessSpec
-from areal_lora.launcher.restarts import Restarts
+from areal_lora.errors import (
+    AlignmentError,
+    ConfigError,
+    EnvironmentError_,
+    ManifestError,
+    ParityError,
+    PublishError,
+    RolloutError,
+    StalenessError,
+)
+from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, ProcessSpec
+from areal_lora.launcher.pulse import Pulse
+from areal_lora.launcher.restarts import HEALTHY_S, Restarts, to_blame
 from areal_lora.launcher.supervise import Ended
 
 
-def spec(role: str = "server", index: int = 0) -> ProcessSpec:
+def spec(role: str = SERVER, index: int = 0) -> ProcessSpec:
     return ProcessSpec(role=role, index=index, argv=("x",), env={})
 
 
-def ended(code: int = -9, role: str = "server", index: int = 0) -> Ended:
-    return Ended(spec=spec(role, index), pid=7, code=code, log=Path("log"))
+def ended(code: int = -9, role: str = SERVER, index: int = 0, why: str = "") -> Ended:
+    return Ended(spec=spec(role, index), pid=7, code=code, log=Path("log"), why=why)
 
 
-def restarts(servers: int = 2, times: int = 3, served: bool = True) -> Restarts:
-    return Restarts([spec(index=i) for i in range(servers)] + [spec("trainer")], times, lambda _: served)
+def restarts(servers: int = 2, times: int = 3, trainer_times: int = 3) -> Restarts:
+    specs = [*(spec(SERVER, i) for i in range(servers)), spec(CONTROLLER), spec(TRAINER, 0), spec(TRAINER, 1)]
+    return Restarts(specs, {SERVER: times, CONTROLLER: trainer_times, TRAINER: trainer_times})
 
 
-def test_a_server_is_started_again_after_a_while_that_grows_and_so_often() -> None:
+def names(units: list[tuple[ProcessSpec, ...]]) -> list[list[str]]:
+    return [[s.name for s in unit] for unit in units]
+
+
+@pytest.mark.parametrize(
+    ("dead", "who", "unit"),
+    [
+        (ended(), "it is", ["server-0"]),
+        (ended(role=CONTROLLER), "it is", ["controller-0"]),
+        (ended(role=TRAINER, index=1), "all trainer ranks are", ["trainer-0", "trainer-1"]),
+    ],
+    ids=["server", "controller", "trainer"],
+)
+def test_a_unit_is_started_again_after_a_while_that_grows_and_so_often(dead: Ended, who: str, unit: list[str]) -> None:
     made, now = restarts(), 0.0
     for times, wait_s in ((1, 1.0), (2, 4.0), (3, 16.0)):
-        said = made.take(ended(), now)
-        assert said == f"server-0 was killed by SIGKILL; it is started again in {wait_s:g} s ({times} of 3)"
+        verdict = made.take(dead, now, worked_s=5.0)
+        assert not verdict.ends_run
+        name = dead.spec.name
+        assert str(verdict) == f"{name} was killed by SIGKILL; {who} started again in {wait_s:g} s ({times} of 3)"
         assert made.due(now + wait_s - 0.01) == []
         now += wait_s
-        assert [e.spec.name for e in made.due(now)] == ["server-0"]
+        assert names(made.due(now)) == [unit]
         assert made.due(now) == []
-    assert made.take(ended(1), now) == "server-0 exited with code 1; it is not started again, the other servers go on"
-    assert made.take(ended(index=1), now) is not None  # each has its own budget
-    assert made.due(now + 1.0) != []
+    verdict = made.take(dead, now, worked_s=5.0)
+    assert verdict.ends_run == (dead.spec.role != SERVER), "the run goes on with the other server"
+    assert made.due(now + 1000) == []
+
+
+def test_budgets_are_separate_and_any_rank_uses_the_trainers() -> None:
+    made = restarts(trainer_times=2)
+    for _ in range(3):
+        made.take(ended(), 0.0, 1.0)
+    assert not made.take(ended(index=1), 0.0, 1.0).ends_run
+    assert not made.take(ended(role=CONTROLLER), 0.0, 1.0).ends_run
+    assert not made.take(ended(role=TRAINER, index=0), 0.0, 1.0).ends_run
+    assert not made.take(ended(role=TRAINER, index=1), 0.0, 1.0).ends_run
+    assert made.take(ended(role=TRAINER, index=0), 0.0, 1.0).ends_run
 
 
 def test_without_any_server_left_the_run_fails() -> None:
-    made = restarts(servers=1, times=0)
-    assert made.take(ended(), 0.0) is None
+    assert restarts(servers=1, times=0).take(ended(), 0.0, 1.0).ends_run
     made = restarts(servers=2, times=1)
-    assert made.take(ended(), 0.0) is not None
-    assert made.take(ended(index=1), 0.0) is not None
+    assert not made.take(ended(), 0.0, 1.0).ends_run
+    assert not made.take(ended(index=1), 0.0, 1.0).ends_run
     assert len(made.due(1.0)) == 2
-    assert "not started again" in (made.take(ended(), 2.0) or "")
-    assert made.take(ended(index=1), 2.0) is None
+    assert "not started again" in str(made.take(ended(), 2.0, 1.0))
+    assert made.take(ended(index=1), 2.0, 1.0).ends_run
 
 
-@pytest.mark.parametrize("code", [0, 64, 69])
-def test_what_would_end_the_same_way_is_not_started_again(code: int) -> None:
-    assert restarts().take(ended(code), 0.0) is None
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a", "b"), EnvironmentError_("x"), ParityError("x"), StalenessError("x"), AlignmentError("x"),
+        ManifestError("a", "b"),
+    ],
+    ids=lambda e: type(e).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("role", [SERVER, CONTROLLER, TRAINER])
+def test_what_would_end_the_same_way_is_not_started_again(role: str, error: Exception) -> None:
+    assert restarts().take(ended(error.exit_code, role), 0.0, 100.0).ends_run
 
 
-def test_a_server_that_never_served_and_other_processes_fail_the_run() -> None:
-    assert restarts(served=False).take(ended(), 0.0) is None
-    assert restarts().take(ended(role="trainer"), 0.0) is None
-    assert restarts().take(ended(role="controller"), 0.0) is None
+@pytest.mark.parametrize("error", [PublishError("x"), RolloutError("x")], ids=lambda e: type(e).__name__)
+def test_what_may_go_better_is_started_again(error: Exception) -> None:
+    assert not restarts().take(ended(error.exit_code, TRAINER), 0.0, 100.0).ends_run
+
+
+@pytest.mark.parametrize("role", [SERVER, CONTROLLER, TRAINER])
+def test_what_failed_before_it_ever_worked_is_started_again_only_if_it_was_killed(role: str) -> None:
+    assert restarts().take(ended(1, role), 0.0, None).ends_run
+    assert not restarts().take(ended(-9, role), 0.0, None).ends_run
+    made = restarts()
+    made.take(ended(1, role), 0.0, 2.0)
+    assert not made.take(ended(1, role), 0.0, None).ends_run, "an earlier life worked"
+
+
+def test_long_healthy_work_refills_the_budget() -> None:
+    made = restarts(trainer_times=1)
+    for _ in range(5):
+        verdict = made.take(ended(role=TRAINER), 0.0, HEALTHY_S)
+        assert (verdict.ends_run, verdict.times, verdict.wait_s) == (False, 1, 1.0)
+        made.due(1.0)
+    assert made.take(ended(role=TRAINER), 0.0, HEALTHY_S - 1).ends_run
+
+
+def test_a_server_that_was_asked_to_end_uses_up_nothing() -> None:
+    made = restarts(servers=1, times=1)
+    for _ in range(4):
+        verdict = made.take(ended(75), 0.0, 1.0)
+        assert str(verdict) == "server-0 exited with code 75; it is started again in 1 s"
+        made.due(10.0)
+    assert not made.take(ended(), 0.0, 1.0).ends_run
+    assert made.take(ended(), 0.0, 1.0).ends_run
+
+
+def test_the_one_to_blame_is_not_a_peer_that_lost_its_connection() -> None:
+    lost, killed, says_why = ended(1, TRAINER, 0), ended(-9, TRAINER, 1), ended(65, TRAINER, 2)
+    assert to_blame([lost, says_why, killed]) is killed
+    assert to_blame([lost, says_why]) is says_why
+    assert to_blame([ended(0, TRAINER), lost]) is lost
+    assert to_blame([ended(0, TRAINER)]) is None
+
+
+def test_pulse_measures_silence_from_the_first_beat_and_by_its_own_looks() -> None:
+    pulse = Pulse(stall_s=5.0)
+    pulse.look({}, 0.0)
+    assert pulse.silent(100.0) == {}, "one that has never beaten is still starting"
+    pulse.look({"trainer-0": 900, "server-0": 7}, 100.0)
+    pulse.look({"trainer-0": 901, "server-0": 7}, 104.0)
+    assert pulse.silent(105.0) == {}
+    assert pulse.silent(105.5) == {"server-0": 5.5}
+    assert (pulse.worked_s("trainer-0"), pulse.worked_s("server-0"), pulse.worked_s("server-1")) == (4.0, 0.0, None)
+    pulse.forget("server-0")
+    assert pulse.silent(200.0) == {"trainer-0": 96.0}
+    assert pulse.worked_s("server-0") is None
+
+
+def test_a_life_that_hangs_does_not_count_as_healthy() -> None:
+    """Otherwise a trainer that hangs in its first step would be started again for ever."""
+    pulse, made = Pulse(stall_s=2 * HEALTHY_S), restarts(trainer_times=1)
+    for life in (0.0, 1e5):
+        pulse.look({"trainer-0": int(life)}, life)
+        now = life + 2 * HEALTHY_S + 1
+        assert pulse.silent(now) != {}
+        verdict = made.take(ended(role=TRAINER), now, pulse.worked_s("trainer-0"))
+        pulse.forget("trainer-0")
+    assert verdict.ends_run
