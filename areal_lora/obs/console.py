@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lora.obs.log import read_statuses
-from areal_lora.obs.metrics import EvalRecord, MetricsTail, PublishRecord, Record, RolloutSampleRecord, StepRecord
+from areal_lora.obs.metrics import (
+    EvalRecord,
+    MetricsTail,
+    PublishRecord,
+    Record,
+    ResumeRecord,
+    RolloutSampleRecord,
+    StepRecord,
+)
 
 QUIET_S = 15.0
 """After this long without a record the process statuses are shown again."""
@@ -67,15 +76,12 @@ class RunView:
         self.publishes: list[PublishRecord] = []
         self.last_eval: EvalRecord | None = None
         self.first_eval: EvalRecord | None = None
-        self.staleness: dict[int, int] = {}
         self.problems: list[str] = []
 
     def add(self, record: Record) -> None:
         match record:
             case StepRecord():
                 self.steps.append(record)
-                for lag, count in record.staleness.items():
-                    self.staleness[lag] = self.staleness.get(lag, 0) + count
             case PublishRecord():
                 self.publishes.append(record)
                 problem = publish_problem(record)
@@ -85,6 +91,17 @@ class RunView:
                 self.first_eval, self.last_eval = self.first_eval or record, record
             case RolloutSampleRecord():
                 pass
+            case ResumeRecord(adapter=name, version=version):
+                self.steps = [s for s in self.steps if s.adapter != name or s.step < version]
+                self.publishes = [p for p in self.publishes if p.adapter != name or p.version <= version]
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Trained tokens by versions of lag."""
+        counts: Counter[int] = Counter()
+        for record in self.steps:
+            counts.update(record.staleness)
+        return dict(counts)
 
     @property
     def steps_done(self) -> int:
@@ -193,6 +210,8 @@ class LiveConsole:
                 return publish_problem(record)
             case RolloutSampleRecord():
                 return None
+            case ResumeRecord():
+                return f"goes on from the checkpoint of v{record.version}"
 
     def render(self) -> RenderableType:
         """The panel for a terminal."""

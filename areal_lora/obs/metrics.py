@@ -118,7 +118,15 @@ class RolloutSampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     versions: list[int] = []
 
 
-Record = StepRecord | PublishRecord | EvalRecord | RolloutSampleRecord
+class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="resume"):
+    """The run goes on from ``version``, loaded from a checkpoint: what earlier records say of later ones is void."""
+
+    version: int
+    time_s: float
+    adapter: str = ""
+
+
+Record = StepRecord | PublishRecord | EvalRecord | RolloutSampleRecord | ResumeRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +168,7 @@ class MetricsWriter:
 
 
 def _clock(record: Record) -> int:
-    return record.version if isinstance(record, PublishRecord) else record.step
+    return record.version if isinstance(record, PublishRecord | ResumeRecord) else record.step
 
 
 def _scalars(record: Record) -> dict[str, float | None]:
@@ -180,7 +188,7 @@ def _scalars(record: Record) -> dict[str, float | None]:
             return totals | {f"publish/{name}_ms": value for name, value in record.phases_ms.items()}
         case EvalRecord():
             return {"eval/accuracy": record.accuracy}
-        case RolloutSampleRecord():
+        case RolloutSampleRecord() | ResumeRecord():
             return {}
 
 
@@ -213,8 +221,13 @@ class MetricsTail:
             raise ConfigError(f"{self.path}:{self._lines}", f"not a metrics record: {error}", fix) from error
 
 
+def recorded_s(run_folder: Path | str) -> float:
+    """The wall time of the last step recorded, undone ones included; 0 before the first."""
+    return max((r.time_s for r in MetricsTail(run_folder).read_new() if isinstance(r, StepRecord)), default=0.0)
+
+
 def read_metrics(run_folder: Path | str) -> RunMetrics:
-    """Everything recorded so far; empty if nothing was. Repeats of a resumed run: the last one counts."""
+    """Everything recorded so far, without what a resumed run has undone; empty if nothing was."""
     steps: dict[tuple[str, int], StepRecord] = {}
     publishes: dict[tuple[str, int], PublishRecord] = {}
     evals: dict[tuple[str, int, str], EvalRecord] = {}
@@ -229,6 +242,11 @@ def read_metrics(run_folder: Path | str) -> RunMetrics:
                 evals[record.adapter, record.version, record.tag] = record
             case RolloutSampleRecord():
                 samples[record.adapter, record.step, record.prompt, record.completion] = record
+            case ResumeRecord(adapter=name, version=version):
+                steps = {k: r for k, r in steps.items() if r.adapter != name or r.step < version}
+                publishes = {k: r for k, r in publishes.items() if r.adapter != name or r.version <= version}
+                evals = {k: r for k, r in evals.items() if r.adapter != name or r.version <= version}
+                samples = {k: r for k, r in samples.items() if r.adapter != name or r.step < version}
     return RunMetrics(
         steps=sorted(steps.values(), key=_clock),
         publishes=sorted(publishes.values(), key=_clock),

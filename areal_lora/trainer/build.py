@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.saver import Saver
+from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import reachable_host, read_endpoint, read_secret, wait_endpoint
 from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.obs.faults import reached
 from areal_lora.obs.log import set_status
 from areal_lora.platforms.device import platform_of
 from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.trainer.loop import Trainer
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.tenant import build_tenant
-from areal_lora.trainer.warm_start import warm_start
+from areal_lora.trainer.resume import resume
+from areal_lora.trainer.rewind import end_servers_ahead
+from areal_lora.trainer.saving import Checkpointing
+from areal_lora.trainer.tenant import Tenant, build_tenant
+from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.coordinator import Active, Coordinator
 from areal_lora.weight_sync.exchange import GroupExchange
 from areal_lora.weight_sync.membership import RendezvousWatch
@@ -38,40 +47,54 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     tenants = [build_tenant(config, adapter, tokenizer) for adapter in config.adapters]
     for tenant in tenants:
         engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.steps, config.run.seed)
-        warm_start(engine, tenant, config.run.seed)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
-    client = _controller(run_folder) if rank == 0 else None
-    if client:
-        client.hello({tenant.name: tenant.version for tenant in tenants}, {})
-    recorder = Recorder(config, run_folder, client, started_s) if client else None
+    resume(engine, tenants, config, run_folder, control)
+    client = _controller(run_folder, tenants) if rank == 0 else None
+    recorder = Recorder(config, run_folder, client, tenants, started_s) if client else None
+    store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
+    saver = Saver(store=store, config=config.checkpoint, committed=partial(_commit, client) if client else None)
     publisher = Publisher(
         run=config.run.name, config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        coordinator=_coordinator(config, run_folder, client) if client else None,
+        coordinator=_coordinator(config, run_folder, client, tenants) if client else None,
         bind=reachable_host(config.cluster.bind), backend=platform_of(config.cluster.device).xccl,
     )
     publishing = AdapterPublishing(
         engine, publisher, config.weight_sync, recorder.published if recorder else None
     )
     return Trainer(
-        config=config, run_folder=run_folder, engine=engine, tenants=tenants, publishing=publishing,
-        recorder=recorder, control=control,
+        config=config, run_folder=run_folder, engine=engine, tenants=tenants,
+        checkpointing=Checkpointing(config, engine, saver), publishing=publishing, recorder=recorder, control=control,
     )
 
 
-def _controller(run_folder: Path) -> RolloutClient:
+def _controller(run_folder: Path, tenants: Sequence[Tenant]) -> RolloutClient:
+    """A client that has said what the tenants go on from."""
+    set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
-    return RolloutClient(lambda: read_endpoint(run_folder, "controller", 0), read_secret(run_folder))
+    client = RolloutClient(lambda: read_endpoint(run_folder, "controller", 0), read_secret(run_folder))
+    client.hello({t.name: t.version for t in tenants}, {t.name: t.ledger for t in tenants if t.ledger})
+    return client
 
 
-def _coordinator(config: Config, run_folder: Path, client: RolloutClient) -> Coordinator:
+def _commit(client: RolloutClient, ref: AdapterRef) -> None:
+    """The checkpoint of ``ref`` is durable. Version 0 comes from no step."""
+    if ref.version:
+        client.commit(ref.name, ref.version - 1)
+        reached("trainer.committed")
+
+
+def _coordinator(config: Config, run_folder: Path, client: RolloutClient, tenants: Sequence[Tenant]) -> Coordinator:
     """Rank 0's: knows the servers of the run folder, and tells the controller where each version serves."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     for index in range(config.rollout.servers):
         wait_endpoint(run_folder, "server", index, STARTUP_TIMEOUT_S)
+    versions = {tenant.name: tenant.version for tenant in tenants}
+    end_servers_ahead(watch.present, read_secret(run_folder), versions, config.weight_sync, STARTUP_TIMEOUT_S)
 
     def announce(active: Active) -> None:
         client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost)
+        reached("trainer.published")
 
     return Coordinator(
         run=config.run.name, secret=read_secret(run_folder), servers=watch.present(), config=config.weight_sync,

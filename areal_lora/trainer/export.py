@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from safetensors.torch import load, save
@@ -17,12 +18,17 @@ def adapter_folder(run_folder: Path, tenant: Tenant) -> Path:
 
 
 def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_folder: Path) -> Path:
-    """Write ``tenant.ref`` from all source ranks; rank 0 writes. Collective over all ranks."""
+    """Write ``tenant.ref`` from all source ranks; rank 0 writes. Collective over all ranks.
+
+    What an earlier end of the run has exported is replaced.
+    """
     parts = exchange.all_gather_bytes(save(dict(engine.export_adapter(tenant.name))))
     folder = adapter_folder(run_folder, tenant)
     if exchange.rank == 0:
         tensors = {name: tensor for part in parts for name, tensor in load(part).items()}
         aliases = engine.adapter_layout(tenant.name).aliases
         tensors |= {name: tensors[target] for name, target in aliases.items()}
+        if folder.exists():
+            shutil.rmtree(folder)
         save_peft(folder, tenant.spec, tensors, tenant.spec.base_model)
     return folder

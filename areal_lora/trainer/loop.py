@@ -1,10 +1,15 @@
 """THE loop. Every trainer rank runs the same straight line; rank 0 talks to the others::
 
     controller --groups--> rank 0 --broadcast--> all ranks
-         ^                                          |  collate, assert staleness (C7)
-         |                                          v
-      announce <--activated-- servers <--publish-- annotate, learn   (version k -> k + 1)
-                                    (in the background: joined by the next publish)
+       ^    ^                                       |  collate, assert staleness (C7)
+       |    |                                       v
+       |  commit <--durable-- disk <--checkpoint-- annotate, learn   (version k -> k + 1)
+       |                       |                    |
+       |                       v (not before)       v
+    announce <--activated-- servers <---------- publish
+                                                 (both in the background: the next step joins them)
+
+Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9).
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from pathlib import Path
 from areal_lora.config.models import Config
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.engine.base import TrainEngine
+from areal_lora.obs.faults import reached
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.batches import share_groups
@@ -22,6 +28,7 @@ from areal_lora.trainer.export import adapter_folder, export_adapter
 from areal_lora.trainer.learn import learn
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch
 from areal_lora.weight_sync.exchange import Exchange
@@ -35,25 +42,27 @@ class Trainer:
     run_folder: Path
     engine: TrainEngine
     tenants: list[Tenant]
+    checkpointing: Checkpointing
     publishing: AdapterPublishing
     recorder: Recorder | None
     control: Exchange
 
     def close(self) -> None:
         """Say goodbye to the controller and the servers' groups."""
+        self.checkpointing.close()
         self.publishing.close()
         if self.recorder:
             self.recorder.close()
 
 
 def train(trainer: Trainer) -> None:
-    """Run every step of every adapter, then wait for the last version and its evaluation."""
+    """Take every step that is left of every adapter, then wait for the last version and its evaluation."""
     for tenant in trainer.tenants:
-        publish(trainer, tenant)
-    for _ in range(trainer.config.run.steps):
-        for tenant in trainer.tenants:
-            train_step(trainer, tenant)
+        hand_over(trainer, tenant, Spans())
+    while (tenant := min(trainer.tenants, key=lambda t: t.version)).version < trainer.config.run.steps:
+        train_step(trainer, tenant)
     for tenant in trainer.tenants:
+        trainer.checkpointing.join(tenant)
         trainer.publishing.join(tenant)
         export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
         if trainer.recorder:
@@ -64,32 +73,39 @@ def train(trainer: Trainer) -> None:
 
 
 def train_step(trainer: Trainer, tenant: Tenant) -> None:
-    """Consume one batch, improve the adapter by one version, hand the version to the servers."""
+    """Consume one batch, improve the adapter by one version, hand the version to disk and servers."""
     spans = Spans()
     with spans.span("wait_batch"):
         batch, histogram = next_batch(trainer, tenant)
+    reached("trainer.batch_received")
     with spans.span("annotate"):
         batch = annotate(trainer.engine, tenant, batch)
+    reached("trainer.annotated")
+    with spans.span("checkpoint_join"):
+        trainer.checkpointing.join(tenant)
     with spans.span("train"):
         report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
+    reached("trainer.learned")
     tenant.version += 1
-    with spans.span("publish_join"):
-        trainer.publishing.join(tenant)
-    with spans.span("publish_pack"):
-        publish(trainer, tenant)
+    hand_over(trainer, tenant, spans)
     if trainer.recorder:
         trainer.recorder.step(tenant, batch, report, histogram, spans)
 
 
-def publish(trainer: Trainer, tenant: Tenant) -> None:
-    """Start sending the tenant's version, and have it evaluated where the plan says so.
+def hand_over(trainer: Trainer, tenant: Tenant, spans: Spans) -> None:
+    """Begin to write the tenant's version to disk and to send it; have it evaluated where the plan says so.
 
-    Neither is waited for: the next publish joins this one, and the evaluation begins when the
-    version is active and runs on the servers beside the rollouts.
+    None of it is waited for: the next step joins both, and the evaluation begins when the version is
+    active and runs on the servers beside the rollouts.
     """
-    trainer.publishing.publish(tenant)
+    with spans.span("checkpoint_copy"):
+        save = trainer.checkpointing.save(tenant)
+    with spans.span("publish_join"):
+        trainer.publishing.join(tenant)
+    with spans.span("publish_pack"):
+        trainer.publishing.publish(tenant, save)
     every, last = trainer.config.eval.every_steps, trainer.config.run.steps
-    due = tenant.version in (0, last) or (every and tenant.version % every == 0)
+    due = tenant.version == 0 or tenant.version >= last or (every and tenant.version % every == 0)
     if trainer.recorder and due:
         trainer.recorder.request_eval(tenant)
 

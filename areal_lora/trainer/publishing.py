@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from areal_lora.checkpoint.saver import Save
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.engine.base import TrainEngine
+from areal_lora.obs.faults import reached
 from areal_lora.trainer.tenant import Tenant, split_rows
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
@@ -33,8 +35,18 @@ class AdapterPublishing:
         self._layouts: dict[str, AdapterLayout] = {}
         self._base: dict[str, list[list[float]]] = {}
 
-    def publish(self, tenant: Tenant) -> None:
-        """Start sending ``tenant.ref``. At most one publish per adapter is under way: call ``join`` first."""
+    def publish(self, tenant: Tenant, save: Save | None) -> None:
+        """Start sending ``tenant.ref``. At most one publish per adapter is under way: call ``join`` first.
+
+        Nothing leaves before ``save``, the checkpoint of this version, is settled: a version that a server
+        has ever held can be resumed, and is never made a second time with other numbers (contract C2).
+        """
+
+        def gate() -> None:
+            if save is not None:
+                save.wait_settled()
+            reached("trainer.publish_begun")
+
         version, dtype = tenant.version, self._config.wire_dtype
         if tenant.name not in self._layouts:
             self._layouts[tenant.name] = self._engine.adapter_layout(tenant.name, dtype)
@@ -45,6 +57,7 @@ class AdapterPublishing:
             pack=partial(self._engine.pack_adapter, tenant.name, dtype),
             base_digest=self._engine.base_digest(),
             probe=self._expected(tenant),
+            gate=gate,
         )
 
     def join(self, tenant: Tenant) -> None:

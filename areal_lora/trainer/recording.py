@@ -13,9 +13,11 @@ from areal_lora.obs.metrics import (
     EvalRecord,
     MetricsWriter,
     PublishRecord,
+    ResumeRecord,
     RolloutSampleRecord,
     SampleRecord,
     StepRecord,
+    recorded_s,
 )
 from areal_lora.obs.report import write_report
 from areal_lora.obs.summary import write_summary
@@ -35,12 +37,20 @@ EVAL_TAG = "held-out"
 class Recorder:
     """Rank 0 only. Holds the controller's client and the metrics writer."""
 
-    def __init__(self, config: Config, run_folder: Path, client: RolloutClient, started_s: float) -> None:
+    def __init__(
+        self, config: Config, run_folder: Path, client: RolloutClient, tenants: Sequence[Tenant], started_s: float
+    ) -> None:
+        """Records that speak of versions beyond those the ``tenants`` go on from are superseded."""
         self._config = config
+        self._tenants = {tenant.name: tenant for tenant in tenants}
+        before_s = recorded_s(run_folder)
         self._run_folder = run_folder
         self._client = client
         self._writer = MetricsWriter(run_folder)
-        self._started_s = started_s
+        self._started_s = started_s - before_s
+        for tenant in tenants:
+            if tenant.resumed:
+                self._writer.write(ResumeRecord(adapter=tenant.name, version=tenant.version, time_s=before_s))
         self._stats: Stats | None = None
         self._last_tokens = 0
         self._last_step_s = time.monotonic()
@@ -70,12 +80,14 @@ class Recorder:
             return None
         self.status(f"step {tenant.version}: training {tenant.name}")
         self._stats = batch.stats
+        tenant.ledger = batch.snapshot
         self._record_evals(batch.events)
         self._record_samples(tenant, batch.samples)
         return list(batch.groups)
 
     def request_eval(self, tenant: Tenant) -> None:
         """Ask for a held-out evaluation of the tenant's version; it begins when the version is active."""
+        tenant.awaited.add(tenant.version)
         self._client.request_eval(tenant.ref, EVAL_TAG)
 
     def wait_eval(self, tenant: Tenant) -> None:
@@ -96,12 +108,12 @@ class Recorder:
     def step(
         self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans
     ) -> None:
-        """Commit a step that has just been taken (``tenant.version`` is the new version) and write its record."""
-        self._client.commit(tenant.name, tenant.version - 1)
+        """Write the record of a step that has just been taken (``tenant.version`` is the new version)."""
         self.beat()
         stats = self._stats
         now = time.monotonic()
-        tokens_per_s = (stats.tokens_generated - self._last_tokens) / (now - self._last_step_s) if stats else None
+        generated = stats.tokens_generated - self._last_tokens if stats else -1
+        tokens_per_s = generated / (now - self._last_step_s) if generated >= 0 else None  # a new controller begins at 0
         self._last_step_s, self._last_tokens = now, stats.tokens_generated if stats else 0
         seconds = spans.seconds
         answers = float(batch.loss_mask.sum()) / batch.n_sequences
@@ -123,9 +135,11 @@ class Recorder:
 
     def _record_evals(self, results: Sequence[EvalResult]) -> None:
         for result in results:
+            self._tenants[result.adapter].awaited.discard(result.version)
             if result.error:
                 log.warning("evaluation of %s@v%d failed: %s", result.adapter, result.version, result.error)
                 continue
+            self._tenants[result.adapter].accuracies[result.version] = result.accuracy
             samples = [
                 SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward)
                 for s in result.samples
@@ -167,6 +181,8 @@ def _extra(report: LearnReport, seconds: dict[str, float]) -> dict[str, float | 
         "skipped": report.skipped,
         "capped_fraction": report.per_token("capped"),
         "publish_pack_s": seconds["publish_pack"],
+        "checkpoint_copy_s": seconds["checkpoint_copy"],
+        "checkpoint_join_s": seconds["checkpoint_join"],
     }
     for kind in ("fresh", "stale"):
         count = sums[f"{kind}_tokens"]

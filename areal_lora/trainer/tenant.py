@@ -5,7 +5,7 @@ The trainer keeps a list of tenants; a run with one adapter is a list of one (co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -19,13 +19,23 @@ from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """``version`` counts published versions and equals the number of optimizer steps taken."""
+    """``version`` counts published versions and equals the number of batches learnt from.
+
+    ``stored`` is the newest version with a checkpoint, written or under way. On rank 0 only: ``ledger``, the
+    controller's snapshot that belongs to ``version``; held-out ``accuracies`` by version, and the versions
+    whose evaluation is ``awaited``.
+    """
 
     config: AdapterConfig
     spec: AdapterSpec
     algorithm: Algorithm
     probe: TrainBatch
     version: int = 0
+    stored: int | None = None
+    resumed: bool = False
+    ledger: bytes = b""
+    accuracies: dict[int, float] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -64,7 +74,7 @@ def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
         token_ids=tokens, cu_seqlens=cu_seqlens, loss_mask=mask,
         rollout_logprobs=torch.zeros(tokens.numel()), versions=torch.where(mask, 0, -1),
         rewards=torch.zeros(len(rows)), group_ids=torch.zeros(len(rows), dtype=torch.int64),
-        adapters=(adapter,) * len(rows),
+        sample_ids=torch.arange(len(rows)), adapters=(adapter,) * len(rows),
     )
 
 
