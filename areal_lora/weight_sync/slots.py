@@ -112,6 +112,17 @@ class SlotTable:
             raise UnknownVersionError(self._missing(model_name)) from e
         return self._active(ref)
 
+    def newest_from(self, model_name: str) -> AdapterRef:
+        """The newest version of the adapter named, with or without a version, that is not older than it.
+
+        Raises UnknownVersionError.
+        """
+        name, _, _ = model_name.rpartition("@")
+        newest = self.newest(name)
+        if newest is not None and AdapterRef.parse(model_name) <= newest:
+            return newest
+        return self.resolve(model_name).ref
+
     def _versions(self, name: str) -> list[AdapterRef]:
         return [ref for ref in self.active() if ref.name == name]
 

@@ -91,6 +91,25 @@ class SourceEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
     backend: str = "gloo"
 
 
+class ServerStats(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a server has done since it serves. ``idle_s`` of ``up_s`` seconds no sequence was running.
+
+    ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once.
+    ``interrupted`` sequences were cut and continued on a newer version, which read ``recomputed_tokens`` again.
+    """
+
+    up_s: float = 0.0
+    idle_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    aborted: int = 0
+    interrupted: int = 0
+    recomputed_tokens: int = 0
+
+
 class InfoReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server is. ``refs`` are the versions that can be requested now."""
 
@@ -100,6 +119,7 @@ class InfoReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int
     max_lora_rank: int
     refs: list[str] = []
+    stats: ServerStats = ServerStats()
 
 
 class ModulesReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +35,8 @@ log = get_logger(__name__)
 
 BASE = "base"  # the model name of the base without an adapter
 GRACE_S = 10.0  # a worker's own deadline passes first; beyond this it is taken for dead
+PINNED_S = 10.0  # how long a pinned request keeps its version after its end, for the next one of the same evaluation
+
 
 class Workers(Protocol):
     """The engine's way to call a method on all its workers (``AsyncLLM``)."""
@@ -68,20 +70,41 @@ class ServedAdapters:
         self._next_id = 1
         self._lock = asyncio.Lock()  # publishes, also of different adapters, come one after the other
         self._released = asyncio.Event()
+        self._pins: dict[AdapterRef, asyncio.TimerHandle] = {}
+        self.on_active: Callable[[AdapterRef], Awaitable[None]] | None = None
+        """Called when a version can be requested, before its publish is acknowledged."""
 
     @contextmanager
-    def lease(self, model: str) -> Iterator[Lease]:
-        """Hold the version that ``model`` names. Raises UnknownVersionError, never falls back to the base."""
+    def lease(self, model: str, *, pinned: bool = False, or_newer: bool = False) -> Iterator[Lease]:
+        """Hold the version that ``model`` names; ``or_newer``: the newest of its adapter, if that is no older one.
+
+        ``pinned`` keeps it for ``PINNED_S`` after that, unless a publish finds no other slot. Raises
+        UnknownVersionError, never falls back to the base.
+        """
         if model == BASE:
             yield Lease(name=BASE, ref=None, lora=None)
             return
-        ref = self._slots.resolve(model).ref
+        ref = self._slots.newest_from(model) if or_newer else self._slots.resolve(model).ref
         self._slots.acquire(ref)
         try:
             yield Lease(name=str(ref), ref=ref, lora=self._loras[ref])
         finally:
+            if pinned:
+                self._pin(ref)
             self._slots.release(ref)
             self._released.set()
+
+    def _pin(self, ref: AdapterRef) -> None:
+        if ref in self._pins:
+            self._pins[ref].cancel()
+        else:
+            self._slots.acquire(ref)
+        self._pins[ref] = asyncio.get_running_loop().call_later(PINNED_S, self._unpin, ref)
+
+    def _unpin(self, ref: AdapterRef) -> None:
+        self._pins.pop(ref).cancel()
+        self._slots.release(ref)
+        self._released.set()
 
     def active(self) -> list[AdapterRef]:
         return self._slots.active()
@@ -148,6 +171,11 @@ class ServedAdapters:
                 if e.reason == Refusal.SLOT and spare:
                     await self._retire(spare)
                     continue
+                if e.reason == Refusal.SLOT and left <= 0 and self._pins:
+                    pinned = next(iter(self._pins))
+                    log.warning("%s; %s is given up although it is pinned", e, pinned)
+                    self._unpin(pinned)
+                    continue
                 if e.reason != Refusal.SLOT or left <= 0:
                     log.warning("%s", e)
                     return None
@@ -197,6 +225,8 @@ class ServedAdapters:
         self._loras[ref] = LoRARequest(lora_name=str(ref), lora_int_id=lora_id, lora_path=f"xccl://{ref}")
         self._replies[ref] = PublishReply(ref=str(ref), digest=staged[0].digest, phases=phases)
         reached("server.activated")
+        if self.on_active is not None:
+            await self.on_active(ref)
         return self._replies[ref]
 
     async def _retire(self, refs: list[AdapterRef]) -> None:

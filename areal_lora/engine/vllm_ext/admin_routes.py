@@ -106,7 +106,8 @@ class AdminPlane:
         return BearerAuth(Starlette(routes=routes), secret)
 
     async def info(self, request: Request) -> Response:
-        return _answer(msgspec.structs.replace(self._info, refs=[str(r) for r in self._adapters.active()]))
+        refs, stats = [str(r) for r in self._adapters.active()], self._generator.counters.stats()
+        return _answer(msgspec.structs.replace(self._info, refs=refs, stats=stats))
 
     async def modules(self, request: Request) -> Response:
         return _answer(self._modules)

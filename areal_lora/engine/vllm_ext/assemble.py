@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,8 +23,9 @@ from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth
 from areal_lora.engine.vllm_ext.channel import WorkerChannel
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
-from areal_lora.engine.vllm_ext.generate import Generator
+from areal_lora.engine.vllm_ext.generate import Counters, Generator
 from areal_lora.engine.vllm_ext.lora_install import vllm_modules
+from areal_lora.engine.vllm_ext.sampling import Sampler
 from areal_lora.engine.vllm_ext.worker_extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
 from areal_lora.errors import ConfigError
 from areal_lora.weight_sync.digests import base_digest
@@ -79,10 +81,10 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=config.model.path, dtype=config.model.dtype, seed=config.run.seed, tensor_parallel_size=rollout.tp,
         enable_expert_parallel=rollout.expert_parallel,
-        max_model_len=rollout.max_model_len, max_num_seqs=rollout.max_num_seqs,
+        max_model_len=rollout.max_model_len, max_num_seqs=max_num_seqs(config),
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len),
         gpu_memory_utilization=rollout.gpu_memory_utilization, enforce_eager=rollout.enforce_eager or on_cpu,
-        enable_prefix_caching=True, disable_log_stats=True, logprobs_mode="processed_logprobs",
+        enable_prefix_caching=not rollout.deterministic, disable_log_stats=True, logprobs_mode="processed_logprobs",
         enable_lora=True, max_lora_rank=ranks[0], max_loras=max_loras, max_cpu_loras=max_loras,
         lora_target_modules=vllm_modules(targets),
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
@@ -91,7 +93,12 @@ def engine_args(config: Config) -> AsyncEngineArgs:
 
 
 def n_slots(config: Config) -> int:
-    return config.rollout.resident_versions * len(config.adapters)
+    """Of each adapter the resident versions and one that an evaluation may keep beyond them."""
+    return (config.rollout.resident_versions + 1) * len(config.adapters)
+
+
+def max_num_seqs(config: Config) -> int:
+    return 1 if config.rollout.deterministic else config.rollout.max_num_seqs
 
 
 async def assemble(config: Config, run_folder: Path, index: int, secret: str, stop: Callable[[], None]) -> Parts:
@@ -115,14 +122,22 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
         deadline_s=config.weight_sync.attempt_s,
     )
     model = engine.model_config
-    generator = Generator(engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size())
+    generator = Generator(
+        engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size(),
+        counters=Counters(max_num_seqs(config)),
+    )
     await generator.score([0, 0], Lease(name=BASE, ref=None, lora=None))  # the first request takes seconds
     info = InfoReply(
         run=config.run.name, model=config.model.path, base_digest=digest, workers=len(described),
         max_lora_rank=first.max_rank,
     )
     modules = ModulesReply(modules=first.modules, slots=n_slots(config), max_rank=first.max_rank)
-    data_app = DataPlane(adapters, generator, engine.get_tokenizer(), config.rollout.max_num_seqs).app()
+    tokenizer = engine.get_tokenizer()
+    sampler = Sampler(
+        generator, adapters, partial(tokenizer.decode, skip_special_tokens=True),
+        interrupt=config.rollout.in_flight == "interrupt",
+    )
+    data_app = DataPlane(adapters, generator, tokenizer, sampler).app()
     return Parts(
         engine=engine, channel=channel, adapters=adapters, generator=generator, n_slots=n_slots(config),
         shm_prefix=first.shm_prefix,

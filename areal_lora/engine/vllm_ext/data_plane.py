@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -22,14 +22,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
-from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
-from areal_lora.engine.vllm_ext.generate import BadRequest, Generator, prompt_logprobs
+from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
+from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
 from areal_lora.engine.vllm_ext.openai_api import Answer, ChatBody, Choice, CompletionBody, Usage, error_body
+from areal_lora.engine.vllm_ext.sampling import Piece, Sampler
 from areal_lora.errors import UnknownVersionError
 
 Body = CompletionBody | ChatBody
@@ -43,10 +44,9 @@ class DataPlane:
     """The routes. ``render`` turns answers into bodies; the engine is reached through ``generator``."""
 
     def __init__(
-        self, adapters: ServedAdapters, generator: Generator, tokenizer: PreTrainedTokenizerBase, max_num_seqs: int
+        self, adapters: ServedAdapters, generator: Generator, tokenizer: PreTrainedTokenizerBase, sampler: Sampler
     ) -> None:
-        self._adapters, self._generator, self._tokenizer = adapters, generator, tokenizer
-        self._max_num_seqs = max_num_seqs
+        self._adapters, self._generator, self._tokenizer, self._sampler = adapters, generator, tokenizer, sampler
         self._ids = itertools.count()
 
     def app(self) -> ASGIApp:
@@ -84,90 +84,79 @@ class DataPlane:
         return await _unless_disconnected(request, self._complete(body, prompts, params))
 
     async def _complete(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
-        with self._adapters.lease(body.model) as lease:
-            if len(prompts) == 1:
-                outputs = [await self._generator.final(prompts[0], params, lease)]
-            else:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._generator.final(ids, params.clone(), lease)) for ids in prompts]
-                outputs = [t.result() for t in tasks]
+        answers = await self._sampler.complete(prompts, params, body.model, body.pin_version)
         choices = [
-            self._choice(body, lease, output, sample, i * params.n + sample.index)
-            for i, output in enumerate(outputs)
-            for sample in output.outputs
+            self._choice(body, prompts[i // params.n], piece, piece.text if body.stop else None, i)
+            for i, piece in enumerate(answers)
         ]
         n_prompt = sum(len(ids) for ids in prompts)
-        n_out = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        answer = self._answer(body, lease, choices, "")
+        n_out = sum(len(piece.token_ids) for piece in answers)
+        answer = self._answer(body, answers, choices, "")
         answer.usage = Usage(prompt_tokens=n_prompt, completion_tokens=n_out, total_tokens=n_prompt + n_out)
         return Response(_encode(answer), media_type=JSON)
 
     async def _stream(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
         if len(prompts) != 1 or (isinstance(body, CompletionBody) and body.echo):
             raise BadRequest("a stream takes one prompt, without echo")
-        params.output_kind = RequestOutputKind.DELTA
-        params.detokenize = True
-        with self._adapters.lease(body.model):
-            pass  # an unknown version must be a 404, not a broken stream
+        self._sampler.check(body.model, body.pin_version)  # an unknown version must be a 404, not a broken stream
 
         async def events() -> AsyncIterator[bytes]:
-            with self._adapters.lease(body.model) as lease:
-                async with aclosing(self._generator.stream(prompts[0], params, lease)) as outputs:
-                    async for output in outputs:
-                        for piece in output.outputs:
-                            self._generator.counters.generated_tokens_total += len(piece.token_ids)
-                            choice = self._choice(body, lease, output, piece, piece.index)
-                            yield b"data: " + _encode(self._answer(body, lease, [choice], ".chunk")) + b"\n\n"
+            pieces = self._sampler.stream(prompts[0], params, body.model, body.pin_version)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    choice = self._choice(body, prompts[0], piece, piece.text, piece.index)
+                    yield b"data: " + _encode(self._answer(body, [piece], [choice], ".chunk")) + b"\n\n"
             yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    def _answer(self, body: Body, lease: Lease, choices: list[Choice], suffix: str) -> Answer:
+    def _answer(self, body: Body, pieces: Sequence[Piece], choices: list[Choice], suffix: str) -> Answer:
         chat = isinstance(body, ChatBody)
+        newest = max((piece.ref for piece in pieces if piece.ref is not None), default=None)
         return Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{next(self._ids)}",
             object=f"chat.completion{suffix}" if chat else "text_completion",
-            created=int(time.time()), model=lease.name, choices=choices,
+            created=int(time.time()), model=BASE if newest is None else str(newest), choices=choices,
         )
 
-    def _choice(self, body: Body, lease: Lease, output: RequestOutput, sample: CompletionOutput, index: int) -> Choice:
-        ids = list(sample.token_ids)
-        streamed = body.stream or body.stop  # only then did the engine make the text
-        text = sample.text if streamed else self._tokenizer.decode(ids, skip_special_tokens=True)
-        choice = Choice(index=index, finish_reason=sample.finish_reason)
-        choice.versions = [lease.ref.version if lease.ref else -1] * len(ids)
+    def _choice(self, body: Body, prompt: list[int], piece: Piece, text: str | None, index: int) -> Choice:
+        """``text`` is None where nobody has looked at it yet."""
+        ids = piece.token_ids
+        if text is None:
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        choice = Choice(index=index, finish_reason=piece.finish_reason, versions=piece.versions)
         if body.return_token_ids:
             choice.token_ids = ids
         if isinstance(body, ChatBody):
-            choice.logprobs = {"content": self._chat_logprobs(sample)} if body.logprobs else None
+            choice.logprobs = {"content": self._chat_logprobs(piece)} if body.logprobs else None
             if body.stream:
                 choice.delta = {"role": "assistant", "content": text}
             else:
                 choice.message = {"role": "assistant", "content": text}
             return choice
-        values = _chosen(sample) if body.logprobs is not None else []
-        if body.echo and output.prompt_token_ids:
-            text = self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True) + text
+        values = _chosen(piece) if body.logprobs is not None else []
+        if body.echo:
+            text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
             if body.logprobs is not None:
-                values = prompt_logprobs(output) + values
+                values = piece.prompt_logprobs + values
             if body.return_token_ids:
-                choice.token_ids = [*output.prompt_token_ids, *ids]
+                choice.token_ids = [*prompt, *ids]
         choice.text = text
         if body.logprobs is not None:
             choice.logprobs = {"token_logprobs": values}
             if body.logprobs > 0:
                 decode = self._tokenizer.decode
                 choice.logprobs["top_logprobs"] = [
-                    {decode([t]): p.logprob for t, p in entry.items()} for entry in sample.logprobs or []
+                    {decode([t]): value for t, value in row.items()} for row in piece.logprobs
                 ]
         return choice
 
-    def _chat_logprobs(self, sample: CompletionOutput) -> list[dict[str, Any]]:
+    def _chat_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
         rows, decode = [], self._tokenizer.decode
-        for token, entry in zip(sample.token_ids, sample.logprobs or [], strict=True):
+        for token, row in zip(piece.token_ids, piece.logprobs, strict=True):
             rows.append({
-                "token": decode([token]), "logprob": entry[token].logprob,
-                "top_logprobs": [{"token": decode([t]), "logprob": p.logprob} for t, p in entry.items()],
+                "token": decode([token]), "logprob": row[token],
+                "top_logprobs": [{"token": decode([t]), "logprob": value} for t, value in row.items()],
             })
         return rows
 
@@ -181,15 +170,19 @@ class DataPlane:
         return Response(b'{"status":"ok"}', media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
-        c = self._generator.counters
-        rows = {
-            "areal_lora_sequences_running": ("gauge", min(c.in_flight, self._max_num_seqs)),
-            "areal_lora_sequences_waiting": ("gauge", max(0, c.in_flight - self._max_num_seqs)),
+        s = self._generator.counters.stats()
+        rows: dict[str, tuple[str, float]] = {
+            "areal_lora_sequences_running": ("gauge", s.running),
+            "areal_lora_sequences_waiting": ("gauge", s.waiting),
             "areal_lora_adapter_versions": ("gauge", len(self._adapters.active())),
-            "areal_lora_requests_total": ("counter", c.requests_total),
-            "areal_lora_sequences_aborted_total": ("counter", c.aborted_total),
-            "areal_lora_prompt_tokens_total": ("counter", c.prompt_tokens_total),
-            "areal_lora_generated_tokens_total": ("counter", c.generated_tokens_total),
+            "areal_lora_requests_total": ("counter", s.requests),
+            "areal_lora_sequences_aborted_total": ("counter", s.aborted),
+            "areal_lora_sequences_interrupted_total": ("counter", s.interrupted),
+            "areal_lora_prompt_tokens_total": ("counter", s.prompt_tokens),
+            "areal_lora_generated_tokens_total": ("counter", s.generated_tokens),
+            "areal_lora_recomputed_tokens_total": ("counter", s.recomputed_tokens),
+            "areal_lora_up_seconds_total": ("counter", round(s.up_s, 3)),
+            "areal_lora_idle_seconds_total": ("counter", round(s.idle_s, 3)),
         }
         text = "".join(f"# TYPE {name} {kind}\n{name} {value}\n" for name, (kind, value) in rows.items())
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -207,9 +200,9 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     )
 
 
-def _chosen(sample: CompletionOutput) -> list[float]:
+def _chosen(piece: Piece) -> list[float]:
     """Log-probabilities of the sampled tokens. [A]"""
-    return [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs or [], strict=True)]
+    return [row[token] for token, row in zip(piece.token_ids, piece.logprobs, strict=True)]
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -7,7 +7,9 @@ after top-p (vLLM's ``processed_logprobs``); of a greedy request, of the plain l
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from vllm import RequestOutput, SamplingParams
@@ -16,6 +18,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.adapters import Lease
 from areal_lora.obs.faults import reached
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.transport import ServerStats
+
+CUT = "abort"  # vLLM's finish reason of a request that was ended from outside
 
 
 class BadRequest(ValueError):
@@ -24,13 +30,52 @@ class BadRequest(ValueError):
 
 @dataclass(slots=True)
 class Counters:
-    """What ``/metrics`` shows, counted here because vLLM's own statistics cost time at every step."""
+    """What ``/metrics`` and ``/admin/info`` show, counted here: vLLM's own statistics cost time at every step."""
 
+    max_num_seqs: int
+    clock: Callable[[], float] = time.monotonic
     in_flight: int = 0  # sequences
-    requests_total: int = 0
-    prompt_tokens_total: int = 0
-    generated_tokens_total: int = 0
-    aborted_total: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    aborted: int = 0
+    interrupted: int = 0
+    recomputed_tokens: int = 0
+    began_s: float = field(init=False)
+    _idle_s: float = 0.0  # not counting the idle time that lasts
+    _idle_since_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began_s = self._idle_since_s = self.clock()
+
+    def begin(self, sequences: int) -> None:
+        if not self.in_flight:
+            self._idle_s += self.clock() - self._idle_since_s
+        self.in_flight += sequences
+
+    def end(self, sequences: int) -> None:
+        self.in_flight -= sequences
+        if not self.in_flight:
+            self._idle_since_s = self.clock()
+
+    def stats(self) -> ServerStats:
+        now = self.clock()
+        return ServerStats(
+            up_s=now - self.began_s, idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
+            running=min(self.in_flight, self.max_num_seqs), waiting=max(0, self.in_flight - self.max_num_seqs),
+            requests=self.requests, prompt_tokens=self.prompt_tokens, generated_tokens=self.generated_tokens,
+            aborted=self.aborted, interrupted=self.interrupted, recomputed_tokens=self.recomputed_tokens,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ticket:
+    """One request to the engine. ``enough``: whoever reads its outputs stopped because the answer is complete."""
+
+    request_id: str
+    ref: AdapterRef | None
+    cut: bool = False
+    enough: bool = False
 
 
 @dataclass(slots=True)
@@ -40,7 +85,7 @@ class Generator:
     engine: AsyncLLM
     max_model_len: int
     vocab_size: int
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def check_prompt(self, token_ids: Sequence[int], max_tokens: int) -> None:
@@ -55,37 +100,47 @@ class Generator:
             )
 
     async def stream(
-        self, token_ids: list[int], params: SamplingParams, lease: Lease
+        self, token_ids: list[int], params: SamplingParams, lease: Lease, ticket: Ticket | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """All outputs of one prompt. Closing the iterator aborts the request in the engine."""
-        counters, n = self.counters, params.n
-        counters.in_flight += n
-        counters.requests_total += 1
-        counters.prompt_tokens_total += len(token_ids)
-        done = False
-        outputs = self.engine.generate(
-            {"prompt_token_ids": token_ids}, params, f"{lease.name}-{next(self._ids)}", lora_request=lease.lora
-        )
-        reached("server.generating")
+        counters, n, ticket = self.counters, params.n, ticket or self.ticket(lease)
+        counters.begin(n)
+        queue, finished = None, False
         try:
-            async for output in outputs:
-                done = output.finished
+            queue = await self.engine.add_request(
+                ticket.request_id, {"prompt_token_ids": token_ids}, params, lora_request=lease.lora
+            )
+            reached("server.generating")
+            if ticket.cut:  # while the engine did not know the request yet
+                await self.cut([ticket])
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                assert isinstance(output, RequestOutput)
+                finished = output.finished
+                counters.generated_tokens += sum(len(c.token_ids) for c in output.outputs)
                 yield output
         finally:
-            await outputs.aclose()
-            counters.in_flight -= n
-            counters.aborted_total += 0 if done else n
+            counters.end(n)
+            if not finished:
+                counters.aborted += 0 if ticket.enough else n
+                if queue is not None and not self.engine.errored:
+                    await self.engine.abort(queue.request_id, internal=True)
+
+    def ticket(self, lease: Lease) -> Ticket:
+        return Ticket(request_id=f"{lease.name}-{next(self._ids)}", ref=lease.ref)
+
+    async def cut(self, tickets: Sequence[Ticket]) -> None:
+        """End requests now; each gets a last output with finish reason ``CUT`` and the tokens so far."""
+        for ticket in tickets:
+            ticket.cut = True
+        await self.engine.abort([ticket.request_id for ticket in tickets])
 
     async def final(self, token_ids: list[int], params: SamplingParams, lease: Lease) -> RequestOutput:
         """The finished output of one prompt; ``params.output_kind`` must be FINAL_ONLY."""
-        outputs = self.stream(token_ids, params, lease)
-        try:
+        async with aclosing(self.stream(token_ids, params, lease)) as outputs:
             async for output in outputs:
                 if output.finished:
-                    self.counters.generated_tokens_total += sum(len(c.token_ids) for c in output.outputs)
                     return output
-        finally:
-            await outputs.aclose()
         raise RuntimeError(f"the engine ended a request on {lease.name} without an output")
 
     async def score(self, token_ids: list[int], lease: Lease) -> list[float]:

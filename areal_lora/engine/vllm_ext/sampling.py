@@ -1,0 +1,255 @@
+"""From requests to sampled sequences under the run's in-flight policy (contract C2).
+
+``finish``: a request runs on one version from beginning to end. ``interrupt``: when a newer version of its adapter
+becomes active, every sequence is cut and goes on with it::
+
+    prompt ------ v3: t0 .. t41 | prompt t0 .. t41 ------ v4: t42 .. t90 | ... ------> one answer, versions per token
+
+The continuation is a new request of the engine: the tokens so far are read again under the new version, the limit
+is what was left of it, and its random numbers come from (seed, tokens so far). Requests that are pinned, that
+score their prompt or that ask for the base are not cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
+from areal_lora.engine.vllm_ext.generate import CUT, Generator, Ticket, prompt_logprobs
+from areal_lora.engine.vllm_ext.text import AnswerText
+from areal_lora.types import AdapterRef
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """A sampled sequence, or the next part of one. Per-token lists have one entry per token id.
+
+    ``logprobs[t]`` maps token ids to log-probabilities, with the sampled one among them; empty if none were asked.
+    ``ref`` is the version of the last token (None: the base). ``text`` is made only for streams and stop strings.
+    """
+
+    index: int
+    ref: AdapterRef | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+
+    def add(self, sample: CompletionOutput, lease: Lease) -> None:
+        n = len(sample.token_ids)
+        self.ref = lease.ref
+        self.token_ids += sample.token_ids
+        self.versions += [lease.ref.version if lease.ref else -1] * n
+        self.logprobs += [{token: p.logprob for token, p in row.items()} for row in sample.logprobs or ()]
+
+    def keep(self, n: int) -> None:
+        """Forget all but the first ``n`` tokens."""
+        for values in (self.token_ids, self.versions, self.logprobs):
+            del values[n:]
+
+
+class Sampler:
+    """Runs the data plane's requests. ``decode`` turns token ids into text."""
+
+    def __init__(
+        self, generator: Generator, adapters: ServedAdapters, decode: Callable[[list[int]], str], *, interrupt: bool
+    ) -> None:
+        self._generator, self._adapters, self._decode, self._interrupt = generator, adapters, decode, interrupt
+        self._running: set[Ticket] = set()
+        if interrupt:
+            adapters.on_active = self._cut
+
+    async def complete(
+        self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool
+    ) -> list[Piece]:
+        """``params.n`` answers to every prompt, in order. Raises UnknownVersionError."""
+        self._count(prompts)
+        if self._cuttable(params, model, pinned):
+            self.check(model, pinned)
+            ways = [_nth(params, k) for k in range(params.n)]
+            return await _all([self._whole(ids, way, k, model) for ids in prompts for k, way in enumerate(ways)])
+        with self._adapters.lease(model, pinned=pinned) as lease:
+            outputs = await _all([self._generator.final(ids, params.clone(), lease) for ids in prompts])
+        return [_piece(output, sample, lease) for output in outputs for sample in output.outputs]
+
+    async def stream(
+        self, ids: list[int], params: SamplingParams, model: str, pinned: bool
+    ) -> AsyncGenerator[Piece, None]:
+        """The parts of ``params.n`` answers as they come. Close it. Raises UnknownVersionError."""
+        self._count([ids])
+        params.output_kind, params.detokenize = RequestOutputKind.DELTA, True
+        if self._cuttable(params, model, pinned):
+            sequences = [self._sequence(ids, _nth(params, k), k, model) for k in range(params.n)]
+            async with aclosing(_merged(sequences)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        with self._adapters.lease(model, pinned=pinned) as lease:
+            async with aclosing(self._generator.stream(ids, params, lease)) as outputs:
+                async for output in outputs:
+                    for sample in output.outputs:
+                        yield _piece(output, sample, lease)
+
+    def check(self, model: str, pinned: bool) -> None:
+        """Raises UnknownVersionError if a request for ``model`` would."""
+        with self._adapters.lease(model, or_newer=self._interrupt and not pinned):
+            pass
+
+    def _cuttable(self, params: SamplingParams, model: str, pinned: bool) -> bool:
+        return self._interrupt and not pinned and model != BASE and params.prompt_logprobs is None
+
+    def _count(self, prompts: Sequence[list[int]]) -> None:
+        self._generator.counters.requests += len(prompts)
+        self._generator.counters.prompt_tokens += sum(map(len, prompts))
+
+    def _count_continuation(self, n_tokens: int) -> None:
+        self._generator.counters.interrupted += 1
+        self._generator.counters.recomputed_tokens += n_tokens
+
+    # ------------------------------------------------------------ interrupt
+
+    async def _cut(self, ref: AdapterRef) -> None:
+        """``ref`` is active: end what runs on older versions of its adapter, ``_sequence`` goes on from there."""
+        older = [t for t in self._running if t.ref is not None and t.ref.name == ref.name and t.ref < ref]
+        await self._generator.cut(older)
+
+    async def _whole(self, ids: list[int], params: SamplingParams, index: int, model: str) -> Piece:
+        """One answer. Where no stop string must be looked for, the engine speaks only at the end of each part."""
+        whole = Piece(index=index, ref=None)
+        async with aclosing(self._sequence(ids, params, index, model)) as pieces:
+            async for piece in pieces:
+                whole.ref, whole.finish_reason = piece.ref, piece.finish_reason
+                whole.token_ids += piece.token_ids
+                whole.versions += piece.versions
+                whole.logprobs += piece.logprobs
+                whole.text += piece.text
+        return whole
+
+    async def _sequence(
+        self, ids: list[int], params: SamplingParams, index: int, model: str
+    ) -> AsyncGenerator[Piece, None]:
+        """One answer across versions. The last piece, and only that, has a finish reason."""
+        done: list[int] = []
+        text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
+        name = model
+        while True:
+            with self._adapters.lease(name, or_newer=True) as lease:
+                ticket = self._generator.ticket(lease)
+                self._running.add(ticket)
+                outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, ticket)
+                try:
+                    async for output in outputs:
+                        piece = _piece(output, output.outputs[0], lease, index)
+                        if ticket.cut and piece.finish_reason == CUT:
+                            piece.finish_reason = None
+                        if text is not None:
+                            _spell(piece, text)
+                        done += piece.token_ids
+                        ticket.enough = piece.finish_reason is not None
+                        yield piece
+                        if ticket.enough:
+                            return
+                finally:
+                    self._running.discard(ticket)
+                    await outputs.aclose()
+            self._count_continuation(len(ids) + len(done))
+            name = lease.name
+
+
+def continued(params: SamplingParams, n: int) -> SamplingParams:
+    """``params`` for the rest of a sequence of which ``n`` tokens are there; text is looked after here."""
+    rest = params.clone()
+    rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
+    if params.max_tokens is not None:
+        rest.max_tokens = params.max_tokens - n
+    if n and params.seed is not None:
+        rest.seed = continuation_seed(params.seed, n)
+    if params.detokenize:
+        rest.output_kind = RequestOutputKind.DELTA
+    return rest
+
+
+def continuation_seed(seed: int, n: int) -> int:
+    """Seed after ``n`` tokens of a sequence that began with ``seed``: its first random numbers were used already."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{n}".encode(), digest_size=8).digest()) >> 1
+
+
+def _nth(params: SamplingParams, index: int) -> SamplingParams:
+    """The ``index``-th of ``n`` answers alone, with the seed that vLLM would give it."""
+    one = params.clone()
+    one.n = 1
+    if params.seed is not None:
+        one.seed = params.seed + index
+    return one
+
+
+def _spell(piece: Piece, text: AnswerText) -> None:
+    """Fill in the text of ``piece``, which ends at a stop string."""
+    for i, token in enumerate(piece.token_ids):
+        if text.add(token):
+            piece.keep(i + 1)
+            piece.finish_reason = "stop"
+            break
+    piece.text = text.take(piece.finish_reason is not None)
+
+
+def _piece(output: RequestOutput, sample: CompletionOutput, lease: Lease, index: int | None = None) -> Piece:
+    piece = Piece(
+        index=sample.index if index is None else index, ref=None, text=sample.text, finish_reason=sample.finish_reason,
+        prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],
+    )
+    piece.add(sample, lease)
+    return piece
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Everyone's result; the first error ends the others."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """What several generators give, as it comes; closing it closes them."""
+    queue: asyncio.Queue[T | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait(item)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            else:
+                yield item
+        for task in tasks:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
