@@ -56,6 +56,7 @@ class Publish(Protocol):
     probe: ProbeExpectation | None
     began_s: float
     deadline: float
+    gate_ms: float
 
     @property
     def ref(self) -> AdapterRef: ...
@@ -261,7 +262,7 @@ class Coordinator:
         phases = {name: max(r.phases.get(name, 0.0) for r in replies.values()) for name in names}
         phases |= {
             "pack": max(p.pack_ms for p in parts), "send": max(p.send_ms for p in parts),
-            "ack": (acked_s - job.began_s) * 1e3, "probe": (time.monotonic() - acked_s) * 1e3,
+            "ack": (acked_s - job.began_s) * 1e3, "probe": (time.monotonic() - acked_s) * 1e3, "gate": job.gate_ms,
         }
         acks = []
         for server, reply in replies.items():

@@ -19,7 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -44,7 +44,10 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One publish at one rank. ``own`` is set before ``packed`` if packing failed here."""
+    """One publish at one rank. ``own`` is set before ``packed`` if packing failed here.
+
+    ``gate`` returns when the transfer may begin; ``gate_ms`` is how long that took.
+    """
 
     manifest: ShardManifest
     layout: AdapterLayout
@@ -52,6 +55,8 @@ class Job:
     probe: ProbeExpectation | None
     began_s: float  # time.monotonic
     deadline: float  # time.monotonic
+    gate: Callable[[], None] | None = None
+    gate_ms: float = 0.0
     packed: threading.Event = field(default_factory=threading.Event)
     pack_ms: float = 0.0
     own: Failure | None = None
@@ -115,15 +120,16 @@ class Publisher:
 
     def publish(
         self, ref: AdapterRef, parent: AdapterRef | None, layout: AdapterLayout, pack: Pack, base_digest: str,
-        probe: ProbeExpectation | None,
+        probe: ProbeExpectation | None, gate: Callable[[], None] | None = None,
     ) -> PublishHandle:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
-        Servers prepare and the first buckets travel meanwhile. ``weight_sync.deadline_s`` bounds
-        the rest, retries included, except waiting while too few servers are left (``rejoin_s``).
-        Only rank 0's ``probe`` is used. Joins the publish before first, if nobody did, and raises
-        what that ended with. An error of ``pack`` that this library knows comes out of ``join``
-        on every rank, any other is raised here.
+        Servers prepare and the first buckets travel meanwhile, but no server hears of the version before
+        ``gate``, called in the publisher thread of every rank, has returned; times and deadlines begin
+        then. ``weight_sync.deadline_s`` bounds the rest, retries included, except waiting while too few
+        servers are left (``rejoin_s``). Only rank 0's ``probe`` is used. Joins the publish before first,
+        if nobody did, and raises what that ended with. An error of ``pack`` that this library knows comes
+        out of ``join`` on every rank, any other is raised here.
         """
         if self._previous is not None and not self._previous.joined:
             self._previous.join()
@@ -138,7 +144,7 @@ class Publisher:
         shard.reset()
         job = Job(
             manifest=manifest, layout=layout, shard=shard, probe=probe, began_s=now,
-            deadline=now + self._config.deadline_s,
+            deadline=now + self._config.deadline_s, gate=gate,
         )
         handle = self._start(job)
         try:
@@ -170,7 +176,10 @@ class Publisher:
         now = time.monotonic()
         deadline = now + self._config.deadline_s
         return self._start(
-            replace(self._newest[name], began_s=now, deadline=deadline, ended=threading.Event(), answer=None)
+            replace(
+                self._newest[name], began_s=now, deadline=deadline, gate=None, gate_ms=0.0, ended=threading.Event(),
+                answer=None,
+            )
         )
 
     def changed(self) -> bool:
@@ -201,6 +210,11 @@ class Publisher:
             job.ended.set()
 
     def _run(self, job: Job) -> PublishReport:
+        if job.gate is not None:
+            job.gate()
+            now = time.monotonic()
+            job.gate_ms = (now - job.began_s) * 1e3
+            job.began_s, job.deadline = now, now + self._config.deadline_s
         step = self._told(job, self._coordinator.open(job) if self._coordinator is not None else None)
         while True:
             if step.failure is not None:
