@@ -102,9 +102,14 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Prompt and answer as one sequence of T tokens, with what happened to it."""
+    """Prompt, answers and what came between them as one sequence of T tokens, with what happened to it.
+
+    ``sample`` says which of the group's ``n_samples`` it belongs to. Several trajectories of one
+    sample (an agent's conversations) carry the same reward.
+    """
 
     uid: str
+    sample: int
     adapter: AdapterRef
     token_ids: list[int]  # [T]
     loss_mask: list[int]  # [T] 1 on the model's own tokens
@@ -133,7 +138,8 @@ class TrainBatch:
     """N sequences packed one after the other; ``cu_seqlens[i]:cu_seqlens[i+1]`` is sequence i.
 
     No padding: that exists only inside an engine (contract C10). ``adapters[i]`` names the
-    adapter of sequence i, ``group_ids[i]`` its prompt group.
+    adapter of sequence i, ``group_ids[i]`` its prompt group, ``sample_ids[i]`` its sample: sequences
+    with the same one share one reward, and so one advantage.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -143,6 +149,7 @@ class TrainBatch:
     versions: torch.Tensor  # [T] int64
     rewards: torch.Tensor  # [N] fp32
     group_ids: torch.Tensor  # [N] int64
+    sample_ids: torch.Tensor  # [N] int64
     adapters: tuple[str, ...]  # [N]
     prox_logprobs: torch.Tensor | None = None  # [T] fp32
     ref_logprobs: torch.Tensor | None = None  # [T] fp32

@@ -6,6 +6,8 @@ sequence. ``to_tokens`` spreads them over a packed batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,20 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     values = rewards.double()
     others = (total - values) / (size - 1).clamp_min(1)
     return torch.where(size > 1, values - others, torch.zeros_like(values)).float()
+
+
+def per_sample(
+    advantage: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, group_ids: Tensor, sample_ids: Tensor
+) -> Tensor:
+    """``advantage`` over samples, each counted once, given to every sequence of the sample. [N]
+
+    Sequences with the same entry of ``sample_ids`` [N] have the same reward and group.
+    """
+    _, index = torch.unique(sample_ids, return_inverse=True)  # [N]
+    order = torch.arange(index.numel())
+    first = order.new_full((int(index.max()) + 1,), index.numel())
+    first = first.scatter_reduce(0, index, order, reduce="amin")  # [samples]
+    return advantage(rewards[first], group_ids[first])[index]
 
 
 def to_tokens(per_sequence: Tensor, cu_seqlens: Tensor, loss_mask: Tensor) -> Tensor:

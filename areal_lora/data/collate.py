@@ -13,7 +13,8 @@ from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import TrainBatch, Trajectory, TrajectoryGroup
 
 
-def _check(trajectory: Trajectory) -> None:
+def check_alignment(trajectory: Trajectory) -> None:
+    """Contract C10 for one trajectory. Raises AlignmentError."""
     lengths = {
         "token_ids": len(trajectory.token_ids),
         "loss_mask": len(trajectory.loss_mask),
@@ -32,13 +33,18 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     """Pack all trajectories, in order, into one batch of N sequences and T tokens.
 
     Raises:
-        AlignmentError: nothing to pack, arrays of different length, or entry 0 of a sequence not masked.
+        AlignmentError: nothing to pack, arrays of different length, entry 0 of a sequence not masked, or
+            different rewards for the trajectories of one sample.
     """
     rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
     if not rows:
         raise AlignmentError("a batch without trajectories cannot be trained on")
     for _, trajectory in rows:
-        _check(trajectory)
+        check_alignment(trajectory)
+    samples: dict[tuple[int, int], int] = {}
+    for g, trajectory in rows:
+        samples.setdefault((g, trajectory.sample), len(samples))
+    _check_rewards(rows)
     lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)])
     return TrainBatch(
         token_ids=torch.tensor([x for _, t in rows for x in t.token_ids], dtype=torch.int64),
@@ -48,8 +54,19 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         versions=torch.tensor([x for _, t in rows for x in t.versions], dtype=torch.int64),
         rewards=torch.tensor([t.reward for _, t in rows], dtype=torch.float32),
         group_ids=torch.tensor([g for g, _ in rows], dtype=torch.int64),
+        sample_ids=torch.tensor([samples[g, t.sample] for g, t in rows], dtype=torch.int64),
         adapters=tuple(t.adapter.name for _, t in rows),
     )
+
+
+def _check_rewards(rows: Sequence[tuple[int, Trajectory]]) -> None:
+    rewards: dict[tuple[int, int], float] = {}
+    for g, trajectory in rows:
+        if rewards.setdefault((g, trajectory.sample), trajectory.reward) != trajectory.reward:
+            raise AlignmentError(
+                f"trajectory {trajectory.uid}: reward {trajectory.reward}, another one of its sample has "
+                f"{rewards[g, trajectory.sample]}"
+            )
 
 
 def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
@@ -66,7 +83,7 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         batch,
         token_ids=batch.token_ids[index], cu_seqlens=lengths.cumsum(0), loss_mask=batch.loss_mask[index],
         rollout_logprobs=batch.rollout_logprobs[index], versions=batch.versions[index],
-        rewards=batch.rewards[rows], group_ids=batch.group_ids[rows],
+        rewards=batch.rewards[rows], group_ids=batch.group_ids[rows], sample_ids=batch.sample_ids[rows],
         adapters=tuple(batch.adapters[i] for i in sequences),
         prox_logprobs=tokens(batch.prox_logprobs), ref_logprobs=tokens(batch.ref_logprobs),
         values=tokens(batch.values), advantages=tokens(batch.advantages), returns=tokens(batch.returns),

@@ -59,7 +59,7 @@ class SingleTurnWorkflow:
         # Shielded: cutting a scoring short costs its child process, letting it end costs a millisecond.
         scores = await asyncio.shield(self.scorer.score(items))
         trajectories = tuple(
-            single_turn(f"{prompt.uid}:{index}", ref.name, prompt.token_ids, generation, score)
+            single_turn(prompt, index, ref.name, generation, score)
             for index, (generation, score) in enumerate(zip(generations, scores, strict=True))
         )
         return Episode(
@@ -68,13 +68,14 @@ class SingleTurnWorkflow:
         )
 
 
-def single_turn(uid: str, adapter: str, prompt_ids: list[int], answer: Generation, score: Score) -> Trajectory:
+def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, score: Score) -> Trajectory:
     """Prompt [P] and answer [A] as one trajectory [P + A] in the alignment of contract C10."""
-    off = len(prompt_ids)
+    off = len(prompt.token_ids)
     return Trajectory(
-        uid=uid,
+        uid=f"{prompt.uid}:{sample}",
+        sample=sample,
         adapter=AdapterRef(name=adapter, version=min(answer.versions)),
-        token_ids=prompt_ids + answer.token_ids,
+        token_ids=prompt.token_ids + answer.token_ids,
         loss_mask=[0] * off + [1] * len(answer.token_ids),
         rollout_logprobs=[0.0] * off + answer.logprobs,
         versions=[-1] * off + answer.versions,

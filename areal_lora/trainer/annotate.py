@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areal_lora.algorithms.advantages import to_tokens
+from areal_lora.algorithms.advantages import per_sample, to_tokens
 from areal_lora.engine.base import TrainEngine
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch
@@ -20,5 +20,5 @@ def annotate(engine: TrainEngine, tenant: Tenant, batch: TrainBatch) -> TrainBat
         batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=tenant.name, temperature=temperature))
     if tenant.algorithm.needs_ref:
         batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=None, temperature=temperature))
-    per_sequence = tenant.algorithm.advantage(batch.rewards, batch.group_ids)
+    per_sequence = per_sample(tenant.algorithm.advantage, batch.rewards, batch.group_ids, batch.sample_ids)
     return replace(batch, advantages=to_tokens(per_sequence, batch.cu_seqlens, batch.loss_mask))

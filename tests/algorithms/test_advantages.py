@@ -28,6 +28,22 @@ def _members(rewards: list[float], groups: list[int], i: int) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_a_sample_of_several_trajectories_counts_once(seed: int) -> None:
+    rewards, groups = _random_case(seed)  # one entry per sample
+    rng = random.Random(seed)
+    rows = [sample for sample in range(len(rewards)) for _ in range(rng.randint(1, 4))]
+    rng.shuffle(rows)
+    got = advantages.per_sample(
+        advantages.rloo, torch.tensor([rewards[s] for s in rows]), torch.tensor([groups[s] for s in rows]),
+        torch.tensor(rows),
+    )
+    for i, sample in enumerate(rows):
+        others = [r for j, r in enumerate(rewards) if groups[j] == groups[sample] and j != sample]
+        want = rewards[sample] - statistics.fmean(others) if others else 0.0
+        assert float(got[i]) == pytest.approx(want, abs=2e-6), f"seed {seed}, sequence {i}"
+
+
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_grpo_equals_loop(seed: int, normalize_std: bool) -> None:
     rewards, groups = _random_case(seed)

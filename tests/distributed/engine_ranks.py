@@ -84,6 +84,7 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
         versions=torch.zeros(tokens.numel(), dtype=torch.int64),
         rewards=torch.zeros(len(rows)),
         group_ids=torch.arange(len(rows)),
+        sample_ids=torch.arange(len(rows)),
         adapters=("a",) * len(rows),
         advantages=weights,
     )

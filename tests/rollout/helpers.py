@@ -31,7 +31,7 @@ def stream(n: int = 100, seed: int = 0, max_prompt_tokens: int = 64) -> PromptSt
 def trajectory(prompt: Prompt, version: int, index: int = 0, reward: float = 1.0) -> Trajectory:
     p = len(prompt.token_ids)
     return Trajectory(
-        uid=f"{prompt.uid}:{index}", adapter=AdapterRef(name=NAME, version=version),
+        uid=f"{prompt.uid}:{index}", sample=index, adapter=AdapterRef(name=NAME, version=version),
         token_ids=[*prompt.token_ids, 7, 2], loss_mask=[0] * p + [1, 1], rollout_logprobs=[0.0] * p + [-0.5, -1.0],
         versions=[-1] * p + [version] * 2, reward=reward,
     )

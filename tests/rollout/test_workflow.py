@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.prompts import Prompt
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, first_fault, single_turn
 from areal_lora.tasks.scorer import Score, ScoreItem
-from areal_lora.types import AdapterRef, Generation, Outcome
+from areal_lora.types import AdapterRef, Generation, Outcome, Sample
 from tests.rollout.helpers import SAMPLING, stream
 
+PROMPT = Prompt(uid="0:a", position=0, sample=Sample(uid="a", prompt="", answer=""), token_ids=[5, 6])
 V1 = AdapterRef(name="math", version=1)
 
 
@@ -40,7 +42,8 @@ def run(table: dict[str, Score]) -> Episode:
 
 def test_alignment_of_a_trajectory() -> None:
     answer = Generation(token_ids=[8, 9, 2], logprobs=[-0.1, -0.2, -0.3], versions=[4, 4, 5], finish_reason="length")
-    made = single_turn("0:a:1", "math", [5, 6], answer, Score(reward=0.5, outcome=Outcome.OK))
+    made = single_turn(PROMPT, 1, "math", answer, Score(reward=0.5, outcome=Outcome.OK))
+    assert (made.uid, made.sample) == ("0:a:1", 1)
     assert made.token_ids == [5, 6, 8, 9, 2]
     assert made.loss_mask == [0, 0, 1, 1, 1]
     assert made.rollout_logprobs == [0.0, 0.0, -0.1, -0.2, -0.3]
