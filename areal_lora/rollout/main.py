@@ -113,7 +113,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
         client = await stack.enter_async_context(CompletionClient(router, secret))
         runtimes = {}
         for part in data:
-            scorer = await stack.enter_async_context(ScorerPool(part.config.reward))
+            scorer = await stack.enter_async_context(ScorerPool(part.config.reward, hidden=run_folder))
             runtimes[part.config.name] = build_runtime(config, part, client, scorer)
         socket = ControlSocket(config.cluster.bind, secret)
         stack.callback(socket.close)

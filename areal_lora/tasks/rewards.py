@@ -1,4 +1,4 @@
-r"""Exact numeric match between a completion and a gold answer.
+r"""Rewards: the built-in ones by name, and exact numeric match between a completion and a gold answer.
 
 The parser never evaluates text and runs in linear time: a run of characters that starts with a
 digit is consumed once, as a number or as something else. Values are exact fractions, so
@@ -11,6 +11,9 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+
+from areal_lora.errors import ConfigError, EnvironmentError_
+from areal_lora.tasks.loading import load_import_path
 
 RewardFunction = Callable[[str, str], float]
 
@@ -82,7 +85,28 @@ def numeric_match(completion: str, gold: str) -> float:
     return float(extract_answer(completion) == expected)
 
 
-REWARDS: dict[str, RewardFunction] = {"numeric_match": numeric_match}
+def reward_function(kind: str, path: str | None = None) -> RewardFunction:
+    """The reward of a configured ``kind``; ``path`` names the function of kind ``function``, whose code runs.
+
+    Raises EnvironmentError_ if a package is missing, ConfigError if the function cannot be loaded.
+    """
+    match kind:
+        case "numeric_match":
+            return numeric_match
+        case "math_verify":
+            try:
+                from areal_lora.tasks.math_reward import math_verify
+            except ImportError as error:
+                raise EnvironmentError_(
+                    f"reward math_verify: {error} (fix: pip install math-verify, or use kind: numeric_match)"
+                ) from error
+            return math_verify
+    if path is None:
+        raise ConfigError("reward.kind", f"there is no reward {kind!r}")
+    function: RewardFunction = load_import_path(path)
+    if not callable(function):
+        raise ConfigError(path, f"is a {type(function).__name__}, not a function", "name reward(completion, answer)")
+    return function
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:

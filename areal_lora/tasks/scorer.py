@@ -2,8 +2,8 @@
 
 A :class:`ScorerPool` keeps ``workers`` children alive (see :mod:`areal_lora.tasks.scorer_child`).
 An answer whose scoring hangs, crashes, runs out of memory, raises or gives no finite number is
-an ``error`` or a ``timeout`` without a reward (NaN), never reward 0; its child is killed and a
-fresh one scores the rest of the batch.
+an ``error`` or a ``timeout`` without a reward (NaN), never reward 0. A child that was hurt by it
+is killed, and a fresh one scores the rest of the batch.
 """
 
 from __future__ import annotations
@@ -12,24 +12,34 @@ import asyncio
 import contextlib
 import math
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from areal_lora.config.models import RewardConfig
-from areal_lora.errors import EnvironmentError_, RolloutError
-from areal_lora.tasks.scorer_child import ScoreItem, Setup, Verdict, pack_frame
+from areal_lora.config.models import FunctionReward, RewardConfig
+from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
+from areal_lora.obs.log import get_logger
+from areal_lora.tasks.scorer_child import Ready, ScoreItem, Setup, Verdict, pack_frame
 from areal_lora.types import Outcome
 
 __all__ = ["Score", "ScoreItem", "ScorerPool"]
 
-MEMORY_BYTES = 1 << 30
 START_DEADLINE_S = 60.0
+END_DEADLINE_S = 1.0
+LARGEST_REPLY_BYTES = 1 << 16
+PRINTS_LOGGED = 20
+_READY = msgspec.msgpack.Decoder(Ready)
 _VERDICT = msgspec.msgpack.Decoder(Verdict)
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +54,31 @@ class Score:
 class ScorerPool:
     """Scores answers in child processes; use it as ``async with``, or call :meth:`close`.
 
-    ``function`` (``FILE.py:NAME``) replaces the configured reward and is for tests and
-    extensions in code; it cannot be set by configuration. Children start when first needed.
-    Concurrent calls of :meth:`score` share the children, one call per child at a time.
+    Entering it starts a first child, so that a reward that cannot be loaded is found at once; the
+    others start when first needed. Concurrent calls of :meth:`score` share the children, one call
+    per child at a time. Children cannot read what is in ``hidden`` (the run folder).
     """
 
-    def __init__(self, reward: RewardConfig, *, function: str | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._setup = Setup(kind=reward.kind, function=function, timeout_s=reward.timeout_s, memory_bytes=memory_bytes)
+    def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
+        self._setup = Setup(
+            kind=reward.kind, path=reward.path if isinstance(reward, FunctionReward) else None,
+            timeout_s=reward.timeout_s, memory_bytes=reward.memory_mib << 20,
+            hidden=None if hidden is None else str(hidden.absolute()), parent_pid=os.getpid(),
+            search_path=tuple(folder or os.getcwd() for folder in sys.path),
+        )  # fmt: skip
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
         for _ in range(reward.workers):
             self._idle.put_nowait(None)
         self._children: set[_Child] = set()
         self._closed = False
+        self._prints = 0
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """One score per item, in order. Raises RolloutError once closed, EnvironmentError_ if no
-        child can be started."""
+        """One score per item, in order.
+
+        Raises RolloutError once closed; EnvironmentError_ if no child can be started; ConfigError if the
+        reward function cannot be loaded.
+        """
         scores: list[Score] = []
         child = await self._idle.get()
         try:
@@ -69,14 +88,14 @@ class ScorerPool:
                 scores += await child.score(items[len(scores) :])
                 if self._closed:
                     raise RolloutError("scorer pool: closed while it was scoring")
-                if scores[-1].outcome is not Outcome.OK:
-                    faulty, child = child, None
-                    await self._discard(faulty)
+                if child.spent:
+                    hurt, child = child, None
+                    await self._discard(hurt)
         except BaseException:
             # Replies to a call that was cut short must not be read by the next one.
             if child is not None:
-                faulty, child = child, None
-                await self._discard(faulty)
+                hurt, child = child, None
+                await self._discard(hurt)
             raise
         finally:
             self._idle.put_nowait(child)
@@ -89,6 +108,9 @@ class ScorerPool:
             await self._discard(child)
 
     async def __aenter__(self) -> Self:
+        child = await self._idle.get()
+        assert child is None
+        self._idle.put_nowait(await self._start())
         return self
 
     async def __aexit__(
@@ -99,10 +121,10 @@ class ScorerPool:
     async def _start(self) -> _Child:
         if self._closed:
             raise RolloutError("scorer pool: already closed")
-        child = await _Child.spawn(self._setup.timeout_s)
+        child = await _Child.spawn(self._setup.timeout_s, self._log_print)
         self._children.add(child)
         try:
-            await child.set_up(self._setup)
+            _warn_of(tuple(await child.set_up(self._setup)))
         except BaseException:
             await self._discard(child)
             raise
@@ -112,65 +134,115 @@ class ScorerPool:
         self._children.discard(child)
         await child.kill()
 
+    def _log_print(self, text: str) -> None:
+        if self._prints < PRINTS_LOGGED:
+            self._prints += 1
+            last = " (no further output is logged)" if self._prints == PRINTS_LOGGED else ""
+            log.info("the reward printed: %s%s", text.rstrip(), last)
+
 
 class _Child:
-    """One scorer process and its two pipes."""
+    """One scorer process and its two pipes. ``spent``: it must be killed, not used again."""
 
-    def __init__(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
+    def __init__(self, process: Process, timeout_s: float, on_print: Callable[[str], None]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process, self._timeout_s = process, timeout_s
+        self._process, self._timeout_s, self._on_print = process, timeout_s, on_print
         self._stdin, self._stdout = process.stdin, process.stdout
+        self.spent = False
 
     @classmethod
-    async def spawn(cls, timeout_s: float) -> Self:
+    async def spawn(cls, timeout_s: float, on_print: Callable[[str], None]) -> Self:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-m", "areal_lora.tasks.scorer_child",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={"PATH": os.defpath},
+            start_new_session=True,
         )  # fmt: skip
-        return cls(process, timeout_s)
+        return cls(process, timeout_s, on_print)
 
-    async def set_up(self, setup: Setup) -> None:
+    async def set_up(self, setup: Setup) -> list[str]:
+        """Protections that are missing. Raises ConfigError, EnvironmentError_."""
+        reward = setup.path or setup.kind
         try:
             self._stdin.write(pack_frame(setup))
             await self._stdin.drain()
             async with asyncio.timeout(START_DEADLINE_S):
-                await self._verdict()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                ready = _READY.decode(await self._reply())
+        except TimeoutError as error:
             raise EnvironmentError_(
-                f"scorer: a child process did not start ({type(error).__name__}); its own message is in this log"
+                f"scorer: loading the reward {reward} takes longer than {START_DEADLINE_S:g} s"
             ) from error
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            raise EnvironmentError_(
+                f"scorer: a child process {await self._end()} while it loaded the reward {reward}"
+            ) from error
+        if ready.problem and ready.exit_code == ConfigError.exit_code:
+            raise ConfigError("reward", ready.problem)
+        if ready.problem:
+            raise EnvironmentError_(ready.problem)
+        return ready.missing
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """Scores up to and including the first fault; after a fault this child is of no use."""
+        """Scores of all items, or of those up to the one after which this child is spent."""
         scores: list[Score] = []
         try:
             self._stdin.write(pack_frame(list(items)))
             await self._stdin.drain()
-            for _ in items:
+            for index in range(len(items)):
                 async with asyncio.timeout(self._timeout_s):
-                    verdict = await self._verdict()
+                    verdict = _VERDICT.decode(await self._reply())
+                if verdict.index != index:
+                    raise msgspec.DecodeError(f"verdict {verdict.index} in place of {index}")
+                if verdict.printed:
+                    self._on_print(verdict.printed)
                 if verdict.value is None:
-                    return [*scores, _fault(Outcome.ERROR, verdict.detail)]
-                scores.append(Score(reward=verdict.value, outcome=Outcome.OK))
+                    scores.append(_fault(Outcome.ERROR, verdict.detail))
+                else:
+                    scores.append(Score(reward=verdict.value, outcome=Outcome.OK))
+                if verdict.tainted:
+                    self.spent = True
+                    return scores
+            return scores
         except TimeoutError:
             scores.append(_fault(Outcome.TIMEOUT, f"scoring took longer than {self._timeout_s:g} s"))
-        except (OSError, asyncio.IncompleteReadError):
-            scores.append(_fault(Outcome.ERROR, f"scorer process ended with status {await self._process.wait()}"))
+        except msgspec.DecodeError:
+            scores.append(_fault(Outcome.ERROR, "the reward wrote into the scorer's reply pipe"))
+        except (OSError, EOFError):
+            scores.append(_fault(Outcome.ERROR, f"scorer process {await self._end()}"))
+        self.spent = True
         return scores
 
+    async def _end(self) -> str:
+        """How the process ended, once its pipe has; it may have closed that and go on."""
+        try:
+            async with asyncio.timeout(END_DEADLINE_S):
+                return f"ended with status {await self._process.wait()}"
+        except TimeoutError:
+            return "closed its pipes"
+
     async def kill(self) -> None:
-        """Kills and reaps the process; harmless when it has already ended."""
+        """Kills and reaps the process and its group; harmless when it has already ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it may end on its own between the two lines
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._stdin.close()
         await self._process.wait()
 
-    async def _verdict(self) -> Verdict:
+    async def _reply(self) -> bytes:
+        """Raises EOFError (its subclass IncompleteReadError) at the end of the pipe, DecodeError for nonsense."""
         size = int.from_bytes(await self._stdout.readexactly(4), "big")
-        return _VERDICT.decode(await self._stdout.readexactly(size))
+        if size > LARGEST_REPLY_BYTES:
+            raise msgspec.DecodeError(f"a reply of {size} bytes")
+        return await self._stdout.readexactly(size)
 
 
 def _fault(outcome: Outcome, detail: str) -> Score:
     return Score(reward=math.nan, outcome=outcome, detail=detail)
+
+
+@cache
+def _warn_of(missing: tuple[str, ...]) -> None:
+    if missing:
+        log.warning(
+            "scorer processes are less fenced in than they should be, this machine lacks: %s", "; ".join(missing)
+        )

@@ -2,34 +2,57 @@
 
 Started by :mod:`areal_lora.tasks.scorer` as ``python -I -m areal_lora.tasks.scorer_child``. A
 frame is a 4-byte big-endian length and a msgpack message. The first frame in is a
-:class:`Setup`, answered by a :class:`Verdict` of value 0; every further frame is a list of
+:class:`Setup`, answered by a :class:`Ready`; every further frame is a list of
 :class:`ScoreItem`, answered by one :class:`Verdict` per item, each written as soon as it is known.
 
-The parent kills this process when an answer takes too long. The limits set here are for what
-the parent cannot do: memory, core files, and an end of its own should the parent be gone.
+The parent kills this process when an answer takes too long. The process fences itself in before
+any user code runs (:mod:`areal_lora.tasks.fence`) and limits its own memory.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import math
 import os
 import resource
 import signal
+import sys
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from areal_lora.tasks.rewards import REWARDS, RewardFunction
+from areal_lora.errors import ArealLoraError
+from areal_lora.tasks.fence import raise_fence
+from areal_lora.tasks.rewards import RewardFunction, reward_function
+
+PRINTED_CHARACTERS = 2000
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """``function`` is ``FILE.py:NAME``; if it is given, it is used instead of the kind ``kind``."""
+    """``path`` is the function of kind ``function``. ``hidden`` is a folder that must not be readable.
+
+    ``memory_bytes`` is the address space beyond what the process has once the function is loaded.
+    """
 
     kind: str
-    function: str | None
+    path: str | None
     timeout_s: float
     memory_bytes: int
+    hidden: str | None
+    parent_pid: int
+    search_path: tuple[str, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """``problem`` says why there is no reward function, and ``exit_code`` whose fault that is.
+
+    ``missing`` names protections that this machine has not got.
+    """
+
+    problem: str = ""
+    exit_code: int = 0
+    missing: list[str] = []
 
 
 class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +63,34 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """``value`` is the reward; None if it could not be computed, for the reason in ``detail``."""
+    """``value`` is the reward; None if it could not be computed, for the reason in ``detail``.
 
+    ``index`` counts the answers of a batch. ``tainted``: this process must not score another one.
+    """
+
+    index: int
     value: float | None
     detail: str = ""
+    printed: str = ""
+    tainted: bool = False
+
+
+class Printed(io.TextIOBase):
+    """Stands in for stdout and stderr: keeps the first characters of what an answer's scoring prints."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        self._text += text[: PRINTED_CHARACTERS - len(self._text)]
+        return len(text)
+
+    def take(self) -> str:
+        text, self._text = self._text, ""
+        return text
 
 
 def write_frame(stream: BinaryIO, message: object) -> None:
@@ -64,57 +111,86 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return stream.read(int.from_bytes(head, "big"))
 
 
-def judge(reward: RewardFunction, item: ScoreItem) -> Verdict:
+def judge(reward: RewardFunction, index: int, item: ScoreItem, printed: Printed) -> Verdict:
+    before = threads()
+    value: float | None = None
+    detail, tainted = "", False
     try:
         value = float(reward(item.completion, item.gold))
     except Exception as error:  # fault boundary: a reward function may fail in any way on a model's text
-        return Verdict(value=None, detail=f"{type(error).__name__}: {error}"[:500])
-    if not math.isfinite(value):
-        return Verdict(value=None, detail=f"the reward is {value}, not a finite number")
-    return Verdict(value=value)
+        detail, tainted = describe(error), isinstance(error, MemoryError)
+    if value is not None and not math.isfinite(value):
+        value, detail = None, f"the reward is {value}, not a finite number"
+    if threads() - before:
+        value, detail, tainted = None, "a thread that it started is still running", True
+    return Verdict(index=index, value=value, detail=detail, printed=printed.take(), tainted=tainted)
 
 
-def reward_function(setup: Setup) -> RewardFunction:
-    """The named reward; KeyError, OSError or AttributeError end the process before it is ready."""
-    if setup.function is None:
-        return REWARDS[setup.kind]
-    path, _, name = setup.function.rpartition(":")
-    spec = importlib.util.spec_from_file_location("reward_file", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return vars(module)[name]
+def describe(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:500]
+    except Exception:  # fault boundary: even the message of a user's exception is user code
+        return type(error).__name__
 
 
-def renew_limits(timeout_s: float) -> None:
+def threads() -> set[int]:
+    """Those that run Python code."""
+    return set(sys._current_frames())
+
+
+def load(setup: Setup) -> RewardFunction | Ready:
+    sys.path += [folder for folder in setup.search_path if folder not in sys.path]
+    try:
+        return reward_function(setup.kind, setup.path)
+    except ArealLoraError as error:
+        return Ready(problem=str(error), exit_code=error.exit_code)
+
+
+def limit_memory(extra_bytes: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def renew_cpu_limit(timeout_s: float) -> None:
     """Time for one more answer, with a margin so that the parent's deadline comes first."""
-    grace_s = 2 * timeout_s + 2
     used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = math.ceil(used.ru_utime + used.ru_stime + grace_s)
+    cpu_s = math.ceil(used.ru_utime + used.ru_stime + 2 * timeout_s + 2)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
-    signal.setitimer(signal.ITIMER_REAL, grace_s)
+
+
+def take_over_standard_streams() -> tuple[BinaryIO, BinaryIO, Printed]:
+    """``(requests, replies, printed)``: user code reads an empty stdin and can flood nothing."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
+    printed = Printed()
+    sys.stdin, sys.stdout, sys.stderr = io.StringIO(), printed, printed
+    return requests, replies, printed
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a reward function prints must not end up between the frames
+    requests, replies, printed = take_over_standard_streams()
     first = read_frame(requests)
     if first is None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
-    reward = reward_function(setup)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
-    write_frame(replies, Verdict(value=0.0))
+    missing = raise_fence(None if setup.hidden is None else Path(setup.hidden), setup.parent_pid)
+    reward = load(setup)
+    if isinstance(reward, Ready):
+        write_frame(replies, reward)
+        return
+    limit_memory(setup.memory_bytes)
+    write_frame(replies, Ready(missing=missing))
+    printed.take()
     decoder = msgspec.msgpack.Decoder(list[ScoreItem])
     while (frame := read_frame(requests)) is not None:
-        for item in decoder.decode(frame):
-            renew_limits(setup.timeout_s)
-            write_frame(replies, judge(reward, item))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for index, item in enumerate(decoder.decode(frame)):
+            renew_cpu_limit(setup.timeout_s)
+            write_frame(replies, judge(reward, index, item, printed))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.obs.summary import read_config, read_summary
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.rewards import REWARDS
+from areal_lora.tasks.rewards import reward_function
 
 BATCH = 64
 
@@ -37,7 +37,8 @@ def main() -> None:
     if not arguments.base:
         model = PeftModel.from_pretrained(model, read_summary(arguments.run_folder).adapter_path)
     model = model.to(device).eval()
-    reward = REWARDS[adapter.reward.kind]
+    path = adapter.reward.path if adapter.reward.kind == "function" else None
+    reward = reward_function(adapter.reward.kind, path)
     samples = load_samples(adapter.task, "eval")
     right = 0
     remaining = iter(samples)

@@ -1,7 +1,11 @@
 import asyncio
+import logging
 import math
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.models import NumericMatchReward
-from areal_lora.errors import EnvironmentError_, RolloutError
+from areal_lora.config.models import FunctionReward, NumericMatchReward
+from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
+from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import ScoreItem, ScorerPool
 from areal_lora.types import Outcome
 
@@ -26,11 +31,15 @@ def children() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "scorer_child" in " ".join(p.cmdline())]
 
 
-def score(*batches: list[ScoreItem], function: str | None = None, timeout_s: float = 20.0, workers: int = 1):
+def faulty(**settings) -> FunctionReward:
+    return FunctionReward(path=FAULTY, **{"timeout_s": 20.0, **settings})
+
+
+def score(*batches: list[ScoreItem], reward=None, hidden: Path | None = None):
     """Scores of each batch by one pool, which must leave no process behind."""
 
     async def run():
-        async with ScorerPool(NumericMatchReward(timeout_s=timeout_s, workers=workers), function=function) as pool:
+        async with ScorerPool(reward or faulty(), hidden=hidden) as pool:
             return [await pool.score(batch) for batch in batches]
 
     scores = asyncio.run(run())
@@ -39,7 +48,9 @@ def score(*batches: list[ScoreItem], function: str | None = None, timeout_s: flo
 
 
 def test_rewards_come_back_in_order():
-    [scores, nothing] = score([item("#### 7"), item("#### 8"), item("7.0"), item("no number")], [])
+    [scores, nothing] = score(
+        [item("#### 7"), item("#### 8"), item("7.0"), item("no number")], [], reward=NumericMatchReward()
+    )
     assert [s.reward for s in scores] == [1.0, 0.0, 1.0, 0.0]
     assert {s.outcome for s in scores} == {Outcome.OK}
     assert nothing == []
@@ -49,13 +60,14 @@ def test_rewards_come_back_in_order():
     ("fault", "words"),
     [
         ("exit", "ended with status 3"), ("segfault", "ended with status -11"), ("exit_quietly", "ended with status 0"),
-        ("nan", "nan"), ("inf", "inf"), ("none", "TypeError"), ("raise", "broken on purpose"),
-        ("allocate", "MemoryError"),
+        ("native_segfault", "ended with status -11"), ("allocate", "MemoryError"), ("allocate_slowly", "MemoryError"),
+        ("thread", "still running"), ("flood_pipes", "reply pipe"), ("forge", "reply pipe"),
+        ("close", "ended with status 1"), ("close_and_sleep", "closed its pipes"),
     ],
 )  # fmt: skip
 def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fault, words):
     batch = [item("pid"), item("7", "7"), item(fault), item("7", "7"), item("pid")]
-    [scores, after] = score(batch, [item("pid")], function=FAULTY)
+    [scores, after] = score(batch, [item("pid")])
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.OK, Outcome.ERROR, Outcome.OK, Outcome.OK]
     assert math.isnan(scores[2].reward)
     assert words in scores[2].detail
@@ -64,10 +76,27 @@ def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fault, w
     assert not psutil.pid_exists(int(scores[0].reward))
 
 
-@pytest.mark.parametrize("fault", ["hang", "sleep"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("nan", "nan"), ("inf", "inf"), ("none", "TypeError"), ("raise", "broken on purpose"), ("raise_nasty", "Nasty"),
+        ("recurse", "RecursionError"), ("fork_bomb", "other processes"), ("subprocess", "other processes"),
+        ("connect", "no network"), ("connect_natively", "no socket"), ("kill_parent", "not permitted"),
+        ("kill_group", "not permitted"), ("limit_parent", "not permitted"), ("raise_limit", "not allowed"),
+        ("read_parent", "ermission"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_an_error_of_that_answer_and_hurts_nothing(fault, words):
+    [scores] = score([item("pid"), item(fault, "1"), item("pid")])
+    assert [s.outcome for s in scores] == [Outcome.OK, Outcome.ERROR, Outcome.OK]
+    assert words in scores[1].detail
+    assert scores[0].reward == scores[2].reward
+
+
+@pytest.mark.parametrize("fault", ["hang", "sleep", "flood", "stubborn_fork_bomb"])
 def test_a_hang_is_a_timeout_of_that_item_only(fault):
     began = time.monotonic()
-    [scores] = score([item("7", "7"), item(fault), item("7", "7")], function=FAULTY, timeout_s=0.5)
+    [scores] = score([item("7", "7"), item(fault), item("7", "7")], reward=faulty(timeout_s=0.5))
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
     assert math.isnan(scores[1].reward)
     assert "0.5 s" in scores[1].detail
@@ -75,29 +104,133 @@ def test_a_hang_is_a_timeout_of_that_item_only(fault):
 
 
 def test_several_faults_in_a_row_and_at_both_ends():
-    [scores] = score([item(x, "x") for x in ("raise", "exit", "x", "nan", "raise")], function=FAULTY)
+    [scores] = score([item(x, "x") for x in ("raise", "exit", "x", "nan", "raise")])
     assert [s.outcome is Outcome.OK for s in scores] == [False, False, True, False, False]
 
 
 def test_an_unreadable_gold_answer_is_an_error_not_a_wrong_answer():
-    [scores] = score([item("7", "#### seven"), item("7")])
+    [scores] = score([item("7", "#### seven"), item("7")], reward=NumericMatchReward())
     assert [s.outcome for s in scores] == [Outcome.ERROR, Outcome.OK]
     assert "states no number" in scores[0].detail
 
 
 def test_what_a_reward_prints_does_not_reach_the_protocol():
-    [scores] = score([item("print", "print"), item("a", "b")], function=FAULTY)
+    [scores] = score([item("print", "print"), item("a", "b")])
     assert [s.reward for s in scores] == [1.0, 0.0]
 
 
+def test_a_reward_that_is_a_thread_or_reads_stdin_is_harmless():
+    [scores] = score([item("short_thread"), item("stdin"), item("7", "7"), item("share_memory")])
+    assert [s.reward for s in scores] == [1.0, 0.0, 1.0, 0.0]
+
+
 def test_the_child_is_fenced():
-    [scores] = score([item("core_limit"), item("memory_limit"), item("environment"), item("sockets")], function=FAULTY)
-    assert [s.reward for s in scores] == [0.0, float(1 << 30), 0.0, 0.0]
+    items = [item("core_limit"), item("environment"), item("sockets"), item("memory_limit"), item("capabilities")]
+    [scores] = score(items, reward=faulty(memory_mib=512))
+    assert [s.reward for s in scores[:3]] == [0.0, 0.0, 0.0]
+    assert 512 << 20 < scores[3].reward < 1 << 30
+    assert scores[4].reward in (0.0, 4.0)  # as root: to read what others own
+
+
+def test_the_run_folder_is_not_readable_and_no_file_is_writable(tmp_path):
+    run, data = tmp_path / "runs" / "toy", tmp_path / "data.txt"
+    run.mkdir(parents=True)
+    (run / "secret").write_text("s")
+    (run.parent / "other").write_text("o")
+    data.write_text("d")
+    readable = [data, run.parent / "other"]
+    forbidden = [("read", run / "secret"), ("read", Path("/proc/self/cwd") / run / "secret"), ("write", data)]
+    forbidden += [("write", run / "new"), ("write", tmp_path / "new"), ("delete", data), ("chmod", data)]
+    items = [item("read", str(path)) for path in readable] + [item(act, str(path)) for act, path in forbidden]
+    before = [(path.stat().st_mode, path.read_text()) for path in readable]
+    [scores] = score(items, hidden=run)
+    assert [s.outcome for s in scores] == [Outcome.OK] * 2 + [Outcome.ERROR] * 7
+    assert all("PermissionError" in s.detail for s in scores[2:])
+    assert [(path.stat().st_mode, path.read_text()) for path in readable] == before
+    assert not (run / "new").exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_listening_server_is_never_reached(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "s"))
+        unix.listen()
+        tcp.settimeout(0.2)
+        unix.settimeout(0.2)
+        port = str(tcp.getsockname()[1])
+        items = [
+            item("connect", port),
+            item("unix_socket", str(tmp_path / "s")),
+            item("url", f"http://127.0.0.1:{port}"),
+        ]
+        [scores] = score(items)
+        assert [s.outcome for s in scores] == [Outcome.ERROR] * 3
+        for server in (tcp, unix):
+            with pytest.raises(TimeoutError):
+                server.accept()
+
+
+def test_python_itself_refuses_where_the_kernel_does_not():
+    code = (
+        "import os, socket, subprocess\n"
+        "from areal_lora.tasks.fence import forbid_in_python\n"
+        "forbid_in_python()\n"
+        "socket.socketpair()\n"
+        "for act in (socket.socket, os.fork, lambda: subprocess.run(['true']), lambda: os.system('true')):\n"
+        "    try:\n"
+        "        act()\n"
+        "    except PermissionError:\n"
+        "        print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["refused"] * 4
+
+
+def test_a_machine_without_protections_is_warned_of_once(monkeypatch, caplog):
+    scorer._warn_of.cache_clear()
+    monkeypatch.setattr(logging.getLogger("areal_lora"), "propagate", True)
+    for _ in range(3):
+        scorer._warn_of(("Landlock", "seccomp"))
+        scorer._warn_of(())
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "scorer processes are less fenced in than they should be, this machine lacks: Landlock; seccomp"
+    ]
+    scorer._warn_of.cache_clear()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="becomes another user")
+def test_the_fence_holds_for_an_ordinary_user(tmp_path):
+    """The other tests run as root here; of a user's rights this one has all, and more to read (the interpreter)."""
+    code = (
+        "import asyncio, os\n"
+        "from pathlib import Path\n"
+        "from areal_lora.config.models import FunctionReward\n"
+        "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
+        "assert os.getuid() == 65534\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "(folder / 'own').write_text('x')\n"
+        "faults = ['connect', 'fork_bomb', 'kill_parent', 'write', 'read', 'read_parent', 'allocate', '1']\n"
+        "async def run():\n"
+        f"    reward = FunctionReward(path={FAULTY!r}, timeout_s=20)\n"
+        "    async with ScorerPool(reward, hidden=folder) as pool:\n"
+        "        for fault in faults:\n"
+        "            gold = str(folder / 'own') if fault in ('read', 'write') else '1'\n"
+        "            [score] = await pool.score([ScoreItem(completion=fault, gold=gold)])\n"
+        "            print(score.outcome)\n"
+        "asyncio.run(run())\n"
+    )
+    tmp_path.chmod(0o777)
+    become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    become += ["--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"]
+    done = subprocess.run([*become, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["error"] * 7 + ["ok"], done.stderr
+    assert (tmp_path / "own").read_text() == "x"
+    assert "less fenced" not in done.stderr
 
 
 def test_concurrent_calls_share_the_workers_and_keep_their_own_results():
     async def run():
-        async with ScorerPool(NumericMatchReward(timeout_s=20, workers=2), function=FAULTY) as pool:
+        async with ScorerPool(faulty(workers=2)) as pool:
             calls = [pool.score([item(str(k), str(j)) for j in range(20)] + [item("pid")]) for k in range(10)]
             return await asyncio.gather(*calls)
 
@@ -108,7 +241,7 @@ def test_concurrent_calls_share_the_workers_and_keep_their_own_results():
 
 def test_a_cancelled_call_leaves_no_replies_for_the_next_one():
     async def run():
-        async with ScorerPool(NumericMatchReward(timeout_s=20), function=FAULTY) as pool:
+        async with ScorerPool(faulty()) as pool:
             call = asyncio.create_task(pool.score([item("1", "1")] * 3 + [item("sleep")]))
             await asyncio.sleep(0.7)
             call.cancel()
@@ -121,7 +254,7 @@ def test_a_cancelled_call_leaves_no_replies_for_the_next_one():
 
 def test_close_ends_a_call_in_progress_and_refuses_later_ones():
     async def run():
-        pool = ScorerPool(NumericMatchReward(timeout_s=60), function=FAULTY)
+        pool = ScorerPool(faulty(timeout_s=60))
         call = asyncio.create_task(pool.score([item("sleep")]))
         await asyncio.sleep(0.5)
         await pool.close()
@@ -137,7 +270,7 @@ def test_close_ends_a_call_in_progress_and_refuses_later_ones():
 
 def test_a_child_that_was_killed_from_outside_is_replaced():
     async def run():
-        async with ScorerPool(NumericMatchReward(timeout_s=20), function=FAULTY) as pool:
+        async with ScorerPool(faulty()) as pool:
             [first] = await pool.score([item("pid")])
             os.kill(int(first.reward), signal.SIGKILL)
             return await pool.score([item("1", "1"), item("2", "2")])
@@ -147,19 +280,69 @@ def test_a_child_that_was_killed_from_outside_is_replaced():
     assert second.reward == 1.0
 
 
-def test_a_reward_that_cannot_be_loaded_is_an_environment_error(tmp_path):
-    with pytest.raises(EnvironmentError_, match="did not start"):
-        score([item("1")], function=f"{tmp_path / 'missing.py'}:reward")
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "No such file"), ("import nothing_like_it", "ModuleNotFoundError"), ("reward = 3", "not a function"),
+        ("1/0", "ZeroDivisionError"), ("def other(c, a): ...", "has no 'reward'"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_cannot_be_loaded_is_found_at_the_start(tmp_path, source, words):
+    path = tmp_path / "mine.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        score([], reward=FunctionReward(path=f"{path}:reward"))
+    assert children() == []
+
+
+def test_a_child_that_ends_while_it_loads_is_an_environment_error(tmp_path):
+    (tmp_path / "mine.py").write_text("import os; os._exit(5)")
+    with pytest.raises(EnvironmentError_, match="ended with status 5 while it loaded"):
+        score([], reward=FunctionReward(path=f"{tmp_path / 'mine.py'}:reward"))
+    assert children() == []
+
+
+def test_a_function_of_a_module_is_found_where_this_process_finds_it(tmp_path, monkeypatch):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "mine.py").write_text("from pack.other import two\ndef reward(c, a): return two")
+    (tmp_path / "pack" / "other.py").write_text("two = 2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    [[scored]] = score([item("x")], reward=FunctionReward(path="pack.mine:reward"))
+    assert scored.reward == 2.0
+
+
+def test_a_thousand_faults_leak_no_process_and_no_descriptor():
+    hard = ["exit", "allocate", "close", "thread"] * 5
+    easy = ["raise", "nan", "connect", "fork_bomb", "kill_parent"] * 196
+
+    async def run():
+        async with ScorerPool(faulty(workers=2)) as pool:
+            await asyncio.gather(*(pool.score([item("exit"), item("1", "1")]) for _ in range(2)))
+            before = len(os.listdir("/proc/self/fd")), len(children())
+            calls = [
+                pool.score([item(x, "1") for x in half] + [item("1", "1")]) for half in (hard + easy[::2], easy[1::2])
+            ]
+            calls = await asyncio.gather(*calls)
+            await asyncio.gather(*(pool.score([item("1", "1")]) for _ in range(2)))
+            after = len(os.listdir("/proc/self/fd")), len(children())
+        return calls, before, after
+
+    calls, before, after = asyncio.run(run())
+    assert [len(scores) for scores in calls] == [511, 491]
+    assert all(s.outcome is Outcome.ERROR for scores in calls for s in scores[:-1])
+    assert all(scores[-1].reward == 1.0 for scores in calls)
+    assert after == before
     assert children() == []
 
 
 def test_children_end_when_their_parent_is_killed():
     code = (
         "import asyncio, os\n"
-        "from areal_lora.config.models import NumericMatchReward\n"
+        "from areal_lora.config.models import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
-        f"    pool = ScorerPool(NumericMatchReward(timeout_s=9), function={FAULTY!r})\n"
+        f"    pool = ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=9))\n"
         "    [score] = await pool.score([ScoreItem(completion='pid', gold='')])\n"
         "    print(int(score.reward), flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"

@@ -1,0 +1,92 @@
+"""A filter of system calls for one process: no other process, no socket, no trace of it afterwards.
+
+Needs no privilege and works inside containers. What is refused fails with EPERM, so that a reward
+sees an ordinary PermissionError. The filter is inherited by threads and cannot be taken off again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import sys
+
+# Numbers on (x86_64, aarch64); None where the machine has no such call.
+REFUSED: dict[str, tuple[int | None, int | None]] = {
+    # other processes: none can be started, none touched
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "kcmp": (312, 272), "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
+    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
+    "setsid": (112, 157), "setpgid": (109, 154),
+    # network: sockets exist only in pairs
+    "socket": (41, 198), "io_uring_setup": (425, 425),
+    # memory that RLIMIT_AS does not count, or that outlives the process
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
+    "msgget": (68, 186), "mq_open": (240, 180), "add_key": (248, 217), "keyctl": (250, 219),
+    # changes to files that Landlock does not see
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "open_by_handle_at": (304, 265),
+    # the system
+    "mount": (165, 40), "umount2": (166, 39), "unshare": (272, 97), "setns": (308, 268),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+}  # fmt: skip
+_CLONE = (56, 220)  # allowed for threads
+_CLONE3 = (435, 435)  # its flags cannot be read by a filter; "no such call" makes the C library use clone
+_OWN_PID_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
+_SELF_ONLY = (302, 261)  # prlimit64 of process 0, which means itself
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
+_X32 = 0x40000000
+_CLONE_THREAD = 0x00010000
+_LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data; the low half of argument 0
+_PR_SET_SECCOMP, _FILTER_MODE = 22, 2
+
+Instruction = tuple[int, int, int, int]
+
+
+def program(machine: str, pid: int) -> list[Instruction] | None:
+    """The filter as BPF ``(code, jump if true, jump if false, k)``; None for a machine it has no numbers for."""
+    if machine not in _MACHINES:
+        return None
+    column, arch = _MACHINES[machine]
+    refuse: Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    allow: Instruction = (_RETURN, 0, 0, _ALLOW)
+    code: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, arch), (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NR), (_JGE, 0, 1, _X32), refuse,
+    ]  # fmt: skip
+    for numbers in REFUSED.values():
+        number = numbers[column]
+        if number is not None:
+            code += [(_JEQ, 0, 1, number), refuse]
+    code += [(_JEQ, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    code += [(_JEQ, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARG0), (_JSET, 1, 0, _CLONE_THREAD), refuse, allow]
+    for numbers, wanted in [*((n, pid) for n in _OWN_PID_ONLY.values()), (_SELF_ONLY, 0)]:
+        code += [(_JEQ, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARG0), (_JEQ, 1, 0, wanted), refuse, allow]
+    return [*code, allow]
+
+
+def install() -> bool:
+    """Put the filter on this process, which must have one thread; False where the kernel or machine has none.
+
+    PR_SET_NO_NEW_PRIVS must be set.
+    """
+    code = program(os.uname().machine, os.getpid())
+    if code is None or sys.maxsize < 2**32:
+        return False
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    buffer = ctypes.create_string_buffer(packed)
+    header = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.create_string_buffer(header), 0, 0) == 0
