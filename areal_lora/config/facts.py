@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from areal_lora.config import architectures as arch
-from areal_lora.config.models import Config
+from areal_lora.config.imports import check_import_path, parse_import_path
+from areal_lora.config.models import AgentWorkflow, Config, CustomWorkflow, FunctionReward, MultiTurnWorkflow
 from areal_lora.config.peft_folder import PeftFolder, describe
-from areal_lora.errors import AdapterError
+from areal_lora.errors import AdapterError, ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,8 @@ class Facts:
 
     ``hf_config`` is the model's config.json, None where there is none; ``model_problem`` says
     why. ``peft_folders`` describes each folder of ``init_from`` that can be read, ``peft_problems`` says
-    what is wrong with the others. ``devices`` is the number of accelerators seen here, None where that does not matter
+    what is wrong with the others; ``code_problems`` what is wrong with user code that is named. ``devices``
+    is the number of accelerators seen here, None where that does not matter
     (CPU, or a cluster). ``memory_bytes`` is None where unknown.
     """
 
@@ -30,6 +32,7 @@ class Facts:
     model_is_local: bool = True
     peft_folders: Mapping[str, PeftFolder] = field(default_factory=dict)
     peft_problems: Mapping[str, str] = field(default_factory=dict)
+    code_problems: tuple[ConfigError, ...] = ()
     ports_in_use: frozenset[int] = frozenset()
     devices: int | None = None
     memory_bytes: int | None = None
@@ -45,6 +48,7 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
         model_is_local=is_local,
         peft_folders=peft_folders,
         peft_problems=peft_problems,
+        code_problems=tuple(_code_problems(config)),
         ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if runs_here else None,
@@ -80,6 +84,26 @@ def _read_adapters(config: Config) -> tuple[dict[str, PeftFolder], dict[str, str
         except AdapterError as error:
             problems[path] = " ".join(str(error).split())
     return folders, problems
+
+
+def _code_problems(config: Config) -> Iterator[ConfigError]:
+    """User code that is not there, or not callable as a reward. Nothing of it is run."""
+    for i, adapter in enumerate(config.adapters):
+        reward, workflow, at = adapter.reward, adapter.workflow, f"adapters.{i}"
+        named: dict[str, str] = {}
+        if isinstance(reward, FunctionReward):
+            named[f"{at}.reward.path"] = reward.path
+        if isinstance(workflow, MultiTurnWorkflow):
+            named[f"{at}.workflow.environment"] = workflow.environment
+        elif isinstance(workflow, CustomWorkflow | AgentWorkflow):
+            named[f"{at}.workflow.path"] = workflow.path
+        for key, text in named.items():
+            try:
+                # Another interpreter may have modules that this one lacks.
+                if config.rollout.python is None or parse_import_path(text, key).file is not None:
+                    check_import_path(text, key)
+            except ConfigError as error:
+                yield error
 
 
 def _ports_in_use(config: Config) -> frozenset[int]:

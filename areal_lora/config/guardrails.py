@@ -173,6 +173,11 @@ def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
             )
 
 
+def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
+    for problem in facts.code_problems:
+        yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
+
+
 def groups(config: Config, facts: Facts) -> Iterator[Finding]:
     t = config.trainer
     replicas = max(1, t.world_size // (t.tp * t.pp))
@@ -267,7 +272,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    model_readable, model_trainable, adapter_names, targets_exist, no_dropout, ranks_fit, init_from, groups,
-    lengths, trainer_layout, rollout_layout, cluster_is_reachable, devices_suffice, ports_free,
+    model_readable, model_trainable, adapter_names, targets_exist, no_dropout, ranks_fit, init_from, user_code,
+    groups, lengths, trainer_layout, rollout_layout, cluster_is_reachable, devices_suffice, ports_free,
     memory_suffices,
 )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,10 +73,11 @@ def _file(path: Path, config_key: str) -> Path:
 def _module_file(module: str, config_key: str) -> Path | None:
     """The module's source; None where it is a compiled or frozen module. Parent packages are not imported."""
     found: ModuleSpec | None = None
+    locations: Sequence[str] | None = None
     parts = module.split(".")
     for depth in range(len(parts)):
         name = ".".join(parts[: depth + 1])
-        found = _find(name, None if found is None else found.submodule_search_locations)
+        found = _find(name, locations)
         if found is None:
             raise ConfigError(
                 config_key, f"there is no module {name!r}",
@@ -83,6 +85,7 @@ def _module_file(module: str, config_key: str) -> Path | None:
             )  # fmt: skip
         if found.submodule_search_locations is None and depth + 1 < len(parts):
             raise ConfigError(config_key, f"{name!r} is a module, not a package with modules in it", SPELLING)
+        locations = found.submodule_search_locations
     assert found is not None
     if found.origin is None:
         raise ConfigError(config_key, f"{module!r} is a folder without __init__.py", f"name a module in it: {SPELLING}")
@@ -91,11 +94,27 @@ def _module_file(module: str, config_key: str) -> Path | None:
 
 def _find(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
     if locations is not None:
-        return PathFinder.find_spec(name, locations)
+        return _find_below(name, locations)
     # A top-level name: all finders, those of editable installs too; none of them imports the module.
     if name in sys.modules and sys.modules[name].__spec__ is None:
         return PathFinder.find_spec(name)
     return importlib.util.find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])
+
+
+def _find_below(name: str, locations: Sequence[str]) -> ModuleSpec | None:
+    """As ``PathFinder.find_spec``, which cannot describe a folder without ``__init__.py`` in one not imported."""
+    folders: list[str] = []
+    for location in locations:
+        finder = pkgutil.get_importer(location)
+        spec = None if finder is None else finder.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            return spec
+        folders += [] if spec is None else spec.submodule_search_locations or []
+    if not folders:
+        return None
+    found = ModuleSpec(name, None, is_package=True)
+    found.submodule_search_locations = folders
+    return found
 
 
 def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 
 COMMAND_LINE = "the command line"
-_TAGGED = frozenset({"task", "reward", "algorithm"})
+_TAGGED = frozenset({"task", "workflow", "reward", "algorithm"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +208,9 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     spots: list[schema.Path] = [("model", "path")]
     for i, _ in enumerate(data.get("adapters") or []):
         spots += [("adapters", i, "task", "train"), ("adapters", i, "task", "eval"), ("adapters", i, "init_from")]
+        spots += [
+            ("adapters", i, *key) for key in (("reward", "path"), ("workflow", "path"), ("workflow", "environment"))
+        ]
     for spot in spots:
         holder = _get(data, spot[:-1])
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
@@ -215,9 +218,10 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
             continue
         source = _origin(spot, data, sources)
         folders = [Path.cwd()] if source is None else [source.folder, Path.cwd()]
-        found = next((folder / value for folder in folders if (folder / value).exists()), None)
+        place, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")  # file.py:name
+        found = next((folder / place for folder in folders if (folder / place).exists()), None)
         if found is not None:
-            holder[spot[-1]] = str(found.resolve())
+            holder[spot[-1]] = f"{found.resolve()}{colon}{name}"
 
 
 def _get(data: Any, path: schema.Path) -> Any:
