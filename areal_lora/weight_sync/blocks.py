@@ -15,7 +15,7 @@ from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks, fingerprints,
 
 KINDS = {"float32": F32, "bfloat16": BF16}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_KEYS = fixed_keys()
+_KEYS = fixed_keys("fingerprint", 1024)  # so many stay in the first-level cache beside the data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

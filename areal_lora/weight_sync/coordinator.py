@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.obs.log import get_logger
@@ -223,9 +221,7 @@ class Coordinator:
 
     def _findings(self, job: Publish, parts: Sequence[Sent]) -> list[Finding]:
         """How every member fared. Waits for all answers."""
-        by_source = {rank: np.frombuffer(part.sums, dtype=np.uint64) for rank, part in enumerate(parts)}
-        sums = [by_source[shard.source] for shard in job.layout.shards]
-        self._digest = adapter_digest(job.layout, np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint64))
+        self._digest = adapter_digest(job.layout, (part.sum for part in parts))
         self._replies = answers(self._posts)
         failed = errors(self._replies) if self._posts else errors(answers(self._joins))
         for server in self._membership.members:

@@ -252,10 +252,20 @@ def take_tensors(
         begin = end
 
 
-def fixed_keys(n: int = 1024) -> np.ndarray:
-    """The public multipliers of ``fingerprints``, odd uint64 [n]: the same in every run and on every machine.
+@numba.njit(nogil=True, cache=True)
+def weighted_sum(values: Any, weights: Any) -> Any:
+    """sum_i low_i * weights[i, 0] + high_i * weights[i, 1] mod 2^64 of uint64 [n]; low and high have 32 bits.
 
-    1,024 of them stay in the first-level cache beside the data.
+    Halves, because a sum of keys may be even: times 2 it would lose the highest bit of a whole value.
     """
-    stream = hashlib.shake_256(b"areal_lora fingerprint keys").digest(8 * n)
+    total = np.uint64(0)
+    for i in range(len(values)):
+        x = values[i]
+        total += (x & np.uint64(0xFFFFFFFF)) * weights[i, 0] + (x >> np.uint64(32)) * weights[i, 1]
+    return total
+
+
+def fixed_keys(use: str, n: int) -> np.ndarray:
+    """Public multipliers for one ``use``, odd uint64 [n]: the same in every run and on every machine."""
+    stream = hashlib.shake_256(f"areal_lora {use} keys".encode()).digest(8 * n)
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)

@@ -23,6 +23,7 @@ import numpy as np
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.blocks import ITEM_BYTES
+from areal_lora.weight_sync.kernels import fixed_keys
 from areal_lora.weight_sync.refusal import Refusal
 
 Shape = tuple[int, ...]
@@ -72,16 +73,27 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(len(s.tensors) for s in self.shards)
 
     @cached_property
-    def sorted_names(self) -> tuple[str, np.ndarray]:
-        """(digest of all full names in order, index int64 [names] of each name's tensor).
+    def _full_names(self) -> list[str]:
+        return sorted([*(t.name for s in self.shards for t in s.tensors), *self.aliases])
 
-        Tensors are counted through the shards in order. Independent of how the trainer is sharded.
+    @cached_property
+    def names_digest(self) -> str:
+        """BLAKE2b-128 of all full names in order."""
+        return hashlib.blake2b("\n".join(self._full_names).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def weights(self) -> tuple[np.ndarray, ...]:
+        """Per shard the multipliers of ``wire.shard_sum``, uint64 [tensors, 2]: keys of the places of a tensor's
+        names in sorted order, added up.
+
+        So the sum does not depend on how the trainer is sharded, nor on which names share a tensor on the wire.
         """
         index = {t.name: i for i, t in enumerate(t for s in self.shards for t in s.tensors)}
-        full = index | {name: index[wire] for name, wire in self.aliases.items()}
-        names = sorted(full)
-        digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
-        return digest, np.array([full[n] for n in names], dtype=np.int64)
+        owner = [index[self.aliases.get(name, name)] for name in self._full_names]
+        flat = np.zeros((len(index), 2), dtype=np.uint64)
+        np.add.at(flat, owner, fixed_keys("place", 2 * len(owner)).reshape(-1, 2))
+        ends = np.cumsum([len(s.tensors) for s in self.shards])
+        return tuple(np.split(flat, ends[:-1])) if self.shards else ()
 
 
 def make_layout(

@@ -69,14 +69,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """How one attempt went at one rank. ``sums`` are its shard's fingerprints (uint64, native order).
+    """How one attempt went at one rank. ``sum`` is its shard's ``wire.shard_sum``.
 
     ``own`` is a failure that no other attempt can mend, ``wire`` one of the transfer.
     """
 
     ref: AdapterRef
     layout: str
-    sums: bytes = b""
+    sum: int = 0
     pack_ms: float = 0.0
     send_ms: float = 0.0
     own: Failure | None = None

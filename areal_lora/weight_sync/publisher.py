@@ -255,8 +255,8 @@ class Publisher:
         send_ms = (time.perf_counter() - began) * 1e3
         job.packed.wait()
         return Sent(
-            ref=job.ref, layout=job.layout.digest, sums=job.shard.sums.tobytes(), pack_ms=job.pack_ms, send_ms=send_ms,
-            own=job.own, wire=wire,
+            ref=job.ref, layout=job.layout.digest, sum=job.shard.sum, pack_ms=job.pack_ms, send_ms=send_ms, own=job.own,
+            wire=wire,
         )
 
     def _connect(self, job: Job, members: Sequence[ServerEndpoint], deadline: float) -> None:

@@ -11,13 +11,16 @@ it uses compiled loops without the GIL and no OpenMP, which would take the cores
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from areal_lora.errors import ManifestError, PublishError
+from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.groups import BroadcastGroup, join_group
@@ -26,12 +29,13 @@ from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.reception import Clock, Reception, Ring
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import SourceEndpoint, StageResult
-from areal_lora.weight_sync.wire import LayoutTables, adapter_digest
+from areal_lora.weight_sync.wire import LayoutTables
 
 KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
-ENDING_S = 0.5  # a thread reports before it ends; where it has a low priority that may take a moment
 
 _Groups = Mapping[int, BroadcastGroup]  # by source rank
+
+log = get_logger(__name__)
 
 
 class SlotWriter(Protocol):
@@ -84,6 +88,14 @@ class _Known:
         return self.tables.layout
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What a ``begin`` has found and posted."""
+
+    known: _Known
+    reception: Reception
+
+
 class AdapterReceiver:
     """Takes part in every source's group and stages versions, one at a time.
 
@@ -104,7 +116,10 @@ class AdapterReceiver:
         self._groups: dict[int, BroadcastGroup] = {}
         self._rings: dict[int, Ring] = {}
         self._known: dict[str, _Known] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._idle = threading.Event()
+        self._idle.set()
 
     def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
         """Become member ``rank`` of every source's group, leaving earlier groups. Blocks.
@@ -125,21 +140,30 @@ class AdapterReceiver:
     ) -> None:
         """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.
 
+        The first receives are posted before this returns: the sources send only when they are.
+        The thread that stages is a child of the first caller's and shares its cores and priority.
         ``layout`` may be None if this worker has been given it before. Without a slot (none is
         free, or the version is active already) the transfer is taken off the wire and refused.
         Raises PublishError if the last ``begin`` is still under way or no group was joined.
         """
-        if self._thread is not None:
-            self._thread.join(ENDING_S)
-        if self._thread is not None and self._thread.is_alive():
+        if not self._idle.is_set():
             raise PublishError(f"{manifest.ref}: the receiver is still busy with the version before")
-        if not self._groups:
+        groups = self._groups
+        if not groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
-        self._thread = threading.Thread(
-            target=self._stage, args=(manifest, layout, slot, self._groups, time.monotonic() + deadline_s),
-            name=f"stage-{manifest.ref}", daemon=True,
-        )
-        self._thread.start()
+        clock = Clock()
+        begun: _Begun | Exception
+        try:
+            known = self._layout(manifest, layout)
+            reception = Reception(known.tables, groups, self._rings, time.monotonic() + deadline_s, clock)
+            begun = _Begun(known, reception)
+        except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are
+            begun = e
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._stage_all, name="stage", daemon=True)
+            self._thread.start()
+        self._idle.clear()
+        self._work.put(partial(self._stage, manifest, slot, groups, begun, clock))
 
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate, so that it may be published again."""
@@ -151,26 +175,32 @@ class AdapterReceiver:
                 self._current[ref.name] = previous
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Leave all groups; a transfer under way fails and is reported."""
+        """Leave all groups; a transfer under way fails and is reported. There is no other ``begin`` after this."""
+        self._work.put(None)
         self._leave(timeout_s)
 
     def _leave(self, timeout_s: float) -> None:
         for group in self._groups.values():
             group.close()
         self._groups = {}
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise PublishError("the receiver's transfer under way did not end; restart the server")
+        if not self._idle.wait(timeout_s):
+            raise PublishError("the receiver's transfer under way did not end; restart the server")
+
+    def _stage_all(self) -> None:
+        while (stage := self._work.get()) is not None:
+            try:
+                stage()
+            except Exception:  # fault boundary: the next version must find a thread that stages it
+                log.exception("reporting a staged version")
 
     def _stage(
-        self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, groups: _Groups, deadline: float
+        self, manifest: ShardManifest, slot: int | None, groups: _Groups, begun: _Begun | Exception, clock: Clock
     ) -> None:
-        clock = Clock()
         written = False
         try:
-            known = self._layout(manifest, layout)
-            reception = Reception(known.tables, groups, self._rings, deadline, clock)
+            if isinstance(begun, Exception):
+                raise begun
+            known, reception = begun.known, begun.reception
             try:
                 with clock.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
@@ -180,11 +210,9 @@ class AdapterReceiver:
             written = True
             with clock.phase("write"):
                 self._writer.prepare(place, known.layout)
-            sums = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
+            digest = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
             with clock.phase("write"):
                 self._writer.flush(place)
-            with clock.phase("verify"):
-                digest = adapter_digest(known.layout, sums)
             self._accept(manifest, known.layout.spec)
             result = clock.result(manifest.ref, slot, digest=digest)
         except ManifestError as e:
@@ -198,6 +226,7 @@ class AdapterReceiver:
             result = clock.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
         if not result.ok and written and slot is not None:
             self._writer.zero(slot)
+        self._idle.set()
         self._on_staged(result)
 
     def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _Known:

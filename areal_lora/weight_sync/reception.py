@@ -18,7 +18,15 @@ from areal_lora.weight_sync.groups import BroadcastGroup, Transfer
 from areal_lora.weight_sync.layout import Bucket
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import StageResult
-from areal_lora.weight_sync.wire import PAGE_BYTES, SEAL_BYTES, LayoutTables, seal, trailer_bytes
+from areal_lora.weight_sync.wire import (
+    PAGE_BYTES,
+    SEAL_BYTES,
+    LayoutTables,
+    adapter_digest,
+    seal,
+    shard_sum,
+    trailer_bytes,
+)
 
 RING = 3  # buckets of one source in flight: one being read, the others on the wire
 
@@ -80,6 +88,7 @@ class _Source:
 
     def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, ring: Ring, deadline: float) -> None:
         self.index, self.shard = index, tables.layout.shards[index]
+        self._layout = tables.layout
         self.marks = tables.shards[index].marks()
         self.trailer = np.empty(trailer_bytes(self.shard), dtype=np.uint8)
         self._group, self._deadline = group, deadline
@@ -111,11 +120,12 @@ class _Source:
                 self._free.append(arrival.buffer)
             self._post()
 
-    def verify(self, ref: AdapterRef, layout_digest: str) -> None:
-        """Whether what arrived is what was sent, finite, and meant for this version. Raises ManifestError."""
+    def verify(self, ref: AdapterRef) -> int:
+        """The shard's sum if what arrived is what was sent, finite, and meant for this version, else ManifestError."""
         n = len(self.shard.tensors)
         sent, sealed = self.trailer[: 8 * n].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
-        if sealed != seal(ref, layout_digest, sent):
+        total = shard_sum(self._layout, self.index, sent)
+        if sealed != seal(ref, self._layout.digest, total):
             raise ManifestError(
                 Refusal.HASH, f"the trailer of source rank {self.shard.source} does not belong to {ref} or is damaged"
             )
@@ -131,6 +141,7 @@ class _Source:
             raise ManifestError(
                 Refusal.NON_FINITE, f"{name} from source rank {self.shard.source} holds NaN or infinity"
             )
+        return total
 
 
 class Reception:
@@ -148,8 +159,8 @@ class Reception:
         ]
         self._stream = self._arrivals()
 
-    def receive(self, ref: AdapterRef, on_bucket: OnBucket) -> np.ndarray:
-        """Every bucket once, sources in turn, then the verdict; the fingerprints uint64 [tensors] of the adapter.
+    def receive(self, ref: AdapterRef, on_bucket: OnBucket) -> str:
+        """Every bucket once, sources in turn, then the verdict: the digest of the adapter.
 
         Raises ManifestError (``hash``, ``non_finite``) after all bytes were taken off the wire,
         PublishError if the transfer breaks.
@@ -164,9 +175,7 @@ class Reception:
                 self.drain()
                 raise
         with self._clock.phase("verify"):
-            for source in self._sources:
-                source.verify(ref, self._layout.digest)
-        return np.concatenate([s.marks.sums for s in self._sources]) if self._sources else np.zeros(0, dtype=np.uint64)
+            return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
 
     def drain(self) -> None:
         """Take everything off the wire and forget it, so that the groups stay in step."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
 from areal_lora.weight_sync.groups import BroadcastGroup
+from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
 
 Pack = Callable[[np.ndarray], Iterator[int]]
@@ -68,10 +69,19 @@ class LayoutTables:
         return self._buckets[key]
 
 
-def seal(ref: AdapterRef, layout_digest: str, sums: np.ndarray) -> bytes:
+def shard_sum(layout: AdapterLayout, shard: int, sums: np.ndarray) -> int:
+    """One number of 64 bits for all fingerprints (uint64 [tensors]) of a shard, given by its index.
+
+    Multilinear like the fingerprints themselves; a cryptographic hash of 300 kB would take longer
+    than comparing them.
+    """
+    return int(weighted_sum(sums, layout.weights[shard]))
+
+
+def seal(ref: AdapterRef, layout_digest: str, shard_sum: int) -> bytes:
     """Ties the fingerprints of a shard to the version and layout they belong to, ``SEAL_BYTES`` long."""
     head = f"{ref}\0{layout_digest}\0".encode()
-    return hashlib.blake2b(head + sums.tobytes(), digest_size=SEAL_BYTES).digest()
+    return hashlib.blake2b(head + shard_sum.to_bytes(8, "little"), digest_size=SEAL_BYTES).digest()
 
 
 def trailer_bytes(shard: ShardLayout) -> int:
@@ -79,23 +89,24 @@ def trailer_bytes(shard: ShardLayout) -> int:
     return 8 * len(shard.tensors) + SEAL_BYTES
 
 
-def adapter_digest(layout: AdapterLayout, sums: np.ndarray) -> str:
+def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
     """Digest of an adapter's names and values, independent of how the trainer was sharded (contract C4).
 
-    ``sums`` uint64 [tensors], through the layout's shards in order. Equal adapters in equal wire dtypes agree.
+    ``shard_sums`` of all shards. Equal adapters in equal wire dtypes agree.
     """
-    names, index = layout.sorted_names
-    return hashlib.blake2b(names.encode() + sums[index].tobytes(), digest_size=16).hexdigest()
+    total = sum(shard_sums) % 2**64
+    return hashlib.blake2b(layout.names_digest.encode() + total.to_bytes(8, "little"), digest_size=16).hexdigest()
 
 
 class PackedShard:
     """This rank's part of one version. ``pack`` in one thread, ``send`` in another, at the same time."""
 
     def __init__(self, layout: AdapterLayout, source: int, bucket_bytes: int) -> None:
-        shards = [s for s in layout.shards if s.source == source]
+        mine = [i for i, s in enumerate(layout.shards) if s.source == source]
         self.layout = layout
-        self.shard = shards[0] if shards else ShardLayout(source=source, tensors=(), nbytes=0)
-        self.is_source = bool(shards)
+        self._index = mine[0] if mine else None
+        self.shard = layout.shards[mine[0]] if mine else ShardLayout(source=source, tensors=(), nbytes=0)
+        self.is_source = bool(mine)
         self._buckets = plan_buckets(self.shard, bucket_bytes)
         self._table = TensorTable(self.shard, layout.dtype)
         self._flat = np.empty(self.shard.nbytes, dtype=np.uint8)
@@ -108,6 +119,11 @@ class PackedShard:
     def sums(self) -> np.ndarray:
         """Fingerprints uint64 [n] of the packed tensors."""
         return self._trailer[: 8 * len(self.shard.tensors)].view(np.uint64)
+
+    @property
+    def sum(self) -> int:
+        """``shard_sum`` of the packed tensors; 0 for a rank that owns nothing."""
+        return 0 if self._index is None else shard_sum(self.layout, self._index, self.sums)
 
     def reset(self) -> None:
         """Call before ``pack`` and ``send`` of a version begin; no earlier ``send`` may be under way."""
@@ -122,8 +138,7 @@ class PackedShard:
                 self._advance(done)
             if self._done != len(self.shard.tensors):
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
-            digest = self.layout.digest
-            self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, digest, self.sums), dtype=np.uint8)
+            self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, self.layout.digest, self.sum), dtype=np.uint8)
             self._advance(self._done, sealed=True)
         except BaseException:  # also an interrupt: the sending thread must not wait for what will never be packed
             with self._changed:

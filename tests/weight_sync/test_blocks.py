@@ -107,7 +107,7 @@ def test_fingerprints_equal_the_formula(kind, word):
     item = np.dtype(word).itemsize
     bits = rng.integers(0, 1 << 14, int(sizes.sum()), dtype=word)
     offsets = (np.cumsum(sizes) - sizes) * item
-    keys = fixed_keys()
+    keys = fixed_keys("fingerprint", 1024)
     sums, bad = np.zeros(5, dtype=np.uint64), np.zeros(5, dtype=np.uint8)
     fingerprints(bits.ctypes.data, kind, offsets, sizes, keys.ctypes.data, len(keys), 0, 5, sums, bad)
     parts = np.split(bits, np.cumsum(sizes)[:-1])
@@ -118,7 +118,7 @@ def test_fingerprints_equal_the_formula(kind, word):
 def test_every_single_flip_and_every_exchange_shows():
     rng = np.random.default_rng(6)
     values = rng.standard_normal(300).astype(np.float32)
-    keys = fixed_keys()
+    keys = fixed_keys("fingerprint", 1024)
 
     def mark(x):
         sums, bad = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint8)
@@ -144,7 +144,7 @@ def test_every_single_flip_and_every_exchange_shows():
 
 def test_the_keys_never_change():
     """Digests are compared between processes and runs."""
-    keys = fixed_keys()
+    keys = fixed_keys("fingerprint", 1024)
     assert keys.shape == (1024,)
     assert (keys & np.uint64(1)).all()
     assert int(np.bitwise_xor.reduce(keys)) == 15913957524448410850

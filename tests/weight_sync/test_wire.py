@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 
@@ -9,7 +10,7 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.testing import pack_of
-from areal_lora.weight_sync.wire import PackedShard, adapter_digest, seal
+from areal_lora.weight_sync.wire import PackedShard, adapter_digest, seal, shard_sum
 
 from .helpers import BUCKET_BYTES, layout_of, packed, ref, share, values
 
@@ -39,8 +40,8 @@ def test_the_wire_carries_the_tensors_then_their_fingerprints_and_the_seal():
     sent = torch.cat(buckets).view(torch.float32)
     assert torch.equal(sent, torch.cat([t.reshape(-1) for _, t in owned]))
     assert trailer[:-16].numpy().tobytes() == shard.sums.tobytes()
-    assert trailer[-16:].numpy().tobytes() == seal(ref(3), shard.layout.digest, shard.sums)
-    assert seal(ref(4), shard.layout.digest, shard.sums) != seal(ref(3), shard.layout.digest, shard.sums)
+    assert trailer[-16:].numpy().tobytes() == seal(ref(3), shard.layout.digest, shard.sum)
+    assert seal(ref(4), shard.layout.digest, shard.sum) != seal(ref(3), shard.layout.digest, shard.sum)
 
 
 def test_a_bucket_is_sent_as_soon_as_it_is_packed():
@@ -105,7 +106,7 @@ def test_the_adapter_digest_ignores_sharding_order_and_sharing():
 
     def digest(tensors, of=()):
         shard, _ = packed(list(tensors), of)
-        return adapter_digest(shard.layout, shard.sums)
+        return adapter_digest(shard.layout, [shard.sum])
 
     shared = digest(owned, aliases)
     assert shared == digest(full.items())
@@ -116,6 +117,28 @@ def test_the_adapter_digest_ignores_sharding_order_and_sharing():
     assert shared != digest(one.items())
     renamed = {n.replace("layers.0", "layers.7"): t for n, t in full.items()}
     assert shared != digest(renamed.items())
+
+
+def test_the_sum_of_a_shard_follows_the_places_of_all_names():
+    owned, aliases = share(values(3))
+    shard, _ = packed(owned, aliases)
+    layout, tensors = shard.layout, shard.layout.shards[0].tensors
+    names = sorted([*(t.name for t in tensors), *aliases])
+    stream = hashlib.shake_256(b"areal_lora place keys").digest(16 * len(names))
+    keys = [int.from_bytes(stream[i : i + 8], "little") | 1 for i in range(0, len(stream), 8)]
+    total = 0
+    for tensor, fingerprint in zip(tensors, map(int, shard.sums), strict=True):
+        for i in (i for i, name in enumerate(names) if aliases.get(name, name) == tensor.name):
+            total += fingerprint % 2**32 * keys[2 * i] + (fingerprint >> 32) * keys[2 * i + 1]
+    assert shard.sum == total % 2**64
+    swapped = shard.sums.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert shard_sum(layout, 0, swapped) != shard.sum
+    for i in range(len(swapped)):
+        for bit in (0, 31, 32, 63):
+            flipped = shard.sums.copy()
+            flipped[i] ^= np.uint64(1 << bit)
+            assert shard_sum(layout, 0, flipped) != shard.sum, (tensors[i].name, bit)
 
 
 def test_a_rank_that_owns_nothing_packs_nothing_but_takes_part():
