@@ -1,14 +1,11 @@
 """Start a run: ``python -m areal_lora.launch --config X.yaml [--config overlay.yaml] [a.b=c ...] [--dry-run]``.
 
-Exit codes: 0 done, 64 wrong input (nothing was started), 69 something is missing on this
-machine, 70 a component failed, 130 interrupted.
+The same command with the same run folder goes on where an earlier run ended. Exit codes: `errors.ExitCode`.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +16,14 @@ from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import create_secret
-from areal_lora.errors import ArealLoraError, ConfigError
+from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
 from areal_lora.launcher.dry_run import print_plan
-from areal_lora.launcher.local import EXIT_OK, run_local
+from areal_lora.launcher.explain import explain_resume
+from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import JobPlan, make_plan
+from areal_lora.launcher.run_folder import Earlier, RunFolder
 from areal_lora.launcher.slurm import submit
+from areal_lora.obs.summary import print_closing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        here = not arguments.dry_run and config.cluster.kind == "local"
+        starts = not (arguments.dry_run or arguments.explain_resume)
+        here = starts and config.cluster.kind == "local"
         facts = gather_facts(config, runs_here=here)
         if not report_findings(config, facts, err):
             return ConfigError.exit_code
@@ -40,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = make_plan(config, facts)
         if arguments.dry_run:
             print_plan(config, plan, out)
-            return EXIT_OK
-        return start(config, plan, out)
+            return ExitCode.DONE
+        if arguments.explain_resume:
+            for line in explain_resume(config):
+                say(out, line)
+            return ExitCode.DONE
+        return start(config, plan, out, arguments.fresh)
     except ArealLoraError as error:
         say(err, f"error: {error}")
         return error.exit_code
@@ -54,6 +58,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="YAML file; give several to merge them in order",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
+    parser.add_argument(
+        "--explain-resume", action="store_true",
+        help="say what a start would restore, issue again and drop, and start nothing",
+    )  # fmt: skip
+    parser.add_argument("--fresh", action="store_true", help="move an earlier run's folder aside and begin anew")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override one key, such as run.seed=2")
     return parser.parse_intermixed_args(argv)
 
@@ -74,69 +83,40 @@ def report_findings(config: Config, facts: Facts, err: Console) -> bool:
     return not errors
 
 
-def start(config: Config, plan: JobPlan, out: Console) -> int:
-    """Make the run folder, then run here or submit to Slurm."""
-    with RunFolder(config) as moved:
-        if moved is not None:
-            say(out, f"A previous run was in {plan.run_folder}; it is now {moved.name}.")
+def start(config: Config, plan: JobPlan, out: Console, fresh: bool) -> int:
+    """Make or take up the run folder, then run here or submit to Slurm."""
+    with RunFolder(config, fresh) as folder:
+        if folder.moved is not None:
+            say(out, f"A previous run was in {plan.run_folder}; it is now {folder.moved.name}.")
+        if folder.earlier is not None and folder.earlier.finished(config):
+            return say_finished(folder.earlier, plan, out)
         say(out, f"Run folder: {plan.run_folder}")
+        if folder.earlier is not None:
+            say(out, going_on(folder.earlier))
+        folder.prepare()
         if config.cluster.kind == "slurm":
             say(out, f"Submitted Slurm job {submit(config, plan)}; logs in {plan.run_folder / 'logs'}")
-            return EXIT_OK
+            return ExitCode.DONE
         code = run_local(config, plan, out)
-    if code == EXIT_OK:
-        # Late: only a finished run needs it.
-        from areal_lora.obs.summary import print_closing
-
+    if code == ExitCode.DONE:
         print_closing(plan.run_folder, out)
     return code
 
 
-class RunFolder:
-    """The new run folder, held while the launcher lives; entering gives where an older one was moved, or None.
-
-    Raises ConfigError where a launcher is using the folder or it holds something else.
-    """
-
-    def __init__(self, config: Config) -> None:
-        root = config.run.root.absolute()
-        self._config = config.model_copy(update={"run": config.run.model_copy(update={"root": root})})
-        self._folder = self._config.run_folder
-        self._lock = -1
-
-    def __enter__(self) -> Path | None:
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._folder.parent / f".{self._folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigError(
-                "run.name", f"a run in {self._folder} is still going", "wait for it, or set another run.name"
-            ) from None
-        moved = move_aside(self._folder)
-        self._folder.mkdir(exist_ok=True)
-        for name in ("rendezvous", "logs", "status"):
-            (self._folder / name).mkdir()
-        (self._folder / "config.json").write_text(self._config.model_dump_json(indent=2), encoding="utf-8")
-        create_secret(self._folder)
-        return moved
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self._lock)
+def going_on(earlier: Earlier) -> str:
+    """What the run that is in the folder already goes on from, in words."""
+    newest = [f"{name}@v{max(versions)}" for name, versions in earlier.versions.items() if versions]
+    if not newest:
+        return "A run in it ended before its first checkpoint: it begins again at step 0."
+    return f"The run in it goes on; its newest checkpoints: {', '.join(newest)}."
 
 
-def move_aside(folder: Path) -> Path | None:
-    """Rename an earlier run's folder to the first free ``<name>.N``; None where there was none."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return None
-    if not (folder / "config.json").is_file():
-        raise ConfigError("run.name", f"{folder} exists and is not a run folder", "set another run.name or run.root")
-    n = 1
-    while (target := folder.with_name(f"{folder.name}.{n}")).exists():
-        n += 1
-    folder.rename(target)
-    return target
+def say_finished(earlier: Earlier, plan: JobPlan, out: Console) -> int:
+    """A run without anything left to do is a success, shown again."""
+    more = f"more steps, such as run.steps={2 * earlier.steps_done}"
+    say(out, f"This run is done: {earlier.steps_done} steps. Go on with {more}, or start over with --fresh.")
+    print_closing(plan.run_folder, out)
+    return ExitCode.DONE
 
 
 def say(console: Console, text: str) -> None:

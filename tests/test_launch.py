@@ -7,8 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.launcher.run_folder import RunFolder
+from areal_lora.obs.metrics import MetricsWriter, StepRecord
+from areal_lora.obs.summary import write_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "math"
@@ -96,17 +102,98 @@ def test_failing_component_exits_70_and_the_folder_is_complete(tmp_path: Path) -
     assert secret not in done.stdout + (folder / "config.json").read_text()
 
 
-def test_previous_runs_are_moved_aside(tmp_path: Path) -> None:
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_fresh_moves_previous_runs_aside(tmp_path: Path) -> None:
     python = failing_python(tmp_path)
-    launch(tmp_path, python, "run.name=x", "run.seed=1")
-    done = launch(tmp_path, python, "run.name=x", "run.seed=2")
+    launch(tmp_path, python, "run.name=x", "run.seed=1", "--fresh")
+    done = launch(tmp_path, python, "run.name=x", "run.seed=2", "--fresh")
     assert "it is now x.1" in done.stdout
-    launch(tmp_path, python, "run.name=x", "run.seed=3")
-    seeds = {
-        name: json.loads((tmp_path / "runs" / name / "config.json").read_text())["run"]["seed"]
-        for name in ("x", "x.1", "x.2")
-    }
+    launch(tmp_path, python, "run.name=x", "run.seed=3", "--fresh")
+    folders = tmp_path / "runs"
+    seeds = {name: config_of(folders / name)["run"]["seed"] for name in ("x", "x.1", "x.2")}
     assert seeds == {"x": 3, "x.1": 1, "x.2": 2}
+
+
+def test_the_same_command_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    python, folder = failing_python(tmp_path), tmp_path / "runs" / "x"
+    launch(tmp_path, python, "run.name=x")
+    secret = (folder / "secret").read_text()
+    for name in ("rendezvous", "status", "heartbeats"):
+        (folder / name / "server-0").write_text("of the first start")
+    (folder / "metrics.jsonl").write_text('{"kind":"eval","version":0,"step":0,"accuracy":0.25,"n":4}\n')
+    (folder / "ledger.sqlite").write_text("rows")
+    done = launch(tmp_path, python, "run.name=x", "run.steps=99")
+    assert done.returncode == 70, done.stderr
+    assert "A run in it ended before its first checkpoint: it begins again at step 0." in done.stdout
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".x.lock", "x"]
+    assert config_of(folder)["run"]["steps"] == 99
+    assert (folder / "secret").read_text() != secret
+    assert not [path for name in ("rendezvous", "status", "heartbeats") for path in (folder / name).iterdir()]
+    assert '"accuracy":0.25' in (folder / "metrics.jsonl").read_text()
+    assert (folder / "ledger.sqlite").read_text() == "rows"
+    first, mark, second = (folder / "logs" / "server-0.log").read_text().splitlines()
+    assert (first, second) == ("out of everything", "out of everything")
+    assert mark.startswith("---- server-0 starts again, 20")
+
+
+def test_what_cannot_change_is_one_line_and_nothing_starts_or_changes(tmp_path: Path) -> None:
+    python, folder = failing_python(tmp_path), tmp_path / "runs" / "x"
+    launch(tmp_path, python, "run.name=x")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for arguments in ([python], ["--explain-resume"]):
+        done = launch(tmp_path, *arguments, "run.name=x", "run.seed=2", "run.steps=99")
+        assert (done.returncode, done.stderr.count("\n")) == (64, 1), done.stderr
+        assert "run.seed: it is 2, but the run was started with 1" in done.stderr
+        assert "--fresh" in done.stderr
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def finished_run(tmp_path: Path, steps: int) -> Path:
+    """The folder of a run that went well."""
+    folder = tmp_path / "runs" / "x"
+    config = load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x", f"run.steps={steps}"])
+    with RunFolder(config) as run:
+        run.prepare()
+    with MetricsWriter(folder) as metrics:
+        for step in range(steps):
+            metrics.write(StepRecord(step=step, version=step, time_s=step, adapter="gsm8k"))
+    write_summary(folder, wall_s=7.5, adapter_path=folder / "adapters" / "gsm8k", report_path=folder / "report.html")
+    return folder
+
+
+def test_a_finished_run_says_so_and_starts_nothing(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path, steps=3)
+    done = launch(tmp_path, failing_python(tmp_path), "run.name=x", "run.steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "This run is done: 3 steps." in done.stdout
+    assert "run.steps=6" in done.stdout
+    assert "--fresh" in done.stdout
+    assert "wall_s: 7.5" in done.stdout.splitlines()
+    assert not (folder / "logs" / "server-0.log").exists()
+    assert "is done: 3 steps" in launch(tmp_path, "--explain-resume", "run.name=x", "run.steps=3").stdout
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path, steps=3)
+    done = launch(tmp_path, failing_python(tmp_path), "run.name=x", "run.steps=4")
+    assert done.returncode == 70, "the stand-in fails, so it was started"
+    assert not (folder / "summary.json").exists(), "the run is not finished any more"
+
+
+def test_explain_resume_starts_and_creates_nothing(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--explain-resume", "run.name=x")
+    assert (done.returncode, (tmp_path / "runs").exists()) == (0, False), done.stderr
+    assert "holds no run" in done.stdout
+    launch(tmp_path, failing_python(tmp_path), "run.name=x")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
+    done = launch(tmp_path, "--explain-resume", "run.name=x", "rollout.servers=2")
+    assert done.returncode == 0, done.stderr
+    assert "gsm8k: no checkpoint was written, step 0 of 60 is next" in done.stdout
+    assert "changed: rollout.servers 1 -> 2" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before
 
 
 def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
@@ -119,9 +206,6 @@ def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_folder_of_a_running_run_is_left_alone(tmp_path: Path) -> None:
-    from areal_lora.config.load import load_config
-    from areal_lora.launch import RunFolder
-
     with RunFolder(load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x"])):
         done = launch(tmp_path, failing_python(tmp_path), "run.name=x")
     assert done.returncode == 64

@@ -108,12 +108,15 @@ def wait_endpoint(
 def create_secret(run_folder: Path | str) -> Path:
     """Write a fresh run secret, readable by this user only; returns the file's path.
 
-    Raises FileExistsError rather than replacing a secret that is in use.
+    One of an earlier start is replaced: what that start left behind anywhere is locked out.
     """
     path = Path(run_folder) / "secret"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = path.with_name(f".secret.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
+    temporary.replace(path)
     return path
 
 

@@ -2,7 +2,8 @@
 
 Every role is one job step; an `arbitrary` distribution puts each task on the node that the
 plan chose, and a task takes its own environment from the plan by its number in the step. The
-job requeues itself when it is preempted.
+job requeues itself when it is preempted, before its time is up, and after a failure that may
+not come again (``run.max_restarts`` times); each life of it goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.errors import EnvironmentError_
+from areal_lora.errors import SAME_AGAIN, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.run_folder import ANEW, JOB_FILE
 
 SCRIPT_NAME = "job.sbatch"
+FAILURES_FILE = "job.failures"
+_FINAL = " ".join(str(int(code)) for code in sorted({ExitCode.DONE, *SAME_AGAIN}))
 SIGNAL_LEAD_S = 60
 """How long before the time limit Slurm signals the script."""
 
@@ -31,9 +35,13 @@ def sbatch_script(config: Config, plan: JobPlan) -> str:
         f"RUN={shlex.quote(str(plan.run_folder))}",
         f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
         'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "# A requeued job must not meet the ports of its former life.",
-        'rm -rf "$RUN/rendezvous" "$RUN/status"',
-        'mkdir -p "$RUN/rendezvous" "$RUN/status" "$RUN/logs"',
+        f"MOST={config.run.max_restarts}",
+        f"FINAL={shlex.quote(f' {_FINAL} ')}",
+        f"FAILURES={shlex.quote(str(plan.run_folder / FAILURES_FILE))}",
+        "# A requeued job must meet neither the ports nor the secret of its former life.",
+        f'( cd "$RUN" && rm -rf {" ".join(ANEW)} && mkdir -p {" ".join(ANEW)} logs ) || exit 70',
+        "( umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > \"$RUN/.secret.job\" )",
+        'mv "$RUN/.secret.job" "$RUN/secret"',
         "",
     ]
     for role in (SERVER, CONTROLLER, TRAINER):
@@ -43,6 +51,7 @@ def sbatch_script(config: Config, plan: JobPlan) -> str:
 
 def submit(config: Config, plan: JobPlan) -> str:
     """Write the script into the run folder and submit it. Returns the job id; raises EnvironmentError_."""
+    (plan.run_folder / FAILURES_FILE).unlink(missing_ok=True)
     script = plan.run_folder / SCRIPT_NAME
     script.write_text(sbatch_script(config, plan), encoding="utf-8")
     sbatch = shutil.which("sbatch")
@@ -53,7 +62,9 @@ def submit(config: Config, plan: JobPlan) -> str:
     done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise EnvironmentError_(f"sbatch refused {script}: {' '.join(done.stderr.split())}")
-    return done.stdout.strip().partition(";")[0]
+    job = done.stdout.strip().partition(";")[0]
+    (plan.run_folder / JOB_FILE).write_text(f"{job}\n", encoding="ascii")
+    return job
 
 
 def _directives(config: Config, plan: JobPlan) -> list[str]:
@@ -134,5 +145,12 @@ while true; do
 done
 trap '' TERM USR1
 stop_steps
-[ "$CODE" -eq 0 ] || exit 70
+case "$FINAL" in *" $CODE "*) exit "$CODE" ;; esac
+TIMES=$(cat "$FAILURES" 2>/dev/null || echo 0)
+if [ "$TIMES" -lt "$MOST" ]; then
+  echo $((TIMES + 1)) > "$FAILURES"
+  echo "A step ended with code $CODE; the job starts again ($((TIMES + 1)) of $MOST)"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit 70
 """

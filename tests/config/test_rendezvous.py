@@ -43,16 +43,15 @@ def test_waiting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "waiting for server-0" in capsys.readouterr().err
 
 
-def test_secret_is_private_random_and_never_replaced(tmp_path: Path) -> None:
+def test_secret_is_private_random_and_anew_at_each_start(tmp_path: Path) -> None:
     path = rendezvous.create_secret(tmp_path)
     secret = rendezvous.read_secret(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(bytes.fromhex(secret)) == 32
-    with pytest.raises(FileExistsError):
-        rendezvous.create_secret(tmp_path)
-    (tmp_path / "other").mkdir()
-    rendezvous.create_secret(tmp_path / "other")
-    assert rendezvous.read_secret(tmp_path / "other") != secret
+    assert rendezvous.create_secret(tmp_path) == path
+    assert rendezvous.read_secret(tmp_path) != secret
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:

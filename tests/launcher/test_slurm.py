@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_every_process_of_the_plan_is_in_the_script_once(tmp_path: Path) -> None
     assert script.count("exec env ") == len(plan.processes) == 21
     for rank in range(16):
         assert len(re.findall(rf"^  {rank}\) exec env .* RANK={rank} WORLD_SIZE=16 ", script, flags=re.M)) == 1
-    assert "secret" not in script
+    assert not re.search("[0-9a-f]{64}", script), "no secret"
 
 
 def test_role_setup_lines_run_on_the_nodes(tmp_path: Path) -> None:
@@ -72,7 +73,8 @@ code=0; for pid in "${pids[@]}"; do wait "$pid" || code=$?; done; exit $code
 
 
 def run_script(
-    tmp_path: Path, trainer: str, server: str = "exec sleep 60", controller: str = "exec sleep 60"
+    tmp_path: Path, trainer: str, server: str = "exec sleep 60", controller: str = "exec sleep 60",
+    failures: int | None = None, before: Callable[[Path], None] = lambda _: None,
 ) -> tuple[subprocess.CompletedProcess, Path]:
     """Run the job's script with stand-ins for srun, scontrol and the roles' interpreters."""
     bin_folder = tmp_path / "bin"
@@ -94,6 +96,9 @@ def run_script(
     text = sbatch_script(config, plan).replace(f" {own_python} ", f" {bin_folder}/controller-python ")
     script.write_text(text)
     plan.run_folder.mkdir()
+    before(plan.run_folder)
+    if failures is not None:
+        (plan.run_folder / "job.failures").write_text(f"{failures}\n")
     env = os.environ | {
         "PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "17",
         "CALLS": str(tmp_path / "calls"),
@@ -115,8 +120,43 @@ def test_trainer_end_ends_the_job_and_tasks_get_rank_and_node(tmp_path: Path) ->
 )
 def test_failing_server_fails_the_job(tmp_path: Path, controller: str) -> None:
     server = 'sleep 1; case "$CUDA_VISIBLE_DEVICES" in 2,3) exit 4;; *) exit 0;; esac'
-    done, _ = run_script(tmp_path, "exec sleep 60", server, controller)
+    done, folder = run_script(tmp_path, "exec sleep 60", server, controller)
     assert done.returncode == 70
+    assert (tmp_path / "calls").read_text() == "requeue 17\n"
+    assert (folder / "job.failures").read_text() == "1\n"
+
+
+def test_failures_end_the_job_when_they_are_too_many(tmp_path: Path) -> None:
+    done, _ = run_script(tmp_path, "exit 3", failures=3)
+    assert done.returncode == 70
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_code_that_would_come_again_is_kept_and_not_requeued(tmp_path: Path) -> None:
+    done, _ = run_script(tmp_path, '[ "$RANK" != 5 ] || exit 65')
+    assert done.returncode == 65
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_requeued_job_keeps_what_a_resume_needs(tmp_path: Path) -> None:
+    def before(folder: Path) -> None:
+        (folder / "checkpoints" / "math" / "v000003").mkdir(parents=True)
+        for name in ("ledger.sqlite", "metrics.jsonl", "config.json"):
+            (folder / name).write_text("kept")
+        (folder / "logs").mkdir()
+        (folder / "logs" / "trainer-0.log").write_text("kept\n")
+        for name in ("rendezvous", "status", "heartbeats"):
+            (folder / name).mkdir()
+            (folder / name / "trainer-0").write_text("old")
+        (folder / "secret").write_text("old")
+
+    done, folder = run_script(tmp_path, "exit 0", before=before)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "checkpoints" / "math" / "v000003").is_dir()
+    assert all((folder / name).read_text() == "kept" for name in ("ledger.sqlite", "metrics.jsonl", "config.json"))
+    assert not any(list((folder / name).iterdir()) for name in ("rendezvous", "status", "heartbeats"))
+    assert len(bytes.fromhex((folder / "secret").read_text())) == 32
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
 
 
 def test_preemption_stops_the_steps_and_requeues(tmp_path: Path) -> None:
@@ -143,7 +183,10 @@ def test_submitted_job_id_and_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     sbatch.write_text("#!/bin/bash\necho '42;cluster'\n")
     sbatch.chmod(0o755)
+    (plan.run_folder / "job.failures").write_text("3\n")
     assert submit(config, plan) == "42"
+    assert (plan.run_folder / "job.id").read_text() == "42\n"
+    assert not (plan.run_folder / "job.failures").exists(), "who submits again begins to count again"
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
     with pytest.raises(EnvironmentError_, match=r"sbatch refused .*: invalid partition"):
         submit(config, plan)

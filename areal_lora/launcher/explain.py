@@ -1,0 +1,60 @@
+"""What ``--explain-resume`` says. Reads the run folder; starts and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain
+from areal_lora.config.models import Config
+from areal_lora.launcher.dry_run import human_bytes
+from areal_lora.launcher.resume import changes, conflict
+from areal_lora.launcher.run_folder import look, with_absolute_root
+from areal_lora.obs.console import duration
+
+
+def explain_resume(config: Config) -> Iterator[str]:
+    """Line by line what a start with ``config`` would do with its run folder.
+
+    Raises ConfigError where it would be refused, CheckpointError where no checkpoint can be used.
+    """
+    config = with_absolute_root(config)
+    folder, steps = config.run_folder, config.run.steps
+    earlier = look(folder)
+    if earlier is None:
+        yield f"{folder} holds no run: a start would begin a new one. Nothing was started."
+        return
+    if (error := conflict(earlier.config, config)) is not None:
+        raise error
+    if earlier.finished(config):
+        yield f"The run in {folder} is done: {earlier.steps_done} steps. A start would only say so."
+        return
+    plan = explain(folder, config)
+    plan.check()
+    yield f"The run in {folder} would go on."
+    yield from _changes(earlier.config, config)
+    for adapter in plan.adapters:
+        yield from _adapter(adapter, steps)
+    yield from _leftovers(plan)
+    yield "Nothing was started or changed."
+
+
+def _changes(before: Config, now: Config) -> Iterator[str]:
+    for line in changes(before, now):
+        yield f"  changed: {line}"
+
+
+def _adapter(adapter: AdapterResume, steps: int) -> Iterator[str]:
+    version = adapter.ref.version
+    if adapter.newest is None:
+        yield f"{adapter.adapter}: no checkpoint was written, step 0 of {steps} is next"
+        return
+    found = adapter.newest
+    written = f"{human_bytes(found.nbytes)}, written {duration(found.age_s())} ago"
+    yield f"{adapter.ref}: from {found.path} ({written}), step {version} of {steps} is next"
+    for line in adapter.lines():
+        yield f"  {line}"
+
+
+def _leftovers(plan: ResumePlan) -> Iterator[str]:
+    for path in (path for adapter in plan.adapters for path in adapter.leftovers):
+        yield f"  {path} was being written when a process died; it would be removed"

@@ -1,0 +1,97 @@
+"""What may differ between two starts with one run folder. Pure: two configurations in, the first conflict out.
+
+Everything may that is not named here: parallel layouts, servers, steps, learning rate, algorithm,
+sampling, evaluation, checkpoints, cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from areal_lora.config.models import Config
+from areal_lora.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """A key that must stay as it is, and what would be wrong otherwise."""
+
+    path: str
+    why: str
+
+
+RUN = (
+    Fixed(path="run.seed", why="it fixes the order of the prompts"),
+    Fixed(path="model.path", why="the adapter belongs to its base model"),
+    Fixed(path="model.dtype", why="the adapter belongs to its base model"),
+)
+ADAPTER = (
+    Fixed(path="rank", why="it is the shape of the trained tensors"),
+    Fixed(path="alpha", why="it scales what was trained"),
+    Fixed(path="target_modules", why="it names the trained tensors"),
+    Fixed(path="exclude_modules", why="it names the trained tensors"),
+    Fixed(path="expert_layout", why="it names the trained tensors"),
+    Fixed(path="dropout", why="it is part of what the adapter is declared as"),
+    Fixed(path="init_from", why="the run has begun with it"),
+    Fixed(path="task", why="it fixes which prompt is which"),
+)
+_SIZE_OF_EVAL = {"n_eval", "eval"}
+"""Parts of a task that only evaluations see."""
+
+
+def conflict(before: Config, now: Config) -> ConfigError | None:
+    """The first key that a run which was started as ``before`` cannot go on with as ``now``."""
+    for fixed in RUN:
+        if error := _differs(fixed, fixed.path, _at(before, fixed.path), _at(now, fixed.path)):
+            return error
+    names = [[adapter.name for adapter in config.adapters] for config in (before, now)]
+    if error := _differs(Fixed(path="", why="a run keeps its adapters"), "adapters", *map(sorted, names)):
+        return error
+    was = {adapter.name: adapter for adapter in before.adapters}
+    for adapter in now.adapters:
+        for fixed in ADAPTER:
+            values = [_at(one, fixed.path) for one in (was[adapter.name], adapter)]
+            if fixed.path == "task":
+                values = [{k: v for k, v in value.items() if k not in _SIZE_OF_EVAL} for value in values]
+            if error := _differs(fixed, f"adapters.{adapter.name}.{fixed.path}", *values):
+                return error
+    return None
+
+
+def changes(before: Config, now: Config) -> list[str]:
+    """``rollout.servers 1 -> 2`` for every key that differs, in the order of the configuration."""
+    return [f"{path} {was} -> {value}" for path, was, value in _pairs("", _tree(before), _tree(now)) if was != value]
+
+
+def _tree(config: Config) -> dict[str, Any]:
+    tree = config.model_dump(mode="json")
+    return tree | {"adapters": {adapter["name"]: adapter for adapter in tree["adapters"]}}
+
+
+def _pairs(path: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*before, *now]):
+            yield from _pairs(f"{path}.{key}" if path else key, before.get(key), now.get(key))
+    else:
+        yield path, before, now
+
+
+def _at(section: Any, path: str) -> Any:
+    """The value at a dotted path as JSON would have it; lists of names in one order."""
+    value = section.model_dump(mode="json")
+    for key in path.split("."):
+        value = value[key]
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _differs(fixed: Fixed, path: str, before: Any, now: Any) -> ConfigError | None:
+    if before == now:
+        return None
+    if isinstance(before, dict) and isinstance(now, dict):
+        path, before, now = next(found for found in _pairs(path, before, now) if found[1] != found[2])
+    return ConfigError(
+        path, f"it is {now}, but the run was started with {before}, and {fixed.why}",
+        f"set it back to {before}, choose another run.name, or start over with --fresh",
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""The run folder at a start: is it new, does a run go on in it, or is that run over?"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from pydantic import ValidationError
+
+from areal_lora.checkpoint.store import adapter_folder, versions_in
+from areal_lora.config.models import Config
+from areal_lora.config.rendezvous import create_secret
+from areal_lora.errors import ConfigError
+from areal_lora.launcher.resume import conflict
+from areal_lora.obs import heartbeat
+from areal_lora.obs.events import StartEvent, now_utc, write_event
+from areal_lora.obs.summary import CONFIG_FILE, SUMMARY_FILE, read_summary
+
+JOB_FILE = "job.id"
+ANEW = ("rendezvous", "status", heartbeat.FOLDER)
+"""Folders that speak of living processes only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """The run that a folder holds. ``versions`` are those with a checkpoint, by adapter, whole or not."""
+
+    config: Config
+    steps_done: int
+    versions: dict[str, list[int]]
+
+    def finished(self, config: Config) -> bool:
+        """Whether nothing is left to do for ``config``."""
+        return self.steps_done >= config.run.steps
+
+
+def look(folder: Path) -> Earlier | None:
+    """The run in ``folder``, None where there is none. Raises ConfigError for a folder of something else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError("run.name", f"{folder} exists and is not a run folder", "set another run.name or run.root")
+    try:
+        config = Config.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise ConfigError(
+            str(path), f"this version cannot read it ({error.error_count()} keys differ), so the run cannot go on",
+            "set another run.name, or start over with --fresh",
+        ) from None  # fmt: skip
+    versions = {a.name: versions_in(adapter_folder(folder, a.name)) for a in config.adapters}
+    return Earlier(config=config, steps_done=_steps_done(folder), versions=versions)
+
+
+def _steps_done(folder: Path) -> int:
+    """Of a run that ended well; 0 for one that did not."""
+    try:
+        return read_summary(folder).steps
+    except (FileNotFoundError, msgspec.DecodeError):
+        return 0
+
+
+def with_absolute_root(config: Config) -> Config:
+    """Processes may have another working folder than the launcher."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"root": config.run.root.absolute()})})
+
+
+class RunFolder:
+    """The run folder, held while the launcher lives.
+
+    Entering takes the lock and, with ``fresh``, moves an earlier run aside (``moved``). ``earlier`` is
+    the run that would go on; ``prepare`` then makes the folder ready for processes to start.
+
+    Raises ConfigError where a launcher or a job is using the folder, it holds something else, or
+    the run in it cannot go on with this configuration.
+    """
+
+    def __init__(self, config: Config, fresh: bool = False) -> None:
+        self.config = with_absolute_root(config)
+        self.path = self.config.run_folder
+        self.earlier: Earlier | None = None
+        self.moved: Path | None = None
+        self._fresh = fresh
+        self._lock = -1
+
+    def __enter__(self) -> RunFolder:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path.parent / f".{self.path.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._take()
+        except ConfigError:
+            os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._lock)
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "run.name", f"a run in {self.path} is still going", "wait for it, or set another run.name"
+            ) from None
+        if (job := active_job(self.path)) is not None:
+            fix = f"wait for it, scancel {job}, or set another run.name"
+            raise ConfigError("run.name", f"Slurm job {job} works in {self.path}", fix)
+        if self._fresh:
+            self.moved = move_aside(self.path)
+        self.earlier = look(self.path)
+        if self.earlier is not None and (error := conflict(self.earlier.config, self.config)) is not None:
+            raise error
+
+    def prepare(self) -> None:
+        """Write the configuration and make anew what speaks of processes: secret, ports, statuses, beats."""
+        self.path.mkdir(exist_ok=True)
+        for name in ANEW:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+            (self.path / name).mkdir()
+        (self.path / "logs").mkdir(exist_ok=True)
+        # Written at the end: an unfinished run has none.
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        temporary = self.path / f".{CONFIG_FILE}.tmp"
+        temporary.write_text(self.config.model_dump_json(indent=2), encoding="utf-8")
+        temporary.replace(self.path / CONFIG_FILE)
+        create_secret(self.path)
+        write_event(self.path, StartEvent(at=now_utc(), resumes=self.earlier is not None))
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Rename an earlier run's folder to the first free ``<name>.N``; None where there was none."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError("run.name", f"{folder} exists and is not a run folder", "set another run.name or run.root")
+    n = 1
+    while (target := folder.with_name(f"{folder.name}.{n}")).exists():
+        n += 1
+    folder.rename(target)
+    return target
+
+
+def active_job(folder: Path) -> str | None:
+    """The Slurm job that was submitted for ``folder`` and is waiting or running; None where there is none."""
+    try:
+        job = (folder / JOB_FILE).read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return None
+    squeue = shutil.which("squeue")
+    if squeue is None:
+        return None
+    done = subprocess.run([squeue, "-h", "-j", job, "-o", "%T"], capture_output=True, text=True, check=False)
+    # A job that is over is unknown to squeue: an error.
+    return job if done.returncode == 0 and done.stdout.strip() else None
