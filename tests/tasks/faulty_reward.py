@@ -13,6 +13,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+import msgspec
+
 
 def reward(completion: str, gold: str) -> float:
     match completion:
@@ -60,9 +62,10 @@ def reward(completion: str, gold: str) -> float:
                 with contextlib.suppress(OSError):
                     os.write(fd, b"\xff" * 100_000)
         case "forge":
+            verdict = msgspec.msgpack.encode({"index": 5, "value": 1.0})
             for fd in descriptors():
                 with contextlib.suppress(OSError):
-                    os.write(fd, b"\x00\x00\x00\x10" + b"\x82\xa5index\x05\xa5value\x01"[:16])
+                    os.write(fd, len(verdict).to_bytes(4, "big") + verdict)
         case "stdin":
             return float(len(sys.stdin.read()) + len(os.read(0, 100)))
         case "close":

@@ -336,7 +336,7 @@ def test_a_thousand_faults_leak_no_process_and_no_descriptor():
     assert children() == []
 
 
-def test_children_end_when_their_parent_is_killed():
+def test_children_end_when_their_parent_is_killed_while_they_score():
     code = (
         "import asyncio, os\n"
         "from areal_lora.config.models import FunctionReward\n"
@@ -345,6 +345,8 @@ def test_children_end_when_their_parent_is_killed():
         f"    pool = ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=9))\n"
         "    [score] = await pool.score([ScoreItem(completion='pid', gold='')])\n"
         "    print(int(score.reward), flush=True)\n"
+        "    asyncio.create_task(pool.score([ScoreItem(completion='sleep', gold='')]))\n"
+        "    await asyncio.sleep(0.3)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(run())\n"
     )
