@@ -24,8 +24,8 @@ class FaultyDisk(Disk):
         self.log.append((operation, path))
         if len(self.log) != self.fail_at:
             return
-        if self.torn and operation == "write":
-            self._tearing = True
+        if self.torn:
+            self._tearing = operation == "write"
             return
         raise OSError(self.code, f"{os.strerror(self.code)} (injected)", str(path))
 

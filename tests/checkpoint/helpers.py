@@ -1,0 +1,98 @@
+"""Small states, and two trainer ranks as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.state import PARTS, AdapterState, Clock, Manifest, RankRandom
+from areal_lora.checkpoint.store import Snapshot, Store
+from areal_lora.types import AdapterRef, AdapterSpec
+
+SPEC = AdapterSpec(name="math", base_model="m", rank=2, alpha=4.0, target_modules=("linear_qkv", "linear_fc1"))
+WORLD = 2
+R = TypeVar("R")
+
+
+class ThreadExchange:
+    """Collective over threads; ``GroupExchange`` without processes."""
+
+    def __init__(self, rank: int, world: int, shared: dict[str, Any]) -> None:
+        self.rank, self._world, self._shared = rank, world, shared
+
+    @staticmethod
+    def make(world: int) -> list[ThreadExchange]:
+        shared: dict[str, Any] = {"barrier": threading.Barrier(world, timeout=20.0), "slots": [b""] * world}
+        return [ThreadExchange(rank, world, shared) for rank in range(world)]
+
+    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        self._shared["slots"][self.rank] = data
+        self._shared["barrier"].wait()
+        slots = list(self._shared["slots"])
+        self._shared["barrier"].wait()
+        return slots
+
+    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
+        return self.all_gather_bytes(data or b"", timeout_s)[0]
+
+
+def state_of(version: int, rank: int) -> AdapterState:
+    """Random; differs by version and rank. The sizes are odd on purpose."""
+    shapes = {f"layers.{rank}.q.lora_A.weight": (2, 7), f"layers.{rank}.q.lora_B.weight": (5, 2)}
+    random = np.random.default_rng([version, rank])
+    return AdapterState(
+        step=3 * version, shapes=shapes, parts={p: random.standard_normal(24).astype(np.float32) for p in PARTS}
+    )
+
+
+def manifest_of(version: int, accuracies: dict[int, float] | None = None) -> Manifest:
+    return Manifest(
+        run="r", version=version, spec=SPEC, base_digest="base", layout={"world_size": WORLD},
+        clock=Clock(step=3 * version, total_steps=9, lr=0.1, settings={"lr": 0.1, "schedule": "linear"}),
+        files=(), random=(), ledger=b"ledger %d" % version, accuracies=accuracies or {}, written_s=0.0,
+    )  # fmt: skip
+
+
+def snapshot_of(version: int, rank: int, accuracies: dict[int, float] | None = None) -> Snapshot:
+    return Snapshot(
+        ref=AdapterRef(name=SPEC.name, version=version), state=state_of(version, rank),
+        random=RankRandom(host=b"random %d" % rank), manifest=manifest_of(version, accuracies),
+    )  # fmt: skip
+
+
+def on_ranks(work: Callable[[int], R], world: int = WORLD) -> list[R | Exception]:
+    """``work(rank)`` on threads at once; what each returned or raised."""
+    results: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def stores(run_folder: Path, disks: Sequence[Disk] = (Disk(), Disk())) -> list[Store]:
+    return [Store(run_folder, e, disk) for e, disk in zip(ThreadExchange.make(WORLD), disks, strict=True)]
+
+
+def write(made: Sequence[Store], version: int, accuracies: dict[int, float] | None = None) -> list[Exception | None]:
+    return on_ranks(lambda rank: made[rank].write(snapshot_of(version, rank, accuracies)))
+
+
+def written(run_folder: Path, *versions: int) -> None:
+    made = stores(run_folder)
+    for version in versions:
+        assert write(made, version) == [None, None]
