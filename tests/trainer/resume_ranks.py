@@ -1,0 +1,165 @@
+"""What each rank of a resume test does: the real loop, engine and checkpoints, with answers that are a pure function.
+
+A life goes on from whatever the run folder holds. It may be killed at a named point of a step.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.recover import find
+from areal_lora.checkpoint.saver import Save, Saver
+from areal_lora.checkpoint.store import Store
+from areal_lora.config.load import load_config
+from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
+from areal_lora.data.order import PromptOrder
+from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.obs import faults
+from areal_lora.trainer import loop
+from areal_lora.trainer.resume import resume
+from areal_lora.trainer.saving import Checkpointing
+from areal_lora.trainer.tenant import Tenant, scoring_batch
+from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.weight_sync.exchange import GroupExchange
+from tests.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+STEPS, PROMPTS, LENGTH = 20, 3, 12
+OPTIMIZER = OptimizerConfig(lr=0.01, warmup_steps=4, schedule="linear", max_grad_norm=0.5)
+
+
+@dataclass(frozen=True)
+class Life:
+    """``fault``: see `areal_lora.obs.faults`, empty for none."""
+
+    folder: str
+    model: str
+    fault: str = ""
+    sizes: tuple[tuple[str, int], ...] = (("world_size", 2), ("ep", 2))
+    rank: int = 4
+    steps: int = STEPS
+
+
+def config_of(life: Life) -> Config:
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"])
+    adapter = config.adapters[0].model_copy(
+        update={"name": "a", "rank": life.rank, "alpha": 8.0, "target_modules": list(TARGETS), "optimizer": OPTIMIZER}
+    )
+    sizes: dict[str, int] = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, **dict(life.sizes)}
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"steps": life.steps}), "adapters": [adapter],
+            "model": config.model.model_copy(update={"path": life.model}),
+            "trainer": config.trainer.model_copy(update={**sizes, "max_tokens_per_microbatch": 150}),
+            "checkpoint": CheckpointConfig(keep_last=STEPS + 1),
+        }
+    )
+
+
+class Publishing:
+    """Sends nothing, and joins what it was given as the publisher does. No version may pass before its checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._pending = folder, list[tuple[AdapterRef, Save | None]]()
+
+    def publish(self, tenant: Tenant, save: Save | None) -> None:
+        self._pending.append((tenant.ref, save))
+
+    def join(self, tenant: Tenant) -> None:
+        while self._pending:
+            ref, save = self._pending.pop()
+            if save is not None:
+                save.wait_settled()
+            faults.reached("trainer.publish_begun")
+            newest = find(self._folder, ref.name).newest
+            assert newest is not None
+            assert newest.manifest.version >= ref.version, "published before its checkpoint was durable"
+            faults.reached("trainer.published")
+
+    def close(self) -> None:
+        pass
+
+
+class Controller:
+    """The part of the controller that decides what comes next: a position, kept in the ledger's snapshot."""
+
+    def __init__(self, folder: Path, engine: MegatronEngine, tenant: Tenant) -> None:
+        self._journal, self._engine = folder / f"journal-{engine.rank}", engine
+        self._position = int(tenant.ledger or b"0")
+        self._order = PromptOrder(3, 13)
+        self.note(f"life {tenant.version}")
+
+    def note(self, line: str) -> None:
+        with self._journal.open("a") as file:
+            file.write(line + "\n")
+
+    def next_batch(self, trainer: Any, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
+        """Answers depend on prompt, version and the random numbers of torch; called on every rank."""
+        asked = [self._order.locate(self._position + i) for i in range(PROMPTS)]
+        self._position += PROMPTS
+        tenant.ledger = b"%d" % self._position
+        rows = []
+        for epoch, sample in asked:
+            for n in range(2):
+                draw = torch.Generator().manual_seed(((epoch * 13 + sample) * 50 + tenant.version) * 2 + n)
+                rows.append(torch.randint(0, 320, (LENGTH,), generator=draw).tolist())
+        batch = make_batch(rows)
+        fields = {f: getattr(batch, f) for f in batch.__dataclass_fields__}
+        fields |= {
+            "rollout_logprobs": self._engine.logprobs(batch, adapter="a"), "rewards": torch.rand(len(rows)),
+            "versions": torch.full_like(batch.versions, tenant.version),
+            "group_ids": torch.arange(PROMPTS).repeat_interleave(2), "advantages": None,
+        }  # fmt: skip
+        self.note(f"step {tenant.version} {asked}")
+        return TrainBatch(**fields), {}
+
+
+def live(life: Life) -> dict[str, Any]:
+    """One life of a trainer, until ``steps`` versions are made. Returns what it went on from and what it holds."""
+    folder, config = Path(life.folder), config_of(life)
+    engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
+    adapter = config.adapters[0]
+    tenant = Tenant(
+        config=adapter, spec=adapter.spec(life.model), probe=scoring_batch(make_rows()[:2], "a"),
+        algorithm=build_algorithm(adapter.algorithm, minibatches=1),
+    )  # fmt: skip
+    engine.add_adapter(tenant.spec, adapter.optimizer, config.run.steps, seed=1)
+    resume(engine, [tenant], config, folder, GroupExchange(60.0))
+    begun = tenant.version
+    controller = Controller(folder, engine, tenant)
+    commit = partial(_commit, controller) if engine.rank == 0 else None
+    saver = Saver(store=Store(folder, GroupExchange(60.0), Disk()), config=config.checkpoint, committed=commit)
+    trainer: Any = loop.Trainer(
+        config=config, run_folder=folder, engine=engine, tenants=[tenant], recorder=None,
+        checkpointing=Checkpointing(config, engine, saver), publishing=Publishing(folder),  # type: ignore[arg-type]
+        control=GroupExchange(60.0),
+    )  # fmt: skip
+    loop.next_batch = controller.next_batch
+    if life.fault:
+        faults._plan = faults.parse(life.fault)
+    loop.train(trainer)
+    trainer.close()
+    forget_layout()
+    return {"begun": begun, "version": tenant.version, "random": bytes(torch.get_rng_state().numpy())}
+
+
+def _commit(controller: Controller, ref: AdapterRef) -> None:
+    controller.note(f"commit {ref.version}")
+    faults.reached("trainer.committed")
+
+
+def crash(life: Life) -> None:
+    """A life that must not come to its end; the rank that is left alone fails in a collective."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    live(life)
+    dist.barrier()
+    raise AssertionError("nobody was killed")

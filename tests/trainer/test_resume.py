@@ -1,0 +1,116 @@
+"""A run that is killed again and again ends bit for bit like one that never was (contract C9)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lora.checkpoint.recover import verify
+from areal_lora.checkpoint.state import Manifest
+from areal_lora.checkpoint.store import adapter_folder, version_folder, versions_in
+from areal_lora.types import AdapterRef
+from tests.distributed.oracle import make_model
+from tests.distributed.spawn import RanksFailed, run_ranks
+
+from .resume_ranks import STEPS, Life, crash, live
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+# Counted anew in each life: the first save of a life that resumes is that of its first step.
+FAULTS = [
+    "trainer.checkpoint.files_written:1:kill",  # the very first checkpoint
+    "trainer.batch_received:3:kill",
+    "trainer.annotated:2:kill",
+    "trainer.learned:3:kill",
+    "trainer.checkpoint.files_written:2:kill",
+    "trainer.checkpoint.manifest_written:2:kill",
+    "trainer.checkpoint.renamed:2:kill",
+    "trainer.committed:2:kill",
+    "trainer.publish_begun:3:kill",
+    "trainer.published:3:kill",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    tmp = tmp_path_factory.mktemp("resume")
+    model = make_model(tmp, "moe")
+    folders = {name: tmp / name for name in ("whole", "killed")}
+    for folder in folders.values():
+        folder.mkdir()
+    ends = {"whole": world(live, Life(str(folders["whole"]), model), tmp / "s-whole")}
+    deaths = []
+    for i, fault in enumerate(FAULTS):
+        with pytest.raises(RanksFailed) as failed:
+            world(crash, Life(str(folders["killed"]), model, fault), tmp / f"s-{i}")
+        deaths.append(str(failed.value))
+    ends["killed"] = world(live, Life(str(folders["killed"]), model), tmp / "s-last")
+    again = world(live, Life(str(folders["killed"]), model), tmp / "s-again")
+    return {"folders": folders, "ends": ends, "deaths": deaths, "again": again}
+
+
+def world(what: Any, life: Life, store: Path) -> list[Any]:
+    store.mkdir()
+    return run_ranks(what, 2, store, (life,), timeout_s=60.0)
+
+
+def manifests(folder: Path) -> list[Manifest]:
+    root = adapter_folder(folder, "a")
+    return [verify(version_folder(root, v), AdapterRef(name="a", version=v)) for v in versions_in(root)]
+
+
+def test_every_life_but_the_last_died_at_its_point(runs: Any) -> None:
+    assert len(runs["deaths"]) == len(FAULTS)
+    for death in runs["deaths"]:
+        assert "the process died" in death
+        assert "nobody was killed" not in death
+
+
+def test_adapter_moments_clock_random_numbers_and_prompts_are_equal_bit_for_bit(runs: Any) -> None:
+    whole, killed = (manifests(runs["folders"][name]) for name in ("whole", "killed"))
+    assert [m.version for m in whole] == [m.version for m in killed] == list(range(STEPS + 1))
+    for a, b in zip(whole, killed, strict=True):
+        assert a.files == b.files, f"weights or moments of v{a.version} differ"  # names, sizes and checksums
+        assert (a.clock, a.random, a.ledger) == (b.clock, b.random, b.ledger)
+    assert runs["ends"]["whole"][0]["random"] == runs["ends"]["killed"][0]["random"]
+
+
+def test_the_comparison_can_fail(runs: Any) -> None:
+    whole = manifests(runs["folders"]["whole"])
+    assert len({m.files[0].blake2b for m in whole}) == len({m.random[0].host for m in whole}) == STEPS + 1
+    assert len({m.ledger for m in whole}) == STEPS + 1
+    assert len(whole[0].files) == 2
+
+
+def test_a_crash_repeats_at_most_one_step_with_the_same_prompts(runs: Any) -> None:
+    lives = re.split(r"(?m)^life ", (runs["folders"]["killed"] / "journal-0").read_text())[1:]
+    assert len(lives) == len(FAULTS) + 2
+    taken: dict[int, str] = {}
+    reached = -1
+    for text in lives:
+        begun, *lines = text.splitlines()
+        assert int(begun) >= reached, "more than one step was lost"
+        for line in lines:
+            if line.startswith("step "):
+                _, step, prompts = line.split(" ", 2)
+                assert taken.setdefault(int(step), prompts) == prompts
+                reached = max(reached, int(step))
+    assert sorted(taken) == list(range(STEPS))
+    whole = (runs["folders"]["whole"] / "journal-0").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in whole if line.startswith("step ")] == [taken[s] for s in range(STEPS)]
+
+
+def test_every_step_is_committed_after_the_last_life(runs: Any) -> None:
+    journal = (runs["folders"]["killed"] / "journal-0").read_text().splitlines()
+    commits = Counter(int(line.split()[1]) for line in journal if line.startswith("commit "))
+    assert commits[STEPS] == 1
+    assert max(commits.values()) == 1, "a version was written twice"
+
+
+def test_a_run_whose_steps_are_done_ends_at_once(runs: Any) -> None:
+    assert [end["begun"] for end in runs["again"]] == [STEPS] * 2
+    assert runs["again"][0]["random"] == runs["ends"]["killed"][0]["random"]
