@@ -83,7 +83,7 @@ def report_findings(config: Config, facts: Facts, err: Console) -> bool:
     return not errors
 
 
-def start(config: Config, plan: JobPlan, out: Console, fresh: bool) -> int:
+def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False) -> int:
     """Make or take up the run folder, then run here or submit to Slurm."""
     with RunFolder(config, fresh) as folder:
         if folder.moved is not None:

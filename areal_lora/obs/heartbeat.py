@@ -27,6 +27,12 @@ def beat(run_folder: Path | str, role: str, index: int) -> None:
     path.touch()
 
 
+def beat_on(run_folder: Path | str, role: str, index: int) -> None:
+    """``beat``, but never the first: for waits that may come before ``role-index`` has begun its work."""
+    if Path(run_folder) / FOLDER / f"{role}-{index}" in _last:
+        beat(run_folder, role, index)
+
+
 def last_beats(run_folder: Path | str) -> dict[str, int]:
     """``{"trainer-0": time of the last beat in ns}`` by the file system's clock; processes that never beat are absent.
 

@@ -14,9 +14,10 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import reachable_host, read_endpoint, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import Endpoint, reachable_host, read_endpoint, read_secret, wait_endpoint
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.obs.faults import reached
+from areal_lora.obs.heartbeat import beat_on
 from areal_lora.obs.log import set_status
 from areal_lora.platforms.device import platform_of
 from areal_lora.rollout.trainer_client import RolloutClient
@@ -71,7 +72,13 @@ def _controller(run_folder: Path, tenants: Sequence[Tenant]) -> RolloutClient:
     """A client that has said what the tenants go on from."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
-    client = RolloutClient(lambda: read_endpoint(run_folder, "controller", 0), read_secret(run_folder))
+
+    def find() -> Endpoint | None:
+        # Asked about twice a second while the controller is waited for.
+        beat_on(run_folder, "trainer", 0)
+        return read_endpoint(run_folder, "controller", 0)
+
+    client = RolloutClient(find, read_secret(run_folder))
     client.hello({t.name: t.version for t in tenants}, {t.name: t.ledger for t in tenants if t.ledger})
     return client
 

@@ -18,7 +18,8 @@ from areal_lora.obs import heartbeat, stacks
 def test_beats_change_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
-    assert heartbeat.last_beats(tmp_path) == {}
+    heartbeat.beat_on(tmp_path, "trainer", 0)
+    assert heartbeat.last_beats(tmp_path) == {}, "a wait before the work has begun is no beat"
     heartbeat.beat(tmp_path, "trainer", 0)
     path = tmp_path / "heartbeats" / "trainer-0"
     os.utime(path, ns=(5, 5))
@@ -26,7 +27,7 @@ def test_beats_change_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.
     heartbeat.beat(tmp_path, "trainer", 0)
     assert heartbeat.last_beats(tmp_path) == {"trainer-0": 5}
     clock[0] += 0.2
-    heartbeat.beat(tmp_path, "trainer", 0)
+    heartbeat.beat_on(tmp_path, "trainer", 0)
     assert heartbeat.last_beats(tmp_path)["trainer-0"] > 5
     heartbeat.forget_beats(tmp_path, "trainer", 0)
     heartbeat.forget_beats(tmp_path, "trainer", 1)
