@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from areal_lora.types import AdapterSpec, ExpertLayout
 
 NonNegInt = Annotated[int, Field(ge=0)]
+Arguments = dict[str, str | int | float | bool]
 NonNegFloat = Annotated[float, Field(ge=0)]
 
 
@@ -95,21 +96,22 @@ class SingleTurnWorkflow(Section):
 class MultiTurnWorkflow(Section):
     kind: Literal["multi_turn"] = "multi_turn"
     environment: str = Field(description="`package.module:name` or `file.py:name` of an Environment class or factory.")
+    arguments: Arguments = Field(default_factory=dict, description="Keyword arguments of the environment.")
     max_turns: PositiveInt = Field(8, description="Turns of the model; an episode that needs more ends there.")
 
 
 class CustomWorkflow(Section):
     kind: Literal["custom"] = "custom"
-    path: str = Field(description="`package.module:name` or `file.py:name` of a Workflow class or factory.")
-    arguments: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="Keyword arguments of the factory."
+    path: str = Field(
+        description="`package.module:name` or `file.py:name` of a factory: `factory(context, **arguments)`."
     )
+    arguments: Arguments = Field(default_factory=dict, description="Keyword arguments of the factory.")
 
 
 class AgentWorkflow(Section):
     kind: Literal["agent"] = "agent"
     path: str = Field(
-        description="`package.module:name` or `file.py:name` of `async agent(task) -> float | None`, "
+        description="`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, "
         "which talks to the OpenAI endpoint and key it is given."
     )
 

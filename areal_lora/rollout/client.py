@@ -33,6 +33,9 @@ class FaultKind(StrEnum):
     PROTOCOL = "protocol"
     REJECTED = "rejected"
     SCORER = "scorer"
+    ENVIRONMENT = "environment"
+    AGENT = "agent"
+    WORKFLOW = "workflow"
 
 
 _OUTCOMES = {FaultKind.TIMEOUT: Outcome.TIMEOUT, FaultKind.ABORTED: Outcome.ABORTED}
@@ -67,7 +70,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     logprobs: int | None = None
     return_token_ids: bool = False
     seed: int | None = None
+    stop: list[str] | None = None
     ignore_eos: bool = False
+    pin_version: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -117,12 +122,15 @@ class CompletionClient:
 
     async def sample(
         self, ref: AdapterRef, token_ids: list[int], *, n: int, max_tokens: int, temperature: float, top_p: float,
-        seed: int, deadline_s: float, ignore_eos: bool = False,
+        seed: int, deadline_s: float, stop: list[str] | None = None, ignore_eos: bool = False,
     ) -> list[Generation]:
-        """``n`` sampled answers with per-token logprobs; raises GenerationFault."""
+        """``n`` sampled answers with per-token logprobs; raises GenerationFault.
+
+        An answer that ends at one of ``stop`` has the stop's tokens, but not its text.
+        """
         request = CompletionRequest(
             model=str(ref), prompt=token_ids, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p,
-            logprobs=0, return_token_ids=True, seed=seed, ignore_eos=ignore_eos,
+            logprobs=0, return_token_ids=True, seed=seed, stop=stop, ignore_eos=ignore_eos,
         )
         completion = await self._post(ref, request, n, deadline_s)
         _served_ref(completion, ref)
@@ -133,7 +141,8 @@ class CompletionClient:
     ) -> list[str]:
         """The greedy answer text of every prompt, in order; raises GenerationFault."""
         request = CompletionRequest(
-            model=str(ref), prompt=list(prompts), max_tokens=max_tokens, temperature=0.0, top_p=1.0
+            model=str(ref), prompt=list(prompts), max_tokens=max_tokens, temperature=0.0, top_p=1.0,
+            pin_version=True,
         )
         completion = await self._post(ref, request, len(prompts), deadline_s)
         if _served_ref(completion, ref) != ref:

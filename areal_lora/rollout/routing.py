@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from areal_lora.errors import RolloutError
@@ -20,6 +21,9 @@ from areal_lora.types import AdapterRef
 
 COOL_DOWN_S = 0.25
 MAX_COOL_DOWN_S = 10.0
+
+told_server: ContextVar[Callable[[str], None] | None] = ContextVar("told_server", default=None)
+"""Called with the URL of the server that gets a request of the present task."""
 
 
 class VersionRetired(RolloutError):
@@ -66,6 +70,11 @@ class Router:
         for name, url in servers.items():
             self.servers.setdefault(name, Server(url)).versions.add(ref)
 
+    def newest(self, ref: AdapterRef) -> AdapterRef:
+        """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
+        held = (r for server in self.servers.values() for r in server.versions if r.name == ref.name)
+        return max(held, default=ref)
+
     def retired(self, server: Server, ref: AdapterRef) -> None:
         server.versions.discard(ref)
 
@@ -90,6 +99,9 @@ class Router:
         server = await self._choose(ref)
         server.outstanding += sequences
         server.clocks.add(clock)
+        tell = told_server.get()
+        if tell is not None:
+            tell(server.url)
         try:
             yield server
         finally:

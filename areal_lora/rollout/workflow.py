@@ -8,21 +8,79 @@ the controller retries groups whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.prompts import Prompt
+from areal_lora.rollout.collect import PackedTurns
+from areal_lora.rollout.prompts import Prompt, Tokenizer
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Trajectory, TrajectoryGroup
+
+T = TypeVar("T")
 
 
 class Scorer(Protocol):
     """What workflows need of a scorer pool: one score per item, in order."""
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]: ...
+
+
+class TextTokenizer(Tokenizer, Protocol):
+    """The part of a Hugging Face tokenizer that workflows need."""
+
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowContext:
+    """What a workflow works with. ``client`` samples, ``scorer`` gives the configured reward.
+
+    ``sampling`` is the adapter's; log-probabilities are trained on at its temperature, so every sampled token has
+    to be sampled with it. No sequence may be longer than ``max_model_len`` tokens.
+    """
+
+    client: CompletionClient
+    scorer: Scorer
+    sampling: SamplingConfig
+    tokenizer: TextTokenizer
+    max_model_len: int
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a piece of text that continues others: without begin or end of sequence."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def answer(
+        self, ref: AdapterRef, token_ids: list[int], *, seed: int, deadline_s: float, max_tokens: int | None = None,
+        n: int = 1, stop: list[str] | None = None,
+    ) -> list[Generation]:
+        """``n`` answers to ``token_ids`` by the newest version of ``ref``'s adapter; raises GenerationFault.
+
+        They are as long as ``max_tokens``, `sampling.max_new_tokens` and the model's length allow, which must be one
+        token at least.
+        """
+        room = self.max_model_len - len(token_ids)
+        longest = min(room, self.sampling.max_new_tokens, room if max_tokens is None else max_tokens)
+        return await self.client.sample(
+            self.client.router.newest(ref), token_ids, n=n, max_tokens=longest, seed=seed, deadline_s=deadline_s,
+            temperature=self.sampling.temperature, top_p=self.sampling.top_p, stop=stop,
+        )
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        # Shielded: cutting a scoring short costs its child process, letting it end costs a millisecond.
+        return await asyncio.shield(self.scorer.score(items))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,45 +103,52 @@ class Workflow(Protocol):
 class SingleTurnWorkflow:
     """Asks once for ``n_samples`` answers and scores them in one batch."""
 
-    client: CompletionClient
-    scorer: Scorer
-    sampling: SamplingConfig
+    context: WorkflowContext
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
-        sampling = self.sampling
-        generations = await self.client.sample(
+        sampling = self.context.sampling
+        answers = await self.context.client.sample(
             ref, prompt.token_ids, n=sampling.n_samples, max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature, top_p=sampling.top_p, seed=seed, deadline_s=sampling.deadline_s,
         )
-        items = [ScoreItem(completion=generation.text, gold=prompt.sample.answer) for generation in generations]
-        # Shielded: cutting a scoring short costs its child process, letting it end costs a millisecond.
-        scores = await asyncio.shield(self.scorer.score(items))
+        scores = await self.context.score([ScoreItem(completion=a.text, gold=prompt.sample.answer) for a in answers])
         trajectories = tuple(
-            single_turn(prompt, index, ref.name, generation, score)
-            for index, (generation, score) in enumerate(zip(generations, scores, strict=True))
+            single_turn(prompt, index, ref.name, answer, score)
+            for index, (answer, score) in enumerate(zip(answers, scores, strict=True))
         )
         return Episode(
-            group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
-            texts=tuple(generation.text for generation in generations),
+            group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories), texts=tuple(a.text for a in answers)
         )
 
 
 def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, score: Score) -> Trajectory:
-    """Prompt [P] and answer [A] as one trajectory [P + A] in the alignment of contract C10."""
-    off = len(prompt.token_ids)
-    return Trajectory(
-        uid=f"{prompt.uid}:{sample}",
-        sample=sample,
-        adapter=AdapterRef(name=adapter, version=min(answer.versions)),
-        token_ids=prompt.token_ids + answer.token_ids,
-        loss_mask=[0] * off + [1] * len(answer.token_ids),
-        rollout_logprobs=[0.0] * off + answer.logprobs,
-        versions=[-1] * off + answer.versions,
-        reward=score.reward,
-        outcome=score.outcome,
-        finish_reason=answer.finish_reason,
-        detail=score.detail,
-    )
+    """Prompt [P] and answer [A] as one trajectory [P + A]."""
+    packed = PackedTurns()
+    packed.given(prompt.token_ids)
+    packed.sampled(answer)
+    return packed.trajectory(f"{prompt.uid}:{sample}", sample, adapter, score)
+
+
+def given_score(reward: float) -> Score:
+    """A reward that user code gave; one that is not finite is an error, as from a scorer."""
+    if not math.isfinite(reward):
+        return Score(reward=math.nan, outcome=Outcome.ERROR, detail=f"the reward is {reward}, not a finite number")
+    return Score(reward=float(reward), outcome=Outcome.OK)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """31-bit seed of one part of what ``seed`` is the seed of."""
+    return int.from_bytes(blake2b(f"{seed}:{index}".encode(), digest_size=4).digest(), "little") >> 1
+
+
+async def all_samples(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run a group's samples at once; the first error cancels the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run) for run in runs]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 def first_fault(group: TrajectoryGroup) -> Trajectory | None:

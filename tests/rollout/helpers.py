@@ -9,15 +9,9 @@ from areal_lora.rollout.prompts import Prompt, PromptStream
 from areal_lora.rollout.staleness import StalenessBudget
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
+from tests.rollout.texts import CharTokenizer
 
 NAME = "math"
-
-
-class CharTokenizer:
-    """One token per character."""
-
-    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(c) for c in t] for t in text]}
 
 
 def samples(n: int) -> list[Sample]:

@@ -1,0 +1,79 @@
+"""From a configuration's ``workflow`` to the workflow itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from areal_lora.config import models as config
+from areal_lora.data.collate import check_alignment
+from areal_lora.errors import AlignmentError, ConfigError
+from areal_lora.rollout.agents import AgentWorkflow, Sessions
+from areal_lora.rollout.client import FaultKind
+from areal_lora.rollout.multi_turn import MultiTurnWorkflow
+from areal_lora.rollout.prompts import Prompt
+from areal_lora.rollout.user_code import call, describe
+from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext
+from areal_lora.tasks.loading import load_import_path
+from areal_lora.types import AdapterRef
+
+
+def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sessions: Sessions) -> Workflow:
+    """Import what ``chosen`` names and build it. ``sessions`` are the agents' endpoint's. Raises ConfigError."""
+    match chosen:
+        case config.SingleTurnWorkflow():
+            return SingleTurnWorkflow(context=context)
+        case config.MultiTurnWorkflow():
+            return MultiTurnWorkflow(
+                context=context, environment=_callable(chosen.environment), arguments=chosen.arguments,
+                max_turns=chosen.max_turns,
+            )
+        case config.CustomWorkflow():
+            return CheckedWorkflow(inner=_custom(chosen, context), context=context)
+        case config.AgentWorkflow():
+            return AgentWorkflow(context=context, sessions=sessions, agent=_callable(chosen.path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedWorkflow:
+    """A user's workflow: what it raises is a fault of the group, what it returns obeys contract C10."""
+
+    inner: Workflow
+    context: WorkflowContext
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        """Raises AlignmentError for an episode that cannot be trained on: code to correct, not a fault to retry."""
+        episode = await call(FaultKind.WORKFLOW, self.inner.run, prompt, ref, seed)
+        if not isinstance(episode, Episode) or episode.group.uid != prompt.uid:
+            raise AlignmentError(f"{prompt.uid}: the workflow returned no Episode of this prompt")
+        trajectories = episode.group.trajectories
+        if not trajectories or len(episode.texts) != len(trajectories):
+            raise AlignmentError(f"{prompt.uid}: {len(trajectories)} trajectories and {len(episode.texts)} texts")
+        for trajectory in trajectories:
+            check_alignment(trajectory)
+            if not any(trajectory.loss_mask) or trajectory.adapter.name != ref.name:
+                raise AlignmentError(f"trajectory {trajectory.uid}: nothing in it was sampled by {ref.name}")
+            if len(trajectory.token_ids) > self.context.max_model_len:
+                raise AlignmentError(
+                    f"trajectory {trajectory.uid}: {len(trajectory.token_ids)} tokens are more than "
+                    f"rollout.max_model_len = {self.context.max_model_len}"
+                )
+        return episode
+
+
+def _callable(text: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = load_import_path(text)
+    if not callable(found):
+        raise ConfigError(text, f"is a {type(found).__name__}, which cannot be called", "name a class or function")
+    return found
+
+
+def _custom(chosen: config.CustomWorkflow, context: WorkflowContext) -> Workflow:
+    factory = _callable(chosen.path)
+    try:
+        workflow: Workflow = factory(context, **chosen.arguments)
+    except Exception as error:  # fault boundary: a user's factory may fail in any way
+        fix = "correct the factory or workflow.arguments"
+        raise ConfigError(chosen.path, f"building the workflow fails: {describe(error)}", fix) from error
+    return workflow

@@ -1,0 +1,134 @@
+"""Multi-turn rollouts: the model and an environment take turns, and the episode is one packed trajectory.
+
+    prompt + first text | answer 1 | reply 1 | answer 2 | reply 2 | ... | answer k
+         not trained       trained              trained                    trained
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.rollout.collect import PackedTurns
+from areal_lora.rollout.prompts import Prompt
+from areal_lora.rollout.user_code import call
+from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
+from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the environment says to an answer; ``text`` goes into the sequence as it is, so with its own separators.
+
+    ``reward`` is what this turn earned; an episode's reward is the sum of its turns'. An episode in which no turn
+    says anything about a reward gets the configured reward of the model's last answer.
+    """
+
+    text: str = ""
+    done: bool = False
+    reward: float | None = None
+
+
+class Environment(Protocol):
+    """The other side of one episode; made anew for each trajectory. Both methods may be ``async``."""
+
+    def reset(self, sample: Sample) -> str | Awaitable[str | None] | None:
+        """Begin; the text returned, if any, is put after the prompt."""
+        ...
+
+    def step(self, text: str) -> Reply | Awaitable[Reply]:
+        """Reply to the model's answer, which has no special tokens in it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    packed: PackedTurns
+    last_text: str
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiTurnWorkflow:
+    """``n_samples`` episodes at once, each with an environment of its own from ``environment(**arguments)``.
+
+    An answer takes at most `sampling.max_new_tokens`, an episode `sampling.deadline_s`. It ends when the
+    environment is done, after ``max_turns`` answers, with an answer that is cut off by its length (the environment
+    still judges it), or when a reply leaves no room for another answer.
+    """
+
+    context: WorkflowContext
+    environment: Callable[..., Environment]
+    arguments: Mapping[str, Any]
+    max_turns: int
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        n = self.context.sampling.n_samples
+        played = await all_samples(self._within_deadline(prompt, ref, derived_seed(seed, i)) for i in range(n))
+        scores = await self._scores(played, prompt.sample.answer)
+        trajectories = tuple(
+            p.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
+            for i, (p, score) in enumerate(zip(played, scores, strict=True))
+        )
+        said = [p.packed.token_ids[len(prompt.token_ids) :] for p in played]
+        return Episode(
+            group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
+            texts=tuple(self.context.tokenizer.decode(ids, skip_special_tokens=True) for ids in said),
+        )
+
+    async def _scores(self, played: list[_Played], gold: str) -> list[Score]:
+        left = [ScoreItem(completion=p.last_text, gold=gold) for p in played if p.reward is None]
+        scored = iter(await self.context.score(left) if left else ())
+        return [next(scored) if p.reward is None else given_score(p.reward) for p in played]
+
+    async def _within_deadline(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
+        deadline_s = self.context.sampling.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._play(prompt, ref, seed)
+        except TimeoutError:
+            raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {deadline_s:g} s") from None
+
+    async def _play(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
+        context, longest = self.context, self.context.max_model_len
+        environment = await call(FaultKind.ENVIRONMENT, self.environment, **self.arguments)
+        first = _checked("reset", await call(FaultKind.ENVIRONMENT, environment.reset, prompt.sample), str, type(None))
+        packed, rewards = PackedTurns(), list[float]()
+        packed.given(prompt.token_ids + (context.encode(first) if first else []))
+        if len(packed.token_ids) >= longest:
+            raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
+        for turn in range(self.max_turns):
+            answer = await self._answer(packed, ref, derived_seed(seed, turn))
+            reply = _checked("step", await call(FaultKind.ENVIRONMENT, environment.step, answer.text), Reply)
+            if reply.reward is not None:
+                rewards.append(_checked("step's reward", reply.reward, float, int))
+            if reply.done or answer.finish_reason == "length":
+                break
+            told = context.encode(_checked("step's text", reply.text, str))
+            if turn + 1 == self.max_turns:
+                packed.finish_reason = "max_turns"
+            elif len(packed.token_ids) + len(told) >= longest:
+                packed.finish_reason = "length"
+                break
+            else:
+                packed.given(told)
+        return _Played(packed=packed, last_text=answer.text, reward=sum(rewards) if rewards else None)
+
+    async def _answer(self, packed: PackedTurns, ref: AdapterRef, seed: int) -> Generation:
+        # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
+        (answer,) = await self.context.answer(
+            ref, packed.token_ids, seed=seed, deadline_s=2 * self.context.sampling.deadline_s
+        )
+        packed.sampled(answer)
+        return answer
+
+
+def _checked(what: str, value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise GenerationFault(FaultKind.ENVIRONMENT, f"{what} is {type(value).__name__}, not {names}")
+    return value

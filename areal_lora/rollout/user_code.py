@@ -1,0 +1,83 @@
+"""Calls of user code (environments, agents, workflows) from the controller's event loop.
+
+Such code is trusted: it runs in the controller's process, unlike rewards. What it raises is a typed
+fault of its group, never the end of the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from areal_lora.errors import ArealLoraError, RolloutError
+from areal_lora.rollout.client import FaultKind, GenerationFault
+
+MAX_ABANDONED = 64
+_ABANDONED = "areal_lora-abandoned"
+
+
+async def call(kind: FaultKind, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """The function's result: a coroutine function runs here, anything else in a thread of its own.
+
+    The caller bounds it with ``asyncio.timeout``. A thread that is given up cannot be stopped; its result is
+    dropped. Raises GenerationFault of ``kind`` for what the function raises, RolloutError when
+    ``MAX_ABANDONED`` threads are stuck.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **keywords)
+        result = await _in_thread(partial(function, *arguments, **keywords))
+        return await result if inspect.isawaitable(result) else result
+    except ArealLoraError:
+        raise
+    except (Exception, SystemExit) as error:  # fault boundary: user code may fail in any way
+        raise GenerationFault(kind, describe(error)) from error
+
+
+def describe(error: BaseException) -> str:
+    """One line: what was raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"[:500]
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """A daemon thread for each call: one that hangs holds up neither other calls nor the controller's end."""
+    stuck = sum(thread.name == _ABANDONED for thread in threading.enumerate())
+    if stuck >= MAX_ABANDONED:
+        raise RolloutError(
+            f"{stuck} calls of user code hang in threads that nothing can stop "
+            "(fix: give the environment's or agent's waits time-outs below sampling.deadline_s, or make it async)"
+        )
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def run() -> None:
+        try:
+            outcome = partial(_settle, future, work(), None)
+        except BaseException as error:  # fault boundary: raised again by whoever awaits the future
+            outcome = partial(_settle, future, None, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(outcome)
+
+    thread = threading.Thread(target=run, name="areal_lora-user-code", daemon=True)
+    thread.start()
+    try:
+        result, error = await future
+    except asyncio.CancelledError:
+        thread.name = _ABANDONED
+        raise
+    if error is not None:
+        raise error
+    return result
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    # A pair, because a future takes neither StopIteration nor SystemExit as its exception.
+    if not future.done():
+        future.set_result((result, error))
