@@ -14,6 +14,7 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
+from areal_lora.obs.events import count_restarts
 from areal_lora.obs.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
 
 SUMMARY_FILE = "summary.json"
@@ -26,7 +27,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ``eval_*`` are greedy accuracies of the first and the last evaluation (None if there was
     only one); ``probe_*_abs_dlogp`` are the largest over all probed publishes of the probe's
     largest and mean |logp trainer - logp server|; ``staleness_histogram`` counts trained tokens
-    by versions of lag, ``max_staleness`` is the largest lag seen.
+    by versions of lag, ``max_staleness`` is the largest lag seen; ``restarts`` counts by process, where
+    ``trainer`` is all ranks together.
     """
 
     run: str
@@ -45,6 +47,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int | None
     max_staleness_allowed: int
     dropped: dict[str, int]
+    restarts: dict[str, int] = {}
     adapter_path: str
     report_path: str
 
@@ -84,6 +87,7 @@ def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path |
         max_staleness=max((lag for lag, n in staleness.items() if n), default=None),
         max_staleness_allowed=config.rollout.max_staleness,
         dropped=dict(sorted(dropped.items())),
+        restarts=count_restarts(folder),
         adapter_path=str(adapter_path),
         report_path=str(report_path),
     )

@@ -74,7 +74,7 @@ def _controller(run_folder: Path, tenants: Sequence[Tenant]) -> RolloutClient:
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
 
     def find() -> Endpoint | None:
-        # Asked about twice a second while the controller is waited for.
+        # Asked a few times a second while the controller is waited for.
         beat_on(run_folder, "trainer", 0)
         return read_endpoint(run_folder, "controller", 0)
 

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from areal_lora.errors import ConfigError
+from areal_lora.obs.events import RestartEvent, now_utc, write_event
 from areal_lora.obs.metrics import EvalRecord, MetricsWriter, PublishRecord, StepRecord
 from areal_lora.obs.summary import print_closing, read_summary, write_summary
 from tests.obs.fake_run import make_config
@@ -24,6 +25,8 @@ def small_run(folder: Path) -> Path:
         writer.write(StepRecord(step=1, version=1, time_s=2.0, staleness={1: 4, 2: 0}, dropped={"stale": 3}))
         writer.write(PublishRecord(version=2, total_ms=9.0))
         writer.write(EvalRecord(version=2, step=2, accuracy=0.5, n=200, tag="after"))
+    for who in ("server-0", "trainer", "server-0"):
+        write_event(folder, RestartEvent(at=now_utc(), who=who, how="was killed by SIGKILL"))
     return folder
 
 
@@ -41,7 +44,8 @@ def test_figures(tmp_path: Path) -> None:
         "eval_before": 0.25, "eval_after": 0.5, "publishes": 3, "publishes_probed": 2,
         "probe_max_abs_dlogp": 4e-6, "probe_mean_abs_dlogp": 3e-7,
         "staleness_histogram": {"0": 10, "1": 4, "2": 0}, "max_staleness": 1, "max_staleness_allowed": 2,
-        "dropped": {"stale": 3}, "adapter_path": str(tmp_path / "adapters" / "toy"), "report_path": "r.html",
+        "dropped": {"stale": 3}, "restarts": {"server-0": 2, "trainer": 1},
+        "adapter_path": str(tmp_path / "adapters" / "toy"), "report_path": "r.html",
     }  # fmt: skip
 
 
