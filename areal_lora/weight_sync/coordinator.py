@@ -83,6 +83,7 @@ class Coordinator:
         self._attempts = 0
         self._waiting_since: float | None = None
         self._lost: dict[str, str] = {}  # since the last version that was announced
+        self._published: set[str] = set()  # adapters of which a version of this trainer serves
 
     def changed(self) -> bool:
         """Whether servers are there that are not members yet, or members do not answer; callable from any thread."""
@@ -182,6 +183,9 @@ class Coordinator:
         judgement = judge(findings, retried=self._attempts > 1)
         if any(f.error for f in findings) or any(p.wire for p in parts):
             self._sources = None  # members may be out of step
+        for f in findings:
+            if f.leftover:
+                self._fleet.end(f.server, self._config.ping_s)
         self._give_up(judgement.lost)
         acked_s = time.monotonic()
         probes: dict[ServerEndpoint, ProbeResult] = {}
@@ -195,6 +199,7 @@ class Coordinator:
             self._attempts += 1
             return self._connect(job)
         self._membership.succeeded()
+        self._published.add(job.ref.name)
         report = self._report(job, parts, probes, acked_s)
         if self._on_active is not None:
             self._on_active(Active(ref=job.ref, servers=self._membership.members, lost=tuple(self._lost)))
@@ -224,6 +229,7 @@ class Coordinator:
         self._digest = adapter_digest(job.layout, (part.sum for part in parts))
         self._replies = answers(self._posts)
         failed = errors(self._replies) if self._posts else errors(answers(self._joins))
+        foreign = {s for s, e in failed.items() if isinstance(e, ManifestError) and e.reason == Refusal.STALE_VERSION}
         for server in self._membership.members:
             reply = self._replies.get(server)
             if isinstance(reply, PublishReply) and (reply.ref, reply.digest) != (str(job.ref), self._digest):
@@ -232,11 +238,16 @@ class Coordinator:
                     f"server {server} acknowledged {reply.ref} {reply.digest}, published was {job.ref} {self._digest}; "
                     "it serves other numbers than were sent",
                 )
+                foreign.add(server)
             elif reply is None and server not in failed:
                 failed[server] = PublishError(f"{job.ref} was not sent: {_errors((), parts)}")
         silent = self._fleet.silent(tuple(failed), self._config.ping_s)
+        first = job.ref.name not in self._published
         return [
-            Finding(server=s, error=failed.get(s), alive=s not in silent, newcomer=s in self._newcomers)
+            Finding(
+                server=s, error=failed.get(s), alive=s not in silent, newcomer=s in self._newcomers,
+                leftover=s in foreign and (first or s in self._newcomers),
+            )
             for s in self._membership.members
         ]
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from areal_lora.errors import ArealLoraError
+from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Announcement, encode
@@ -23,6 +24,8 @@ from areal_lora.weight_sync.transport import (
 )
 
 LATER = 1.1  # a server's own diagnosis comes a little later than its workers' deadline
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 Answers = dict[ServerEndpoint, T | ArealLoraError]
@@ -69,6 +72,13 @@ class Fleet:
         except ArealLoraError as e:
             return e
         return None
+
+    def end(self, server: ServerEndpoint, timeout_s: float) -> None:
+        """Tell a member to end, so that it is started again without what it holds."""
+        try:
+            self._lines[server].client.shutdown(timeout_s)
+        except ArealLoraError as e:
+            log.warning("rollout server %s could not be told to end: %s", server, e)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
         """Which of ``servers`` do not answer a ping, and why; asks all at once."""

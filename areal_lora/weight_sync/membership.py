@@ -30,13 +30,15 @@ FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # before a server that w
 class Finding:
     """How one server fared in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
 
-    ``newcomer``: it took part for the first time, beside others.
+    ``newcomer``: it took part for the first time, beside others. ``leftover``: it holds versions that this trainer
+    did not make, from an earlier life of the run that went further or another way.
     """
 
     server: ServerEndpoint
     error: ArealLoraError | None = None
     alive: bool = True
     newcomer: bool = False
+    leftover: bool = False
 
     @property
     def refused(self) -> bool:
@@ -58,13 +60,13 @@ def judge(findings: Sequence[Finding], *, retried: bool) -> Judgement:
     """Who goes on after an attempt.
 
     A member that refuses means that the version is wrong: its error is raised. A newcomer that
-    refuses beside members that do not is the wrong server: it is lost. A server that failed and
-    does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
+    refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
+    failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
     that still fail (``retried``) are lost, only newcomers if there are any among them: who keeps
     others waiting is not told from those that wait.
     """
     for f in findings:
-        if f.error is not None and f.refused and not f.newcomer:
+        if f.error is not None and f.refused and not f.newcomer and not f.leftover:
             raise f.error
     failed = [f for f in findings if f.error is not None]
     lost = [f for f in failed if not f.alive or f.refused]
@@ -77,6 +79,8 @@ def judge(findings: Sequence[Finding], *, retried: bool) -> Judgement:
 
 
 def _reason(f: Finding) -> str:
+    if f.leftover:
+        return f"holds what an earlier life of this trainer made and is told to end: {f.error}"
     how = "is not fit" if f.refused else "failed again" if f.alive else "does not answer"
     return f"{how}: {f.error}"
 

@@ -22,10 +22,12 @@ pytestmark = pytest.mark.slow
 
 
 class LyingServer(MemoryServer):
-    """Acknowledges what it was not sent."""
+    """Acknowledges what it was not sent, after version 0."""
 
     def _publish(self, announcement):
         reply = super()._publish(announcement)
+        if announcement.manifest.ref.version == 0:
+            return reply
         return tp.PublishReply(ref=reply.ref, digest="0" * 32, phases=reply.phases)
 
 
@@ -103,8 +105,10 @@ def test_the_next_publish_raises_what_nobody_heard_of_the_one_before():
 
 
 def test_an_acknowledgement_of_other_numbers_is_an_error():
-    with serve(LyingServer) as server, Solo(server) as solo, pytest.raises(ManifestError, match="other numbers"):
+    with serve(LyingServer) as server, Solo(server) as solo:
         solo.publish(0).join()
+        with pytest.raises(ManifestError, match="other numbers"):
+            solo.publish(1).join()
 
 
 def test_a_version_sent_again_is_acknowledged_again_and_other_numbers_under_its_name_are_not():
@@ -113,6 +117,52 @@ def test_a_version_sent_again_is_acknowledged_again_and_other_numbers_under_its_
         solo.publish(0).join()
         with pytest.raises(ManifestError, match="other numbers"):
             solo.publish(0, seed=5).join()
+
+
+def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from():
+    with serve() as server:
+        with Solo(server) as before:
+            for version in range(3):
+                before.publish(version)
+        with Solo(server) as after:
+            report = after.publish(2).join()
+            assert (report.ref, report.attempts, report.lost) == (ref(2), 1, {})
+            assert server.slots.active() == [ref(0), ref(1), ref(2)]
+            assert after.publish(3).join().acks[0].server == server.endpoint
+
+
+@pytest.mark.parametrize(("version", "word"), [(2, "other numbers"), (1, "older")])
+def test_a_server_with_versions_of_a_life_that_went_another_way_is_told_to_end(version, word):
+    """It keeps what it has until then: there are never two versions of one name in one place."""
+    told = threading.Event()
+    with serve(on_shutdown=told.set) as stale, serve(name="server-1") as fresh:
+        with Solo(stale) as before:
+            for v in range(3):
+                before.publish(v)
+        held = {name: value.copy() for name, value in stale.tensors(ref(2)).items()}
+        with Solo(stale, fresh) as after:
+            report = after.publish(version, seed=7).join()
+            assert told.is_set()
+            assert [ack.server for ack in report.acks] == [fresh.endpoint]
+            assert word in report.lost["server-0"]
+            assert "told to end" in report.lost["server-0"]
+            assert after.active[-1].servers == (fresh.endpoint,)
+            assert after.active[-1].lost == ("server-0",)
+            assert all((stale.tensors(ref(2))[name] == value).all() for name, value in held.items())
+
+
+def test_a_publish_waits_for_the_server_that_comes_in_its_place():
+    told = threading.Event()
+    with serve(on_shutdown=told.set) as stale, serve() as fresh:
+        with Solo(stale) as before:
+            before.publish(0)
+        watch = Watch()
+        with Solo(stale, watch=watch, rejoin_s=20.0) as after:
+            handle = after.publish(0, seed=7)
+            assert told.wait(10.0)
+            watch.servers = [fresh.endpoint]
+            report = handle.join()
+            assert [ack.server for ack in report.acks] == [fresh.endpoint]
 
 
 def test_a_wrong_secret_fails_the_publish_by_name():

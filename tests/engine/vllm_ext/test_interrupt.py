@@ -102,7 +102,7 @@ def test_every_token_is_of_the_version_it_claims(server: RunningServer, versions
 
     answers = asyncio.run(run())
     counts = []
-    for prompt, answer in answers:
+    for _, answer in answers:
         assert [c["index"] for c in answer["choices"]] == [0, 1]
         assert answer["usage"] == {
             "prompt_tokens": 4, "completion_tokens": 2 * LONG, "total_tokens": 4 + 2 * LONG

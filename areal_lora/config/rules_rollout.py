@@ -1,0 +1,27 @@
+"""Rules about how rollouts run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.findings import Finding
+from areal_lora.config.models import Config
+
+
+def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Bit-identical answers need versions that do not change under them, and arithmetic without a choice of order."""
+    rollout = config.rollout
+    if not rollout.deterministic:
+        return
+    asked = (
+        ("rollout.max_staleness", rollout.max_staleness, 0), ("rollout.in_flight", rollout.in_flight, "finish"),
+        ("model.dtype", config.model.dtype, "float32"), ("cluster.device", config.cluster.device, "cpu"),
+    )  # fmt: skip
+    wrong = [(key, value, want) for key, value, want in asked if value != want]
+    if wrong:
+        yield Finding(
+            path="rollout.deterministic",
+            reason=f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}",
+            fix=f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false",
+        )
