@@ -117,11 +117,12 @@ class SlotTable:
 
         Raises UnknownVersionError.
         """
-        name, _, _ = model_name.rpartition("@")
-        newest = self.newest(name)
-        if newest is not None and AdapterRef.parse(model_name) <= newest:
-            return newest
-        return self.resolve(model_name).ref
+        try:
+            asked = AdapterRef.parse(model_name)
+        except ValueError:
+            return self.resolve(model_name).ref
+        newest = self.newest(asked.name)
+        return newest if newest is not None and asked <= newest else self._active(asked).ref
 
     def _versions(self, name: str) -> list[AdapterRef]:
         return [ref for ref in self.active() if ref.name == name]

@@ -115,13 +115,13 @@ def body(version: int, name: str = "a") -> bytes:
 
 
 @asynccontextmanager
-async def bench(resident: int = 3, names: int = 1, deadline_s: float = 1.0) -> AsyncIterator[Bench]:
+async def bench(resident: int = 3, names: int = 1, deadline_s: float = 1.0, spare: int = 0) -> AsyncIterator[Bench]:
     channel = ch.WorkerChannel(SECRET)
     workers = [Worker(rank, channel.ports) for rank in range(WORKERS)]
     await channel.connect(WORKERS)
     engine = Engine()
     served = ServedAdapters(
-        engine, channel, n_workers=WORKERS, n_slots=resident * names, resident=resident, deadline_s=deadline_s
+        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, deadline_s=deadline_s
     )
     try:
         yield Bench(engine, workers, served)
@@ -251,6 +251,63 @@ def test_a_straggler_keeps_its_version_and_others_make_room() -> None:
                 waiting = asyncio.create_task(b.publish(6))
             await waiting
             assert b.holds(5, 6)
+
+    run(test())
+
+
+def test_a_pinned_version_stays_for_the_next_request_of_its_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "PINNED_S", 0.6)
+
+    async def test() -> None:
+        async with bench(resident=2, spare=1) as b:
+            await b.publish(0)
+            for version in range(1, 4):
+                with b.adapters.lease("a@v0", pinned=True):
+                    pass
+                await b.publish(version)  # no request is running
+                assert b.holds(*sorted({0, version - 1, version}))
+            await asyncio.sleep(0.7)
+            await b.publish(4)
+            assert b.holds(3, 4)
+
+    run(test())
+
+
+def test_a_publish_that_finds_no_slot_takes_one_from_a_pin_in_the_end() -> None:
+    async def test() -> None:
+        async with bench(resident=2) as b:
+            await b.publish(0)
+            with b.adapters.lease("a@v0", pinned=True):
+                await b.publish(1)
+            began = asyncio.get_running_loop().time()
+            await b.publish(2)
+            assert 0.4 < asyncio.get_running_loop().time() - began < 1.0, "half the deadline"
+            assert b.holds(1, 2)
+            with pytest.raises(UnknownVersionError):
+                b.adapters.lease("a@v0").__enter__()
+
+    run(test())
+
+
+def test_a_request_for_a_version_or_newer_never_gets_an_older_one() -> None:
+    async def test() -> None:
+        async with bench(resident=3) as b:
+            told: list[AdapterRef] = []
+
+            async def tell(ref: AdapterRef) -> None:
+                assert b.holds(*range(max(0, ref.version - 1), ref.version + 1)), "it can be requested already"
+                told.append(ref)
+
+            b.adapters.on_active = tell
+            for version in range(5):
+                await b.publish(version)
+            assert [ref.version for ref in told] == [0, 1, 2, 3, 4]
+            for model in ("a", "a@v0", "a@v3", "a@v4"):
+                with b.adapters.lease(model, or_newer=True) as lease:
+                    assert lease.name == "a@v4"
+            for model in ("a@v5", "a@v", "b@v0", "b", "@v1", "a@v-1", ""):
+                with pytest.raises(UnknownVersionError):
+                    b.adapters.lease(model, or_newer=True).__enter__()
 
     run(test())
 

@@ -206,8 +206,9 @@ def test_requests_that_come_while_versions_change(server: RunningServer, version
                 await asyncio.to_thread(versions.publish)  # some come twice within a few steps
             stop.set()
             await asyncio.gather(*clients)
-            status, answer = await server.post(session, **body("math@v99999"))
-            assert status == 404, answer
+            for model in ("math@v99999", "math@v", "nobody", "nobody@v0", ""):
+                status, answer = await server.post(session, **body(model))
+                assert status == 404, answer
         return got
 
     got = asyncio.run(run())
