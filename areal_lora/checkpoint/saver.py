@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class Save:
     settled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     failed: bool = False
+    write_s: float = 0.0
+    nbytes: int = 0
     error: BaseException | None = None
 
     def wait_settled(self) -> None:
@@ -64,15 +67,15 @@ class Saver:
         self._jobs.put((job, snapshot))
         return job
 
-    def join(self, adapter: str) -> None:
-        """Wait for the adapter's save under way, if there is one.
+    def join(self, adapter: str) -> Save | None:
+        """Wait for the adapter's save under way, if there is one, and return it.
 
         Raises CheckpointError on every rank when more than ``max_failures`` in a row could not be written;
         and what ended the thread otherwise: PublishError (a rank is gone), RolloutError (the controller is).
         """
         job = self._pending.pop(adapter, None)
         if job is None:
-            return
+            return None
         _wait(job.ended, f"the checkpoint of {job.ref} to be written and committed")
         if job.error is not None:
             raise job.error
@@ -83,6 +86,7 @@ class Saver:
                 f"checkpoint.max_failures is {self._config.max_failures}; the log has path and reason of each "
                 "(fix: make room or mend the disk, then start the run again)"
             )
+        return job
 
     def close(self) -> None:
         """End the thread after the save under way."""
@@ -104,12 +108,15 @@ class Saver:
 
     def _run(self, job: Save, snapshot: Snapshot) -> None:
         adapter = job.ref.name
+        began_s = time.monotonic()
         try:
-            self._store.write(snapshot)
+            job.nbytes = self._store.write(snapshot)
         except CheckpointError as e:
             job.failed = True
             log.warning("the checkpoint of %s could not be written: %s; the older ones stay", job.ref, e)
             return
+        finally:
+            job.write_s = time.monotonic() - began_s
         job.settled.set()
         if self._committed is None:
             return

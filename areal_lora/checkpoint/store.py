@@ -107,8 +107,8 @@ class Store:
     def __init__(self, run_folder: Path, exchange: Exchange, disk: Disk) -> None:
         self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
 
-    def write(self, snapshot: Snapshot) -> None:
-        """Write one checkpoint; it is durable when this returns. Collective over all ranks.
+    def write(self, snapshot: Snapshot) -> int:
+        """Write one checkpoint; it is durable when this returns its size in bytes. Collective over all ranks.
 
         Raises CheckpointError on every rank, with path and reason, if a rank could not write; PublishError
         if a rank is gone.
@@ -124,6 +124,7 @@ class Store:
         closed = self._told(self._close(snapshot, scratch, parts) if self._exchange.rank == 0 else None)
         if closed.failure:
             raise CheckpointError(closed.failure)
+        return sum(part.entry.nbytes for part in parts if part.entry is not None)
 
     def _told(self, mine: _Said | None) -> _Said:
         raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from areal_lora.obs.log import read_statuses
 from areal_lora.obs.metrics import (
+    CheckpointRecord,
     EvalRecord,
     MetricsTail,
     PublishRecord,
@@ -89,7 +90,7 @@ class RunView:
                     self.problems.append(problem)
             case EvalRecord():
                 self.first_eval, self.last_eval = self.first_eval or record, record
-            case RolloutSampleRecord():
+            case RolloutSampleRecord() | CheckpointRecord():
                 pass
             case ResumeRecord(adapter=name, version=version):
                 self.steps = [s for s in self.steps if s.adapter != name or s.step < version]
@@ -208,7 +209,9 @@ class LiveConsole:
                 return f"eval of v{record.version}: accuracy {record.accuracy:.3f} over {record.n} problems"
             case PublishRecord():
                 return publish_problem(record)
-            case RolloutSampleRecord():
+            case CheckpointRecord(failed=True, version=version):
+                return f"the checkpoint of v{version} could not be written, see the trainer's log"
+            case RolloutSampleRecord() | CheckpointRecord():
                 return None
             case ResumeRecord():
                 return f"goes on from the checkpoint of v{record.version}"

@@ -26,8 +26,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
     ``version`` is the version the step started from; ``staleness`` counts trained tokens by
     ``version - token version``; ``behaviour_mean_abs`` is mean |prox - rollout| logprob over
-    trained tokens; ``time_s`` is the wall time since the start of the run; ``dropped`` counts
-    groups by reason since the run began.
+    trained tokens; ``mismatch_fresh`` the same over tokens of the very version that was trained,
+    where only numerics differ, ``mismatch_stale`` over tokens of older ones. ``time_s`` is the wall
+    time since the start of the run. ``dropped`` (by reason), ``retried`` (by kind of fault), ``reissued``
+    and ``late`` (answers to a group that had gone on without them) count groups since the run began.
+    ``servers_idle`` is the fraction of the time since the step before in which no group was in flight.
     """
 
     step: int
@@ -41,6 +44,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     lr: float | None = None
     clip_fraction: float | None = None
     behaviour_mean_abs: float | None = None
+    mismatch_fresh: float | None = None
+    mismatch_stale: float | None = None
     kl: float | None = None
     entropy: float | None = None
     n_tokens: int = 0
@@ -51,12 +56,28 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     wait_batch_s: float = 0.0
     annotate_s: float = 0.0
     train_s: float = 0.0
+    checkpoint_join_s: float = 0.0
+    checkpoint_copy_s: float = 0.0
     publish_join_s: float = 0.0
+    publish_pack_s: float = 0.0
     rollout_tokens_per_s: float | None = None
     groups_ready: int = 0
     groups_running: int = 0
+    groups_leased: int = 0
+    groups_issued: int = 0
+    groups_consumed: int = 0
     dropped: dict[str, int] = {}
+    retried: dict[str, int] = {}
+    reissued: int = 0
+    late: int = 0
+    servers_idle: float | None = None
     extra: dict[str, float | None] = {}
+
+    @property
+    def trainer_idle(self) -> float | None:
+        """Fraction of the step in which the trainer waited for rollouts, disk or servers."""
+        waited_s = self.wait_batch_s + self.checkpoint_join_s + self.publish_join_s
+        return min(1.0, waited_s / self.step_s) if self.step_s else None
 
 
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="publish"):
@@ -83,6 +104,16 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
         """Phases that add up to ``total_ms``, in order; what no phase covers is ``other``."""
         parts = {name: self.phases_ms.get(name) or 0.0 for name in SEQUENCE}
         return {**parts, "other": max(0.0, (self.total_ms or 0.0) - sum(parts.values()))}
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="checkpoint"):
+    """One checkpoint that was written beside the training, or could not be (``failed``)."""
+
+    version: int
+    write_s: float
+    adapter: str = ""
+    nbytes: int = 0
+    failed: bool = False
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +157,7 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     adapter: str = ""
 
 
-Record = StepRecord | PublishRecord | EvalRecord | RolloutSampleRecord | ResumeRecord
+Record = StepRecord | PublishRecord | CheckpointRecord | EvalRecord | RolloutSampleRecord | ResumeRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +168,8 @@ class RunMetrics:
     publishes: list[PublishRecord] = field(default_factory=list)
     evals: list[EvalRecord] = field(default_factory=list)
     samples: list[RolloutSampleRecord] = field(default_factory=list)
+    checkpoints: list[CheckpointRecord] = field(default_factory=list)
+    resumes: list[ResumeRecord] = field(default_factory=list)
 
 
 class MetricsWriter:
@@ -168,7 +201,7 @@ class MetricsWriter:
 
 
 def _clock(record: Record) -> int:
-    return record.version if isinstance(record, PublishRecord | ResumeRecord) else record.step
+    return record.version if isinstance(record, PublishRecord | CheckpointRecord | ResumeRecord) else record.step
 
 
 def _scalars(record: Record) -> dict[str, float | None]:
@@ -181,11 +214,16 @@ def _scalars(record: Record) -> dict[str, float | None]:
                     is_time = name.endswith("_s") and not name.endswith("_per_s")
                     values[f"{'time' if is_time else 'train'}/{name}"] = value
             values["train/max_staleness"] = max(record.staleness, default=None)
+            values["train/trainer_idle"] = record.trainer_idle
+            values |= {f"dropped/{reason}": n for reason, n in record.dropped.items()}
+            values |= {f"retried/{kind}": n for kind, n in record.retried.items()}
             return values | {f"extra/{name}": value for name, value in record.extra.items()}
         case PublishRecord():
             totals = {"publish/total_ms": record.total_ms, "publish/probe_mean_abs": record.probe_mean_abs}
             totals["publish/probe_max_abs"] = record.probe_max_abs
             return totals | {f"publish/{name}_ms": value for name, value in record.phases_ms.items()}
+        case CheckpointRecord():
+            return {"checkpoint/write_s": record.write_s, "checkpoint/mib": record.nbytes / 2**20}
         case EvalRecord():
             return {"eval/accuracy": record.accuracy}
         case RolloutSampleRecord() | ResumeRecord():
@@ -232,6 +270,8 @@ def read_metrics(run_folder: Path | str) -> RunMetrics:
     publishes: dict[tuple[str, int], PublishRecord] = {}
     evals: dict[tuple[str, int, str], EvalRecord] = {}
     samples: dict[tuple[str, int, str, str], RolloutSampleRecord] = {}
+    checkpoints: dict[tuple[str, int], CheckpointRecord] = {}
+    resumes: list[ResumeRecord] = []
     for record in MetricsTail(run_folder).read_new():
         match record:
             case StepRecord():
@@ -242,7 +282,11 @@ def read_metrics(run_folder: Path | str) -> RunMetrics:
                 evals[record.adapter, record.version, record.tag] = record
             case RolloutSampleRecord():
                 samples[record.adapter, record.step, record.prompt, record.completion] = record
+            case CheckpointRecord():
+                checkpoints[record.adapter, record.version] = record
             case ResumeRecord(adapter=name, version=version):
+                resumes.append(record)
+                checkpoints = {k: r for k, r in checkpoints.items() if r.adapter != name or r.version <= version}
                 steps = {k: r for k, r in steps.items() if r.adapter != name or r.step < version}
                 publishes = {k: r for k, r in publishes.items() if r.adapter != name or r.version <= version}
                 evals = {k: r for k, r in evals.items() if r.adapter != name or r.version <= version}
@@ -252,4 +296,6 @@ def read_metrics(run_folder: Path | str) -> RunMetrics:
         publishes=sorted(publishes.values(), key=_clock),
         evals=sorted(evals.values(), key=lambda e: (e.version, e.step)),
         samples=sorted(samples.values(), key=_clock),
+        checkpoints=sorted(checkpoints.values(), key=_clock),
+        resumes=resumes,
     )

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TypeVar
 
-from areal_lora.obs import svg
+from areal_lora.obs import plots, svg
 from areal_lora.obs.console import duration, number
-from areal_lora.obs.metrics import PublishRecord, RolloutSampleRecord, RunMetrics, StepRecord, read_metrics
+from areal_lora.obs.events import RestartEvent, StallEvent, read_events
+from areal_lora.obs.metrics import RolloutSampleRecord, RunMetrics, read_metrics
 from areal_lora.obs.summary import largest, read_config
-
-R = TypeVar("R", StepRecord, PublishRecord)
 
 REPORT_FILE = "report.html"
 SAMPLES_SHOWN = 4
@@ -41,6 +38,9 @@ pre { margin: 6px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 12.
 .sample .head { display: flex; gap: 14px; color: var(--soft); font-size: 13px; flex-wrap: wrap; }
 .sample .prompt { color: var(--soft); } .good { color: var(--c2); font-weight: 600; }
 .bad { color: var(--c1); font-weight: 600; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 5px 16px 5px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+th { color: var(--soft); font-weight: 400; font-size: 13px; }
 details { border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px; } summary { cursor: pointer; }
 """
 
@@ -53,13 +53,14 @@ def write_report(run_folder: Path | str) -> Path:
     name = escape(config.run.name)
     subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
     resolved = escape(config.model_dump_json(indent=2))
-    plots = "".join(_figure(title, note, chart) for title, note, chart in _plots(metrics))
+    figures = "".join(_figure(*plot) for plot in plots.all_plots(metrics))
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
 <h1>{name}</h1><p class="sub">{escape(subtitle)}</p>
 <div class="figures">{"".join(_headline(label, value) for label, value in _headlines(metrics))}</div>
-<h2>The run</h2><div class="plots">{plots}</div>
+<h2>The run</h2><div class="plots">{figures}</div>
+{_counts(metrics)}{_resumes(metrics)}{_restarts(folder)}
 <h2>Sample rollouts</h2>{_samples(metrics.samples)}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{resolved}</pre></details>
 </body></html>
@@ -76,8 +77,7 @@ def write_plot(run_folder: Path | str, path: Path | str) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     metrics = read_metrics(run_folder)
-    series = [*_reward_series(metrics.steps), _eval_series(metrics, colour=2)]
-    chart = svg.line_chart(series, x_label="optimizer step", y_range=_unit_range(series))
+    chart = plots.reward_and_accuracy(metrics)
     target.write_text(svg.standalone(chart), encoding="utf-8")
     return target
 
@@ -99,78 +99,49 @@ def _headlines(metrics: RunMetrics) -> list[tuple[str, str]]:
     ]
 
 
-def _plots(metrics: RunMetrics) -> list[tuple[str, str, str]]:
-    """(title, note, chart) in reading order."""
-    steps, publishes = metrics.steps, metrics.publishes
-    reward, accuracy = _reward_series(steps), _eval_series(metrics)
-    staleness: Counter[int] = Counter()
-    for record in steps:
-        staleness.update(record.staleness)
-    bars = [(str(lag), float(n)) for lag, n in sorted(staleness.items())]
-    return [
-        ("Reward", "mean over the batch of a step",
-         svg.line_chart(reward, x_label="optimizer step", y_range=_unit_range(reward))),
-        ("Held-out accuracy", "greedy",
-         svg.line_chart([accuracy], x_label="optimizer step", y_range=_unit_range([accuracy]))),
-        ("Staleness", "trained tokens by versions of lag", svg.bar_chart(bars, x_label="versions behind at training")),
-        ("Step time", "seconds by phase",
-         svg.stacked_bars([s.step for s in steps], _step_layers(steps), x_label="optimizer step")),
-        ("Publish by phase", "ms",
-         svg.stacked_bars([p.version for p in publishes], _publish_layers(publishes), x_label="version")),
-        ("Publish, total", "ms", svg.line_chart(
-            [_over(publishes, "", lambda p: p.total_ms, 1)], x_label="version", floor=0)),
-        ("Parity probe", "|logp trainer - logp server|", svg.line_chart(
-            [_over(publishes, "largest", lambda p: p.probe_max_abs, 3),
-             _over(publishes, "mean", lambda p: p.probe_mean_abs, 0)], x_label="version", log_y=True)),
-        ("Rollout speed", "tokens/s, all servers", svg.line_chart(
-            [_over(steps, "", lambda s: s.rollout_tokens_per_s, 2)], x_label="optimizer step", floor=0)),
-        ("Off-policy gap", "mean |proximal - behaviour| logprob, clipped fraction", svg.line_chart(
-            [_over(steps, "behaviour gap", lambda s: s.behaviour_mean_abs, 0),
-             _over(steps, "clipped fraction", lambda s: s.clip_fraction, 1)], x_label="optimizer step", floor=0)),
-        ("Entropy and gradient norm", "nats; before clipping", svg.line_chart(
-            [_over(steps, "entropy", lambda s: s.entropy, 4),
-             _over(steps, "gradient norm", lambda s: s.grad_norm, 5)], x_label="optimizer step", floor=0)),
-    ]  # fmt: skip
+def _counts(metrics: RunMetrics) -> str:
+    """What became of the groups of each adapter, by the last record of it."""
+    last = {step.adapter: step for step in metrics.steps}
+    sizes = {c.adapter: c.nbytes for c in metrics.checkpoints if not c.failed}
+    rows = []
+    for name, step in last.items():
+        failed = sum(c.failed for c in metrics.checkpoints if c.adapter == name)
+        rows.append((
+            name or "-", str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped),
+            _listed(step.retried), str(step.reissued), str(step.late),
+            f"{sizes[name] / 2**20:.1f} MiB" if name in sizes else "-", str(failed),
+        ))  # fmt: skip
+    head = ("adapter", "issued", "consumed", "dropped", "retried", "re-issued", "late duplicates", "checkpoint",
+            "checkpoints failed")  # fmt: skip
+    return _table("Groups and checkpoints", head, rows)
 
 
-def _over(records: Sequence[R], name: str, read: Callable[[R], float | None], colour: int) -> svg.Series:
-    """One value of each record over its step or version; what was not measured is left out."""
-    places = [r.version if isinstance(r, PublishRecord) else r.step for r in records]
-    points = [(float(x), y) for x, r in zip(places, records) if (y := read(r)) is not None]
-    return svg.Series(name=name, points=points, colour=colour)
+def _resumes(metrics: RunMetrics) -> str:
+    rows = [(resume.adapter or "-", f"v{resume.version}", duration(resume.time_s)) for resume in metrics.resumes]
+    return _table("Resumed from a checkpoint", ("adapter", "version", "after"), rows)
 
 
-def _reward_series(steps: Sequence[StepRecord]) -> list[svg.Series]:
-    raw = _over(steps, "reward", lambda s: s.reward_mean, 0)
-    smooth = svg.moving_mean(raw.points, max(3, len(raw.points) // 12))
-    faint = svg.Series(name="reward per step", points=raw.points, faint=True)
-    return [faint, svg.Series(name="smoothed", points=smooth)]
+def _restarts(folder: Path) -> str:
+    rows = []
+    for event in read_events(folder):
+        match event:
+            case RestartEvent():
+                rows.append((event.at, event.who, event.how))
+            case StallEvent():
+                rows.append((event.at, event.who, f"gave no sign of life; stacks in {event.stacks}"))
+    return _table("Restarts", ("at", "process", "because it"), rows)
 
 
-def _eval_series(metrics: RunMetrics, colour: int = 2) -> svg.Series:
-    points = [(float(e.step), e.accuracy) for e in metrics.evals]
-    return svg.Series(name="held-out accuracy", points=points, colour=colour, dots=True)
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) or "0"
 
 
-def _unit_range(series: Sequence[svg.Series]) -> tuple[float, float] | None:
-    """0 to 1 where all values lie there, so that runs can be compared by eye."""
-    return (0.0, 1.0) if all(0 <= y <= 1 for s in series for _, y in s.points) else None
-
-
-def _step_layers(steps: Sequence[StepRecord]) -> dict[str, Sequence[float]]:
-    named = {
-        "wait for batch": [s.wait_batch_s for s in steps],
-        "annotate": [s.annotate_s for s in steps],
-        "train": [s.train_s for s in steps],
-        "wait for publish": [s.publish_join_s for s in steps],
-    }
-    measured = [sum(parts) for parts in zip(*named.values())]
-    return {**named, "other": [max(0.0, s.step_s - known) for s, known in zip(steps, measured)]}
-
-
-def _publish_layers(publishes: Sequence[PublishRecord]) -> dict[str, Sequence[float]]:
-    rows = [p.sequence_ms() for p in publishes]
-    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<h2>{title}</h2><table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{body}</table>"
 
 
 def _headline(label: str, value: str) -> str:

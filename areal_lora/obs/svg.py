@@ -25,7 +25,7 @@ STYLE = """
     --ink: #e5e7eb; --soft: #9ca3af; --grid: #313a48; --paper: #161b22; } }
 .plot text { font: 12px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif; fill: var(--soft); }
 .plot .legend { fill: var(--ink); } .plot .grid { stroke: var(--grid); stroke-width: 1; }
-.plot .none { fill: var(--soft); }
+.plot .none { fill: var(--soft); } .plot .mark { stroke: var(--c1); stroke-width: 1; stroke-dasharray: 2 3; }
 """
 
 
@@ -97,9 +97,11 @@ def log_axis(low: float, high: float, start_px: float, end_px: float) -> Axis:
 
 def line_chart(
     series: Sequence[Series], *, x_label: str, y_range: tuple[float, float] | None = None, log_y: bool = False,
-    floor: float | None = None,
+    floor: float | None = None, marks: Sequence[float] = (),
 ) -> str:  # fmt: skip
     """Lines over a shared x. ``y_range`` fixes the axis, ``floor`` is a lowest y that is always shown.
+
+    ``marks`` are x at which something happened to the whole run: thin vertical lines.
 
     On a logarithmic axis values that are not positive are left out. With no point left the
     chart says so.
@@ -112,9 +114,9 @@ def line_chart(
     low, high = y_range or (min(ys) if floor is None else min(floor, *ys), max(ys))
     x_axis = _x_axis(min(xs), max(xs))
     y_axis = (log_axis if log_y else linear_axis)(low, high, HEIGHT - BOTTOM, TOP)
-    marks = [_line(s, [(x_axis.px(x), y_axis.px(y)) for x, y in kept]) for s, kept in drawn if kept]
+    lines = [_line(s, [(x_axis.px(x), y_axis.px(y)) for x, y in kept]) for s, kept in drawn if kept]
     legend = [(s.name, s.colour, s.faint) for s, kept in drawn if s.name and kept]
-    return _frame([_grid(x_axis, y_axis, x_label), *marks, _legend(legend)])
+    return _frame([_grid(x_axis, y_axis, x_label), _marks(x_axis, marks), *lines, _legend(legend)])
 
 
 def bar_chart(bars: Sequence[tuple[str, float]], *, x_label: str, colour: int = 0) -> str:
@@ -134,7 +136,10 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, x_label: str, colour: int = 
     return _frame(parts)
 
 
-def stacked_bars(xs: Sequence[float], layers: dict[str, Sequence[float]], *, x_label: str, most: int = 80) -> str:
+def stacked_bars(
+    xs: Sequence[float], layers: dict[str, Sequence[float]], *, x_label: str, most: int = 80,
+    marks: Sequence[float] = (),
+) -> str:  # fmt: skip
     """Bars at ``xs`` whose parts are the layers, bottom first. More than ``most`` are averaged together."""
     if not xs or not layers:
         return _frame([_nothing()])
@@ -153,6 +158,7 @@ def stacked_bars(xs: Sequence[float], layers: dict[str, Sequence[float]], *, x_l
             top, bottom = y_axis.px(below[i] + value), y_axis.px(below[i])
             parts.append(_rect(x_axis.px(places[i]) - room * 0.4, top, room * 0.8, bottom - top, colour))
             below[i] += value
+    parts.append(_marks(x_axis, marks))
     parts.append(_legend([(name, i, False) for i, name in enumerate(heights)]))
     return _frame(parts)
 
@@ -200,6 +206,13 @@ def _grid(x_axis: Axis | None, y_axis: Axis, x_label: str) -> str:
         parts += [_text(x_axis.px(value), HEIGHT - BOTTOM + 16, name, "middle") for value, name in x_axis.ticks]
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle"))
     return "".join(parts)
+
+
+def _marks(x_axis: Axis, places: Sequence[float]) -> str:
+    inside = [x_axis.px(place) for place in places if x_axis.low <= place <= x_axis.high]
+    return "".join(
+        f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>' for x in inside
+    )
 
 
 def _legend(entries: Sequence[tuple[str, int, bool]]) -> str:

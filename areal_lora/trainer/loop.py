@@ -62,7 +62,7 @@ def train(trainer: Trainer) -> None:
     while (tenant := min(trainer.tenants, key=lambda t: t.version)).version < trainer.config.run.steps:
         train_step(trainer, tenant)
     for tenant in trainer.tenants:
-        trainer.checkpointing.join(tenant)
+        join_checkpoint(trainer, tenant)
         trainer.publishing.join(tenant)
         export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
         if trainer.recorder:
@@ -82,7 +82,7 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
         batch = annotate(trainer.engine, tenant, batch)
     reached("trainer.annotated")
     with spans.span("checkpoint_join"):
-        trainer.checkpointing.join(tenant)
+        join_checkpoint(trainer, tenant)
     with spans.span("train"):
         report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
     reached("trainer.learned")
@@ -108,6 +108,12 @@ def hand_over(trainer: Trainer, tenant: Tenant, spans: Spans) -> None:
     due = tenant.version == 0 or tenant.version >= last or (every and tenant.version % every == 0)
     if trainer.recorder and due:
         trainer.recorder.request_eval(tenant)
+
+
+def join_checkpoint(trainer: Trainer, tenant: Tenant) -> None:
+    saved = trainer.checkpointing.join(tenant)
+    if trainer.recorder and saved is not None:
+        trainer.recorder.checkpointed(saved)
 
 
 def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from areal_lora.checkpoint.saver import Save
 from areal_lora.config.models import Config
 from areal_lora.obs.heartbeat import beat
 from areal_lora.obs.log import get_logger, set_status
 from areal_lora.obs.metrics import (
+    CheckpointRecord,
     EvalRecord,
     MetricsWriter,
     PublishRecord,
@@ -53,6 +55,7 @@ class Recorder:
                 self._writer.write(ResumeRecord(adapter=tenant.name, version=tenant.version, time_s=before_s))
         self._stats: Stats | None = None
         self._last_tokens = 0
+        self._last_idle_s = 0.0
         self._last_step_s = time.monotonic()
 
     def status(self, text: str) -> None:
@@ -105,6 +108,14 @@ class Recorder:
             )
         )
 
+    def checkpointed(self, save: Save) -> None:
+        self._writer.write(
+            CheckpointRecord(
+                adapter=save.ref.name, version=save.ref.version, write_s=save.write_s, nbytes=save.nbytes,
+                failed=save.failed,
+            )
+        )
+
     def step(
         self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans
     ) -> None:
@@ -114,6 +125,7 @@ class Recorder:
         now = time.monotonic()
         generated = stats.tokens_generated - self._last_tokens if stats else -1
         tokens_per_s = generated / (now - self._last_step_s) if generated >= 0 else None  # a new controller begins at 0
+        servers_idle = self._servers_idle(stats, now - self._last_step_s)
         self._last_step_s, self._last_tokens = now, stats.tokens_generated if stats else 0
         seconds = spans.seconds
         answers = float(batch.loss_mask.sum()) / batch.n_sequences
@@ -123,15 +135,28 @@ class Recorder:
                 reward_mean=float(batch.rewards.mean()), reward_std=float(batch.rewards.std(correction=0)),
                 loss=report.per_token("loss"), grad_norm=report.grad_norm, lr=report.lr,
                 clip_fraction=report.per_token("clipped"), behaviour_mean_abs=report.per_token("behaviour_abs"),
+                mismatch_fresh=_mismatch(report, "fresh"), mismatch_stale=_mismatch(report, "stale"),
                 kl=report.per_token("kl"), entropy=report.per_token("entropy"),
                 n_tokens=batch.n_tokens, n_sequences=batch.n_sequences, mean_answer_tokens=answers,
                 staleness=histogram, step_s=spans.total_s, wait_batch_s=seconds["wait_batch"],
-                annotate_s=seconds["annotate"], train_s=seconds["train"], publish_join_s=seconds["publish_join"],
+                annotate_s=seconds["annotate"], train_s=seconds["train"],
+                checkpoint_join_s=seconds["checkpoint_join"], checkpoint_copy_s=seconds["checkpoint_copy"],
+                publish_join_s=seconds["publish_join"], publish_pack_s=seconds["publish_pack"],
                 rollout_tokens_per_s=tokens_per_s,
                 groups_ready=stats.ready if stats else 0, groups_running=stats.running if stats else 0,
-                dropped=stats.dropped if stats else {}, extra=_extra(report, seconds),
+                groups_leased=stats.leased if stats else 0, groups_issued=stats.issued if stats else 0,
+                groups_consumed=stats.consumed if stats else 0,
+                dropped=stats.dropped if stats else {}, retried=stats.retried if stats else {},
+                reissued=stats.reissued if stats else 0, late=stats.late if stats else 0, servers_idle=servers_idle,
+                extra={"skipped": report.skipped, "capped_fraction": report.per_token("capped")},
             )
         )
+
+    def _servers_idle(self, stats: Stats | None, elapsed_s: float) -> float | None:
+        """Fraction of the time since the step before; None after a new controller, which begins to count at 0."""
+        before_s, self._last_idle_s = self._last_idle_s, stats.idle_s if stats else 0.0
+        idle_s = self._last_idle_s - before_s
+        return min(1.0, idle_s / elapsed_s) if stats is not None and idle_s >= 0 and elapsed_s > 0 else None
 
     def _record_evals(self, results: Sequence[EvalResult]) -> None:
         for result in results:
@@ -175,16 +200,7 @@ class Recorder:
         self._writer.close()
 
 
-def _extra(report: LearnReport, seconds: dict[str, float]) -> dict[str, float | None]:
-    sums = report.sums
-    extra: dict[str, float | None] = {
-        "skipped": report.skipped,
-        "capped_fraction": report.per_token("capped"),
-        "publish_pack_s": seconds["publish_pack"],
-        "checkpoint_copy_s": seconds["checkpoint_copy"],
-        "checkpoint_join_s": seconds["checkpoint_join"],
-    }
-    for kind in ("fresh", "stale"):
-        count = sums[f"{kind}_tokens"]
-        extra[f"mismatch_{kind}"] = sums[f"{kind}_gap"] / count if count else None
-    return extra
+def _mismatch(report: LearnReport, kind: str) -> float | None:
+    """Mean |trainer - rollout| logprob over the ``fresh`` or ``stale`` tokens; None if there are none."""
+    count = report.sums[f"{kind}_tokens"]
+    return report.sums[f"{kind}_gap"] / count if count else None

@@ -50,9 +50,9 @@ class Checkpointing:
     def due(self, version: int) -> bool:
         return version % self._config.checkpoint.every_steps == 0 or version >= self._config.run.steps
 
-    def join(self, tenant: Tenant) -> None:
+    def join(self, tenant: Tenant) -> Save | None:
         """Wait until the tenant's checkpoint before is written and its step committed; see `Saver.join`."""
-        self._saver.join(tenant.name)
+        return self._saver.join(tenant.name)
 
     def close(self) -> None:
         self._saver.close()

@@ -89,7 +89,10 @@ def stores(run_folder: Path, disks: Sequence[Disk] = (Disk(), Disk())) -> list[S
 
 
 def write(made: Sequence[Store], version: int, accuracies: dict[int, float] | None = None) -> list[Exception | None]:
-    return on_ranks(lambda rank: made[rank].write(snapshot_of(version, rank, accuracies)))
+    def write_one(rank: int) -> None:
+        assert made[rank].write(snapshot_of(version, rank, accuracies)) > 0
+
+    return on_ranks(write_one)
 
 
 def written(run_folder: Path, *versions: int) -> None:

@@ -55,9 +55,12 @@ def test_neither_the_gate_opens_nor_the_step_is_committed_before_it_is_durable(t
     saving.disk.go_on.set()
     save.wait_settled()
     assert find(tmp_path, SPEC.name).ref.version == 1
-    saving.saver.join(SPEC.name)
+    assert saving.saver.join(SPEC.name) is save
     assert saving.committed == ["math@v1"]
-    saving.saver.join(SPEC.name)  # nothing under way
+    assert save.nbytes == sum(path.stat().st_size for path in tmp_path.rglob("rank-*.safetensors")) > 0
+    assert save.write_s >= 0.3
+    assert not save.failed
+    assert saving.saver.join(SPEC.name) is None  # nothing under way
     saving.saver.close()
 
 

@@ -4,10 +4,13 @@ import random
 from pathlib import Path
 
 from areal_lora.config.models import Config
+from areal_lora.obs.events import RestartEvent, write_event
 from areal_lora.obs.metrics import (
+    CheckpointRecord,
     EvalRecord,
     MetricsWriter,
     PublishRecord,
+    ResumeRecord,
     RolloutSampleRecord,
     SampleRecord,
     StepRecord,
@@ -52,6 +55,13 @@ def make_run(folder: Path, steps: int = 40, seed: int = 0) -> Path:
         for step in range(steps):
             _write_step(writer, rng, step, 0.2 + 0.7 * step / steps)
             _write_publish(writer, rng, step + 1)
+            writer.write(
+                CheckpointRecord(version=step + 1, write_s=abs(rng.gauss(0.05, 0.01)), adapter=ADAPTER, nbytes=3 << 20)
+            )
+            if step == steps // 2:
+                event = RestartEvent(at="2026-01-01T00:00:00Z", who="trainer", how="was killed by signal 9")
+                write_event(folder, event)
+                writer.write(ResumeRecord(version=step + 1, time_s=2.0 * (step + 1), adapter=ADAPTER))
             if (step + 1) % 10 == 0:
                 _write_eval(writer, step + 1, 0.25 + 0.6 * (step + 1) / steps)
     return folder
@@ -80,9 +90,23 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
             wait_batch_s=abs(rng.gauss(0.6, 0.2)),
             annotate_s=0.2,
             train_s=0.8,
+            checkpoint_join_s=0.02,
+            checkpoint_copy_s=0.01,
             publish_join_s=0.05,
+            publish_pack_s=0.03,
+            mismatch_fresh=10 ** rng.uniform(-7, -6),
+            mismatch_stale=abs(rng.gauss(0.05, 0.01)) if step > 1 else None,
             rollout_tokens_per_s=rng.gauss(4000, 300),
-            dropped={"timeout": 1} if step >= 3 else {},
+            groups_ready=rng.randrange(6),
+            groups_running=8,
+            groups_leased=8,
+            groups_issued=8 * step + 16,
+            groups_consumed=8 * step,
+            dropped={"timeout": 1, "stale": step // 7} if step >= 3 else {},
+            retried={"connection": step // 4, "scorer": 1},
+            reissued=step // 7,
+            late=step // 15,
+            servers_idle=abs(rng.gauss(0.15, 0.05)),
         )
     )
     if step % 5 == 0:

@@ -11,10 +11,12 @@ from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics import (
     METRICS_FILE,
     TENSORBOARD_FOLDER,
+    CheckpointRecord,
     EvalRecord,
     MetricsTail,
     MetricsWriter,
     PublishRecord,
+    ResumeRecord,
     RolloutSampleRecord,
     SampleRecord,
     StepRecord,
@@ -116,3 +118,30 @@ def test_the_sequence_of_a_publish_adds_up_to_its_total() -> None:
     sequence = PUBLISH.sequence_ms()
     assert sequence["other"] == 17.5
     assert sum(sequence.values()) == PUBLISH.total_ms
+
+
+def test_a_resume_undoes_what_was_recorded_beyond_its_version(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for adapter in ("a", "b"):
+            for k in range(4):
+                writer.write(StepRecord(step=k, version=k, time_s=1.0, adapter=adapter, n_tokens=1))
+                writer.write(PublishRecord(version=k + 1, total_ms=1.0, adapter=adapter))
+                writer.write(CheckpointRecord(version=k + 1, write_s=0.1, adapter=adapter, nbytes=k))
+        writer.write(ResumeRecord(version=2, time_s=4.0, adapter="a"))
+        writer.write(StepRecord(step=2, version=2, time_s=5.0, adapter="a", n_tokens=2))
+    metrics = read_metrics(tmp_path)
+    assert [(s.step, s.n_tokens) for s in metrics.steps if s.adapter == "a"] == [(0, 1), (1, 1), (2, 2)]
+    assert [p.version for p in metrics.publishes if p.adapter == "a"] == [1, 2]
+    assert [c.version for c in metrics.checkpoints if c.adapter == "a"] == [1, 2]
+    assert [s.step for s in metrics.steps if s.adapter == "b"] == [0, 1, 2, 3]
+    assert [c.version for c in metrics.checkpoints if c.adapter == "b"] == [1, 2, 3, 4]
+    assert [(r.adapter, r.version, r.time_s) for r in metrics.resumes] == [("a", 2, 4.0)]
+
+
+def test_the_trainers_idle_fraction_is_what_it_waited_for() -> None:
+    step = StepRecord(
+        step=0, version=0, time_s=1.0, step_s=4.0, wait_batch_s=1.0, checkpoint_join_s=0.5, publish_join_s=0.5,
+        train_s=1.5, publish_pack_s=0.5,
+    )  # fmt: skip
+    assert step.trainer_idle == 0.5
+    assert StepRecord(step=0, version=0, time_s=1.0).trainer_idle is None

@@ -44,12 +44,14 @@ class Page(HTMLParser):
 def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
     page = Page(html)
-    assert page.tags.count("svg") == 10
+    assert page.tags.count("svg") == 16
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
     assert "url(" not in html
     assert "@import" not in html
-    for shown in ("0.250 → 0.850", "Staleness", "Publish by phase", "commit_wait", "Parity probe", "Early", "Late"):
+    for shown in ("0.250 → 0.850", "Staleness", "Publish by phase", "commit_wait", "Parity probe", "Early", "Late",
+                  "same version (numerics)", "re-issued", "late duplicates", "stale 5, timeout 1", "3.0 MiB",
+                  "was killed by signal 9", "Resumed from a checkpoint"):  # fmt: skip
         assert shown in page.text, shown
     assert '"world_size": 2' in page.text
     assert "nothing recorded" not in page.text
@@ -68,7 +70,7 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(make_config().model_dump_json())
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert page.text.count("nothing recorded") == 10
+    assert page.text.count("nothing recorded") == 16
     assert "None recorded." in page.text
 
 

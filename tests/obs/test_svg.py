@@ -123,3 +123,14 @@ def test_moving_mean_is_the_mean_of_the_neighbours() -> None:
     smooth = svg.moving_mean(points, 3)
     assert smooth[0] == (0.0, 0.5)
     assert smooth[2] == (2.0, pytest.approx((1 + 4 + 9) / 3))
+
+
+def test_marks_stand_at_their_step_and_only_inside_the_axis() -> None:
+    series = [svg.Series(name="a", points=[(0, 0.0), (10, 1.0)])]
+    for chart in (
+        svg.line_chart(series, x_label="x", marks=[5, 12]),
+        svg.stacked_bars([0, 10], {"a": [1.0, 2.0]}, x_label="x", marks=[5, 12]),
+    ):
+        [mark] = [line for line in elements(chart, "line") if line.get("class") == "mark"]
+        assert float(mark.attrib["x1"]) == float(mark.attrib["x2"])
+        assert float(mark.attrib["x1"]) == pytest.approx((svg.LEFT + svg.WIDTH - svg.RIGHT) / 2, abs=0.1)
