@@ -25,6 +25,7 @@ from areal_lora.data.order import PromptOrder
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.obs import faults
 from areal_lora.trainer import loop
+from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.resume import resume
 from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant, scoring_batch
@@ -122,6 +123,11 @@ class Controller:
         self.note(f"step {tenant.version} {asked}")
         return TrainBatch(**fields), {}
 
+    def learn(self, *args: Any, **options: Any) -> LearnReport:
+        report = learn(*args, **options)
+        self.note(f"learned {args[1].version}")
+        return report
+
 
 def live(life: Life) -> dict[str, Any]:
     """One life of a trainer, until ``steps`` versions are made. Returns what it went on from and what it holds."""
@@ -143,7 +149,7 @@ def live(life: Life) -> dict[str, Any]:
         checkpointing=Checkpointing(config, engine, saver), publishing=Publishing(folder),  # type: ignore[arg-type]
         control=GroupExchange(60.0),
     )  # fmt: skip
-    loop.next_batch = controller.next_batch
+    loop.next_batch, loop.learn = controller.next_batch, controller.learn
     if life.fault:
         faults._plan = faults.parse(life.fault)
     loop.train(trainer)

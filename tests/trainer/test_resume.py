@@ -16,7 +16,7 @@ from areal_lora.types import AdapterRef
 from tests.distributed.oracle import make_model
 from tests.distributed.spawn import RanksFailed, run_ranks
 
-from .resume_ranks import STEPS, Life, crash, live
+from .resume_ranks import PROMPTS, STEPS, Life, crash, live
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -90,15 +90,17 @@ def test_a_crash_repeats_at_most_one_step_with_the_same_prompts(runs: Any) -> No
     lives = re.split(r"(?m)^life ", (runs["folders"]["killed"] / "journal-0").read_text())[1:]
     assert len(lives) == len(FAULTS) + 2
     taken: dict[int, str] = {}
-    reached = -1
+    learned = -1
     for text in lives:
         begun, *lines = text.splitlines()
-        assert int(begun) >= reached, "more than one step was lost"
+        assert int(begun) >= learned, "more than one step was lost"
         for line in lines:
             if line.startswith("step "):
                 _, step, prompts = line.split(" ", 2)
                 assert taken.setdefault(int(step), prompts) == prompts
-                reached = max(reached, int(step))
+            elif line.startswith("learned "):
+                learned = max(learned, int(line.split()[1]))
+    assert learned == STEPS - 1
     assert sorted(taken) == list(range(STEPS))
     whole = (runs["folders"]["whole"] / "journal-0").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in whole if line.startswith("step ")] == [taken[s] for s in range(STEPS)]
@@ -114,3 +116,41 @@ def test_every_step_is_committed_after_the_last_life(runs: Any) -> None:
 def test_a_run_whose_steps_are_done_ends_at_once(runs: Any) -> None:
     assert [end["begun"] for end in runs["again"]] == [STEPS] * 2
     assert runs["again"][0]["random"] == runs["ends"]["killed"][0]["random"]
+
+
+@pytest.fixture(scope="module")
+def changed(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The finished run with other settings, one after the other."""
+    tmp = tmp_path_factory.mktemp("changed")
+    folder = runs["folders"]["whole"]
+    path = str(folder.parent / "moe")
+    tp2, pp2 = ((("world_size", 2), (kind, 2)) for kind in ("tp", "pp"))
+    ends = {
+        "tp2": world(live, Life(str(folder), path, sizes=tp2, steps=STEPS + 1), tmp / "tp2"),
+        "pp2": world(live, Life(str(folder), path, sizes=pp2, steps=STEPS + 2), tmp / "pp2"),
+    }
+    with pytest.raises(RanksFailed) as failed:
+        world(live, Life(str(folder), path, rank=8, steps=STEPS + 3), tmp / "rank")
+    root = adapter_folder(folder, "a")
+    (root / f"v{STEPS + 2:06d}" / "rank-0001.safetensors").write_bytes(b"torn")
+    ends["fallback"] = world(live, Life(str(folder), path, sizes=pp2, steps=STEPS + 2), tmp / "fallback")
+    return {"ends": ends, "refusal": str(failed.value), "manifests": manifests(folder), "root": root}
+
+
+def test_other_layouts_and_more_steps_go_on_from_the_same_checkpoint(changed: Any) -> None:
+    assert [[e["begun"], e["version"]] for e in changed["ends"]["tp2"]] == [[STEPS, STEPS + 1]] * 2
+    assert [[e["begun"], e["version"]] for e in changed["ends"]["pp2"]] == [[STEPS + 1, STEPS + 2]] * 2
+    last = changed["manifests"][-1]
+    assert (last.layout["pp"], last.clock.step, last.clock.total_steps) == (2, STEPS + 2, STEPS + 2)
+    assert last.ledger == b"%d" % ((STEPS + 2) * PROMPTS)
+
+
+def test_another_rank_of_the_adapter_is_refused(changed: Any) -> None:
+    assert "ConfigError: adapters.0.rank: it is 8, but " in changed["refusal"]
+    assert "was trained with 4" in changed["refusal"]
+
+
+def test_a_torn_newest_one_costs_one_step_and_is_put_aside(changed: Any) -> None:
+    assert [e["begun"] for e in changed["ends"]["fallback"]] == [STEPS + 1] * 2
+    assert (changed["root"] / f"broken-v{STEPS + 2:06d}").is_dir()
+    assert changed["manifests"][-1].version == STEPS + 2
