@@ -231,7 +231,8 @@ class Interrupts:
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # A second signal may come late: the launcher is ending already, and its exit code must stay right.
+            signal.signal(number, signal.SIG_IGN if self.count else handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.count += 1
