@@ -13,6 +13,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from areal_lora.config.rendezvous import zmq_curve_keys
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.log import get_logger
+from areal_lora.rollout.ledger import LedgerError
 from areal_lora.rollout.messages import Failed, Reply, Request, decode_request, encode
 
 SERVER_ROLE = "controller"
@@ -48,7 +49,7 @@ class ControlSocket:
         self.port = self._socket.bind_to_random_port(f"tcp://{host}")
 
     async def serve(self, handler: Handler, tasks: asyncio.TaskGroup) -> None:
-        """Receive for ever. ArealLoraError becomes a Failed reply; anything else ends the task group."""
+        """Receive for ever. ArealLoraError becomes a Failed reply; LedgerError and others end the task group."""
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) == 3:
@@ -60,6 +61,8 @@ class ControlSocket:
             reply = await handler(decode_request(payload))
         except msgspec.DecodeError as error:
             reply = Failed(reason=f"request is not understood: {error}")
+        except LedgerError:
+            raise  # nobody may be answered from a ledger that does not hold
         except ArealLoraError as error:
             log.error("request refused: %s", error)
             reply = Failed(reason=str(error))

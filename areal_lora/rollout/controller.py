@@ -21,12 +21,15 @@ from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.evaluation import Evaluator
 from areal_lora.rollout.feed import AdapterFeed, Lease, Ticket
 from areal_lora.rollout.prompts import Prompt
-from areal_lora.rollout.routing import Router
+from areal_lora.rollout.routing import Router, told_server
 from areal_lora.rollout.workflow import Workflow, first_fault
 from areal_lora.types import AdapterRef
 
 N_SAMPLES = 2  # readable examples in a batch
 NO_VERSION_WAIT_S = 0.2
+LEASE_CHECK_S = 5.0
+# Faults that say nothing about the answer: it is asked for again, not another one.
+_SAME_ANSWER = (FaultKind.CONNECTION, FaultKind.RETIRED, FaultKind.SERVER_ERROR, FaultKind.ABORTED)
 
 log = get_logger(__name__)
 
@@ -45,8 +48,9 @@ class AdapterRuntime:
     def expire(self, ticket: Ticket) -> None:
         self.running[ticket.seq].cancel()
 
-    def ended(self, seq: int, _: asyncio.Task[None]) -> None:
-        del self.running[seq]
+    def ended(self, seq: int, task: asyncio.Task[None]) -> None:
+        if self.running.get(seq) is task:
+            del self.running[seq]
 
     def notify(self) -> None:
         """Wake everybody who waits for the present state to change."""
@@ -110,10 +114,11 @@ class Controller:
         missing = self._adapters.keys() - request.versions.keys()
         if missing:
             raise RolloutError(f"the trainer says no version of {', '.join(sorted(missing))}")
-        resumed = request.trainer != self._trainer
         self._trainer = request.trainer
         for name, runtime in self._adapters.items():
-            runtime.feed.hello(request.versions[name], resumed=resumed)
+            runtime.feed.hello(
+                request.versions[name], trainer=request.trainer, snapshot=request.snapshots.get(name, b"")
+            )
             runtime.notify()
         return m.Welcome(adapters=tuple(self._adapters), life=self._life)
 
@@ -160,7 +165,7 @@ class Controller:
         return m.Batch(
             adapter=request.adapter, step=request.step, groups=lease.groups, stats=stats,
             samples=_examples(lease), events=self._drain_events(runtime),
-            snapshot=feed.snapshot(),
+            snapshot=lease.snapshot,
         )
 
     def _evaluate(self, request: m.Evaluate) -> m.Done:
@@ -215,9 +220,18 @@ class Controller:
             runtime.running[ticket.seq] = task
             task.add_done_callback(partial(runtime.ended, ticket.seq))
 
+    async def watch_leases(self) -> None:
+        """Give up requests that outlive their lease, for ever."""
+        while True:
+            await asyncio.sleep(LEASE_CHECK_S)
+            for runtime in self._adapters.values():
+                runtime.feed.expire_overdue()
+                self._admit(runtime)
+
     async def _roll_out(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
         """One issued group until it is ready or dropped. Cancelled when it has become too old."""
         feed = runtime.feed
+        told_server.set(partial(feed.served_by, ticket))
         back_off_s: float | None = 0.0
         while back_off_s is not None:
             await asyncio.sleep(back_off_s)
@@ -226,17 +240,17 @@ class Controller:
                 back_off_s = NO_VERSION_WAIT_S
                 continue
             try:
-                seed = request_seed(self._seed, ticket.prompt, ticket.issue, ticket.tries)
+                seed = request_seed(self._seed, ticket.prompt, ticket.issue, ticket.resampled)
                 episode = await runtime.workflow.run(ticket.prompt, ref, seed)
             except GenerationFault as fault:
                 back_off_s = feed.retry(
                     ticket, fault.kind, fault.detail, retryable=fault.retryable,
-                    served=fault.kind is not FaultKind.CONNECTION,
+                    served=fault.kind is not FaultKind.CONNECTION, resample=fault.kind not in _SAME_ANSWER,
                 )
                 continue
             bad = first_fault(episode.group)
             if bad is not None:
-                back_off_s = feed.retry(ticket, FaultKind.SCORER, f"{bad.outcome}: {bad.detail}")
+                back_off_s = feed.retry(ticket, FaultKind.SCORER, f"{bad.outcome}: {bad.detail}", resample=True)
                 continue
             feed.finish(ticket, episode)
             back_off_s = None
@@ -244,9 +258,12 @@ class Controller:
         runtime.notify()
 
 
-def request_seed(run_seed: int, prompt: Prompt, issue: int, attempt: int) -> int:
-    """31-bit sampling seed of one request: the same run asks the same question in the same way."""
-    text = f"{run_seed}:{prompt.uid}:{issue}:{attempt}".encode()
+def request_seed(run_seed: int, prompt: Prompt, issue: int, resampled: int) -> int:
+    """31-bit sampling seed of one request: the same run asks the same question in the same way.
+
+    A try that failed for lack of a server, or in a crash, does not change it.
+    """
+    text = f"{run_seed}:{prompt.uid}:{issue}:{resampled}".encode()
     return int.from_bytes(blake2b(text, digest_size=4).digest(), "little") >> 1
 
 

@@ -19,27 +19,32 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.models import AdapterConfig, AgentWorkflow, Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs import stacks
 from areal_lora.obs.heartbeat import EVERY_S, beat
 from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.rollout.agents import Sessions
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.control import ControlSocket
 from areal_lora.rollout.controller import AdapterRuntime, Controller
 from areal_lora.rollout.evaluation import CHUNK, Evaluator
 from areal_lora.rollout.feed import AdapterFeed
-from areal_lora.rollout.ledger import MemoryLedger
-from areal_lora.rollout.prompts import PromptStream, Tokenizer, tokenize
+from areal_lora.rollout.gateway import AgentGateway
+from areal_lora.rollout.ledger import Ledger, LedgerFile
+from areal_lora.rollout.loading import build_workflow
+from areal_lora.rollout.prompts import PromptStream, tokenize
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.staleness import StalenessBudget
-from areal_lora.rollout.workflow import Scorer, SingleTurnWorkflow
+from areal_lora.rollout.workflow import Scorer, TextTokenizer, WorkflowContext
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Sample
 
 ROLE = "controller"
+LEDGER = "ledger.sqlite"
+LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
 _PR_SET_PDEATHSIG = 1
 
 log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
@@ -54,6 +59,7 @@ class AdapterData:
     """Prompts of one adapter, tokenized: the training stream and the held-out split."""
 
     config: AdapterConfig
+    tokenizer: TextTokenizer
     prompts: PromptStream
     eval_samples: Sequence[Sample]
     eval_token_ids: Sequence[list[int]]
@@ -85,10 +91,11 @@ def load_data(config: Config, run_folder: Path) -> list[AdapterData]:
     return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
 
 
-def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: Tokenizer) -> AdapterData:
+def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
     held_out = load_samples(adapter.task, "eval")[: adapter.task.n_eval]
     return AdapterData(
         config=adapter,
+        tokenizer=tokenizer,
         prompts=PromptStream(
             load_samples(adapter.task, "train"), tokenizer, seed=config.run.seed,
             max_prompt_tokens=config.rollout.max_model_len - adapter.sampling.max_new_tokens,
@@ -110,19 +117,29 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
     secret = read_secret(run_folder)
     router = Router()
     async with AsyncExitStack() as stack:
+        ledger = LedgerFile(run_folder / LEDGER, config.run.name)
+        stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
+        gateway = None
+        if any(isinstance(part.config.workflow, AgentWorkflow) for part in data):
+            gateway = await stack.enter_async_context(AgentGateway())
         runtimes = {}
         for part in data:
             scorer = await stack.enter_async_context(ScorerPool(part.config.reward, hidden=run_folder))
-            runtimes[part.config.name] = build_runtime(config, part, client, scorer)
+            runtimes[part.config.name] = build_runtime(
+                config, part, client, scorer, gateway.sessions if gateway else Sessions(),
+                ledger.adapter(part.config.name, part.prompts.digest),
+            )
         socket = ControlSocket(config.cluster.bind, secret)
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
                 controller = Controller(runtimes, router, seed=config.run.seed, tasks=tasks, stop=stop)
                 tasks.create_task(socket.serve(controller.handle, tasks))
+                tasks.create_task(controller.watch_leases())
                 tasks.create_task(_beat(run_folder))
-                publish_endpoint(run_folder, ROLE, 0, {"control": socket.port}, host=config.cluster.bind)
+                ports = {"control": socket.port} | ({"agents": gateway.port} if gateway else {})
+                publish_endpoint(run_folder, ROLE, 0, ports, host=config.cluster.bind)
                 set_status(run_folder, ROLE, 0, "serving")
                 log.info("serving %s on port %d", ", ".join(runtimes), socket.port)
                 await stop.wait()
@@ -144,7 +161,9 @@ def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def build_runtime(config: Config, data: AdapterData, client: CompletionClient, scorer: Scorer) -> AdapterRuntime:
+def build_runtime(
+    config: Config, data: AdapterData, client: CompletionClient, scorer: Scorer, sessions: Sessions, ledger: Ledger
+) -> AdapterRuntime:
     sampling, servers = data.config.sampling, config.rollout.servers
     sequences = servers * config.rollout.max_num_seqs
     runtime: AdapterRuntime
@@ -156,14 +175,23 @@ def build_runtime(config: Config, data: AdapterData, client: CompletionClient, s
             last_version=config.run.steps - 1,
         ),
         prompts=data.prompts,
-        ledger=MemoryLedger(),
+        ledger=ledger,
         max_running=max(1, math.ceil(sequences / (sampling.n_samples * len(config.adapters)))),
         on_expire=lambda ticket: runtime.expire(ticket),
         clock=time.monotonic,
+        lease_s=2 * sampling.deadline_s + LEASE_SLACK_S,
+        drop_uniform=sampling.drop_uniform,
     )
     runtime = AdapterRuntime(
         feed=feed,
-        workflow=SingleTurnWorkflow(client=client, scorer=scorer, sampling=sampling),
+        workflow=build_workflow(
+            data.config.workflow,
+            WorkflowContext(
+                client=client, scorer=scorer, sampling=sampling, tokenizer=data.tokenizer,
+                max_model_len=config.rollout.max_model_len,
+            ),
+            sessions,
+        ),
         evaluator=Evaluator(
             client=client, scorer=scorer, sampling=sampling, samples=data.eval_samples,
             token_ids=data.eval_token_ids,

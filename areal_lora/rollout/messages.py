@@ -125,20 +125,26 @@ class Failed(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Counters of one adapter since the controller started; groups unless the name says otherwise.
+    """Counters of one adapter since the run began; groups unless the name says otherwise.
 
-    ``issued = consumed + leased + ready + running + sum(dropped)``; ``running`` includes
-    groups that wait for a retry.
+    ``issued = consumed + leased + ready + running + waiting + sum(dropped)``; ``running`` includes
+    groups that wait for a retry, ``waiting`` are issued (again) and not admitted yet. ``rolled_back``
+    is part of ``reissued``, and both are of ``dropped``.
     """
 
     newest_version: int
+    waiting: int
     ready: int
     running: int
     leased: int
+    leased_steps: int  # handed over and not committed
     issued: int
     consumed: int
     dropped: dict[str, int]
+    reissued: int  # issues of a prompt after its first
+    rolled_back: int
     retried: dict[str, int]
+    late: int  # answers to requests that had been given up or answered before
     staleness: dict[int, int]  # consume version - oldest token version, at hand-over
     tokens_generated: int
     idle_s: float  # nothing in flight

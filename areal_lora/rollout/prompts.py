@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 from areal_lora.data.order import PromptOrder
@@ -31,7 +32,8 @@ class PromptStream:
     """Maps a stream position to a prompt; keeps no position itself.
 
     ``max_prompt_tokens`` leaves room for the answer; prompts beyond it are still located, and
-    :meth:`fits` says that they cannot be sampled.
+    :meth:`fits` says that they cannot be sampled. Streams with the same ``digest`` put the same
+    sample at the same position.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class PromptStream:
         self._token_ids = tokenize(samples, tokenizer)
         self._order = PromptOrder(seed, len(samples))
         self._max_prompt_tokens = max_prompt_tokens
+        uids = "\n".join([str(seed), *(sample.uid for sample in samples)])
+        self.digest = blake2b(uids.encode(), digest_size=16).hexdigest()
         if all(len(ids) > max_prompt_tokens for ids in self._token_ids):
             raise ConfigError(
                 "rollout.max_model_len",

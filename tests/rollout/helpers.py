@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from areal_lora.config.models import Config, SamplingConfig
 from areal_lora.rollout.feed import AdapterFeed, Ticket
-from areal_lora.rollout.ledger import MemoryLedger
+from areal_lora.rollout.ledger import Ledger, LedgerFile, Snapshot
 from areal_lora.rollout.prompts import Prompt, PromptStream
 from areal_lora.rollout.staleness import StalenessBudget
 from areal_lora.rollout.workflow import Episode
@@ -46,16 +48,31 @@ class Clock:
 
 def feed(
     *, eta: int = 1, b: int = 2, steps: int = 100, n: int = 100, max_running: int = 1000, clock: Clock | None = None,
-    prompts: PromptStream | None = None,
-) -> tuple[AdapterFeed, MemoryLedger, list[Ticket]]:
-    """A feed, its ledger, and the list that expired tickets are appended to."""
-    ledger, expired = MemoryLedger(), list[Ticket]()
+    prompts: PromptStream | None = None, version: int | None = 0, file: LedgerFile | None = None,
+    drop_uniform: bool = False, lease_s: float = 3600.0,
+) -> tuple[AdapterFeed, Ledger, list[Ticket]]:
+    """A feed that a trainer at ``version`` has greeted, its ledger, and the list that expired tickets go to."""
+    expired = list[Ticket]()
+    prompts = prompts or stream(n)
+    ledger = (file or LedgerFile(":memory:", "t")).adapter(NAME, prompts.digest)
     made = AdapterFeed(
         NAME, budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),
-        prompts=prompts or stream(n), ledger=ledger, max_running=max_running, on_expire=expired.append,
-        clock=clock or Clock(),
+        prompts=prompts, ledger=ledger, max_running=max_running, on_expire=expired.append,
+        clock=clock or Clock(), lease_s=lease_s, drop_uniform=drop_uniform,
     )
+    if version is not None:
+        made.hello(version, trainer="first", snapshot=snapshot(ledger, version) if version else b"")
     return made, ledger, expired
+
+
+def snapshot(ledger: Ledger, version: int) -> bytes:
+    """Of a run that has consumed nothing but stands at ``version``."""
+    return msgspec.msgpack.encode(
+        Snapshot(
+            adapter=NAME, order=ledger.head.order, version=version, next_position=0, issued=0, consumed=0, dropped={},
+            open=[],
+        )
+    )
 
 
 def admit_all(made: AdapterFeed) -> list[Ticket]:

@@ -1,51 +1,174 @@
+"""The file: what it remembers, what it refuses, what it does with files that are not its own."""
+
 from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
 
 import pytest
 
-from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger import GroupState, MemoryLedger
+from areal_lora.errors import ConfigError
+from areal_lora.rollout.ledger import (
+    FOLD_EVERY,
+    KEEP_STEPS,
+    GroupState,
+    Ledger,
+    LedgerError,
+    LedgerFile,
+    decode_snapshot,
+)
 
 
-def test_a_group_goes_through_its_life() -> None:
-    ledger = MemoryLedger()
-    seq = ledger.issue("0:a", 0)
-    ledger.run(seq, 3)
-    ledger.requeue(seq)
-    ledger.run(seq, 4)
-    ledger.finish(seq)
-    ledger.lease(seq, 7)
-    ledger.check(live=1)
-    ledger.consume(seq)
-    ledger.check(live=0)
-    row = ledger.rows[seq]
-    assert (row.state, row.version, row.step) == (GroupState.CONSUMED, 4, 7)
+def ledger(path: Path | str = ":memory:", run: str = "r", order: str = "o") -> tuple[LedgerFile, Ledger]:
+    file = LedgerFile(path, run)
+    return file, file.adapter("math", order)
+
+
+def test_a_group_goes_through_its_life_and_its_trajectories_are_forgotten() -> None:
+    file, book = ledger()
+    seq = book.issue(0, 1)
+    book.run(seq, 3, 9.0)
+    book.requeue(seq, 1, 0)
+    book.run(seq, 4, 9.0)
+    book.finish(seq, 4, 5, b"text")
+    assert book.payload(seq) == b"text"
+    book.lease([seq], 7)
+    book.check(live=1)
+    book.consume(6)
+    book.check(live=1)
+    book.consume(7)
+    book.consume(7)
+    book.check(live=0)
+    [row] = book.rows(GroupState.CONSUMED)
+    assert (row.version, row.newest, row.step, row.failed) == (4, 5, 7, 1)
+    assert file.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
 
 
 def test_moves_that_the_diagram_does_not_show_are_refused() -> None:
-    ledger = MemoryLedger()
-    seq = ledger.issue("0:a", 0)
-    with pytest.raises(RolloutError, match="cannot go from issued to done"):
-        ledger.finish(seq)
-    ledger.run(seq, 0)
-    ledger.finish(seq)
-    ledger.lease(seq, 0)
-    ledger.consume(seq)
-    with pytest.raises(RolloutError, match="cannot go from consumed to dropped"):
-        ledger.drop(seq, "stale")
-
-
-def test_nothing_is_issued_twice_unless_it_was_dropped() -> None:
-    ledger = MemoryLedger()
-    seq = ledger.issue("0:a", 0)
-    with pytest.raises(RolloutError, match="live or consumed"):
-        ledger.issue("0:a", 0)
-    ledger.drop(seq, "stale")
-    assert ledger.issue("0:a", 0) == 1
-    assert ledger.drop_reasons() == {"stale": 1}
+    _, book = ledger()
+    seq = book.issue(0, 1)
+    with pytest.raises(LedgerError, match="cannot go from issued to leased"):
+        book.lease([seq], 0)
+    book.finish(seq, 0, 0, b"")
+    book.lease([seq], 0)
+    book.consume(0)
+    with pytest.raises(LedgerError, match="cannot go from consumed to dropped"):
+        book.drop(seq, "stale")
+    with pytest.raises(LedgerError, match="issue 5 of math is unknown"):
+        book.run(5, 0, 0.0)
 
 
 def test_a_lost_group_is_noticed() -> None:
-    ledger = MemoryLedger()
-    ledger.issue("0:a", 0)
-    with pytest.raises(RolloutError, match="does not add up"):
-        ledger.check(live=0)
+    file, book = ledger()
+    book.issue(0, 1)
+    book.issue(1, 1)
+    with pytest.raises(LedgerError, match=r"does not add up: 2 issued of math, .*1 groups held"):
+        book.check(live=1)
+    book.check(live=2)
+    file.execute("DELETE FROM groups WHERE seq = 0")
+    with pytest.raises(LedgerError, match="does not add up"):
+        book.check(live=2)
+
+
+def test_what_was_flushed_is_there_after_a_crash_and_the_rest_is_forgotten_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    _, book = ledger(path)
+    book.issue(0, 1)
+    book.flush()
+    book.issue(1, 1)
+    book.head.next_position = 2
+    _, again = ledger(path)  # the first one's connection is still open: as after a SIGKILL
+    assert again.known
+    assert (again.head.issued, again.head.next_position) == (1, 0)
+    again.check(live=1)
+
+
+def test_closed_steps_are_folded_into_counts_and_the_file_stays_small(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    file, book = ledger(path)
+    sizes = []
+    for step in range(4 * KEEP_STEPS):
+        for position in range(4):
+            seq = book.issue(position, 1)
+            if position:
+                book.finish(seq, step, step, b"x" * 4000)
+                book.lease([seq], step)
+            else:
+                book.head.next_version = step
+                book.drop(seq, "stale")
+        book.consume(step)
+        book.check(live=0)
+        book.flush()
+        sizes.append(path.stat().st_size)
+    assert len(book.rows(GroupState.CONSUMED)) <= 3 * (KEEP_STEPS + FOLD_EVERY)
+    assert book.head.known_from >= 3 * KEEP_STEPS - FOLD_EVERY
+    assert max(sizes[2 * KEEP_STEPS :]) <= max(sizes[: 2 * KEEP_STEPS])
+    file.close()
+    _, again = ledger(path)
+    assert again.counts() == {GroupState.CONSUMED: 12 * KEEP_STEPS, GroupState.DROPPED: 4 * KEEP_STEPS}
+    assert again.drop_reasons() == {"stale": 4 * KEEP_STEPS}
+
+
+def test_a_snapshot_holds_what_is_open_once_the_step_is_consumed() -> None:
+    _, book = ledger()
+    for position in range(4):
+        book.issue(position, 1)
+    book.head.next_position = 4
+    for seq in (0, 1):
+        book.finish(seq, 0, 0, b"")
+        book.lease([seq], seq)
+    book.drop(3, "stale")
+    taken = decode_snapshot(book.snapshot(1), "math")
+    assert taken is not None
+    assert (taken.version, taken.next_position, taken.issued, taken.consumed) == (1, 4, 4, 1)
+    assert [group.seq for group in taken.open] == [1, 2]
+    book.rebuild(taken)
+    book.check(live=2)
+    assert (book.head.next_version, book.head.known_from) == (1, 1)
+
+
+def test_the_ledger_of_another_run_or_other_prompts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    file, book = ledger(path)
+    book.issue(0, 1)
+    file.close()
+    with pytest.raises(ConfigError, match="is the ledger of run 'r' in schema 1, not of 'other'"):
+        ledger(path, run="other")
+    with pytest.raises(ConfigError, match="its prompts of math are of another task, size or seed"):
+        ledger(path, order="p")
+
+
+@pytest.mark.parametrize("damage", ["text", "torn", "page"])
+def test_a_damaged_file_is_moved_aside_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+    file, book = ledger(path)
+    for position in range(2000):
+        book.issue(position, 1)
+    file.close()
+    whole = path.read_bytes()
+    broken = {
+        "text": b"no database " * 1000,
+        "torn": whole[: len(whole) // 2],
+        "page": whole[:8192] + b"\xff" * 4096 + whole[12288:],
+    }[damage]
+    path.write_bytes(broken)
+    with caplog.at_level(logging.WARNING, "areal_lora"):
+        file, book = ledger(path)
+    assert "is damaged" in caplog.text
+    assert "moved to ledger.sqlite.damaged-1" in caplog.text
+    assert (tmp_path / "ledger.sqlite.damaged-1").read_bytes() == broken
+    assert not book.known
+    book.issue(0, 1)
+    book.check(live=1)
+
+
+def test_another_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    other = sqlite3.connect(path)
+    other.execute("CREATE TABLE t (x)")
+    other.commit()
+    with pytest.raises(ConfigError, match="no run ledger"):
+        ledger(path)

@@ -20,8 +20,9 @@ from tests.rollout.helpers import NAME, episode, stream
 
 SECRET = "5" * 64
 STATS = m.Stats(
-    newest_version=1, ready=0, running=3, leased=0, issued=3, consumed=0, dropped={"stale": 1}, retried={},
-    staleness={0: 2}, tokens_generated=0, idle_s=0.0, generation_s=0.0,
+    newest_version=1, waiting=0, ready=0, running=3, leased=0, leased_steps=0, issued=3, consumed=0,
+    dropped={"stale": 1}, reissued=0, rolled_back=0, retried={}, late=0, staleness={0: 2}, tokens_generated=0,
+    idle_s=0.0, generation_s=0.0,
 )
 Handler = Callable[[m.Request], Awaitable[m.Reply]]
 
