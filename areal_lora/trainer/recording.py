@@ -27,6 +27,7 @@ from areal_lora.obs.trace import Spans
 from areal_lora.rollout.messages import EvalResult, RolloutSample, Stats
 from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.trainer.learn import LearnReport
+from areal_lora.trainer.rates import RateMeter, Rates
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch, TrajectoryGroup
 from areal_lora.weight_sync.outcome import PublishReport
@@ -54,9 +55,7 @@ class Recorder:
             if tenant.resumed:
                 self._writer.write(ResumeRecord(adapter=tenant.name, version=tenant.version, time_s=before_s))
         self._stats: Stats | None = None
-        self._last_tokens = 0
-        self._last_idle_s = 0.0
-        self._last_step_s = time.monotonic()
+        self._meter = RateMeter([t.name for t in tenants if not t.resumed], time.monotonic())
 
     def status(self, text: str) -> None:
         set_status(self._run_folder, "trainer", 0, text)
@@ -123,10 +122,9 @@ class Recorder:
         self.beat()
         stats = self._stats
         now = time.monotonic()
-        generated = stats.tokens_generated - self._last_tokens if stats else -1
-        tokens_per_s = generated / (now - self._last_step_s) if generated >= 0 else None  # a new controller begins at 0
-        servers_idle = self._servers_idle(stats, now - self._last_step_s)
-        self._last_step_s, self._last_tokens = now, stats.tokens_generated if stats else 0
+        rates = Rates()
+        if stats:
+            rates = self._meter.step(tenant.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         seconds = spans.seconds
         answers = float(batch.loss_mask.sum()) / batch.n_sequences
         self._writer.write(
@@ -142,21 +140,15 @@ class Recorder:
                 annotate_s=seconds["annotate"], train_s=seconds["train"],
                 checkpoint_join_s=seconds["checkpoint_join"], checkpoint_copy_s=seconds["checkpoint_copy"],
                 publish_join_s=seconds["publish_join"], publish_pack_s=seconds["publish_pack"],
-                rollout_tokens_per_s=tokens_per_s,
+                rollout_tokens_per_s=rates.tokens_per_s,
                 groups_ready=stats.ready if stats else 0, groups_running=stats.running if stats else 0,
                 groups_leased=stats.leased if stats else 0, groups_issued=stats.issued if stats else 0,
                 groups_consumed=stats.consumed if stats else 0,
                 dropped=stats.dropped if stats else {}, retried=stats.retried if stats else {},
-                reissued=stats.reissued if stats else 0, late=stats.late if stats else 0, servers_idle=servers_idle,
+                reissued=stats.reissued if stats else 0, late=stats.late if stats else 0, servers_idle=rates.servers_idle,
                 extra={"skipped": report.skipped, "capped_fraction": report.per_token("capped")},
             )
         )
-
-    def _servers_idle(self, stats: Stats | None, elapsed_s: float) -> float | None:
-        """Fraction of the time since the step before; None after a new controller, which begins to count at 0."""
-        before_s, self._last_idle_s = self._last_idle_s, stats.idle_s if stats else 0.0
-        idle_s = self._last_idle_s - before_s
-        return min(1.0, idle_s / elapsed_s) if stats is not None and idle_s >= 0 and elapsed_s > 0 else None
 
     def _record_evals(self, results: Sequence[EvalResult]) -> None:
         for result in results:
