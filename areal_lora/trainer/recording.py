@@ -145,7 +145,8 @@ class Recorder:
                 groups_leased=stats.leased if stats else 0, groups_issued=stats.issued if stats else 0,
                 groups_consumed=stats.consumed if stats else 0,
                 dropped=stats.dropped if stats else {}, retried=stats.retried if stats else {},
-                reissued=stats.reissued if stats else 0, late=stats.late if stats else 0, servers_idle=rates.servers_idle,
+                reissued=stats.reissued if stats else 0, late=stats.late if stats else 0,
+                servers_idle=rates.servers_idle,
                 extra={"skipped": report.skipped, "capped_fraction": report.per_token("capped")},
             )
         )
