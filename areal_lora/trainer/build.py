@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
 from areal_lora.checkpoint.files import Disk
@@ -19,13 +19,12 @@ from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.obs.faults import reached
 from areal_lora.obs.heartbeat import beat_on
 from areal_lora.obs.log import set_status
-from areal_lora.platforms.device import platform_of
+from areal_lora.platforms.device import own_device, platform_of
 from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.trainer.loop import Trainer
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.resume import resume
-from areal_lora.trainer.rewind import end_servers_ahead
 from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant, build_tenant
 from areal_lora.types import AdapterRef
@@ -42,7 +41,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     """Collective over all ranks. Rank 0 waits for servers and controller; see its status line."""
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
-    device = torch.device(config.cluster.device)
+    device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
     engine = MegatronEngine(config.model, config.trainer, device)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tenants = [build_tenant(config, adapter, tokenizer) for adapter in config.adapters]
@@ -56,8 +55,8 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     saver = Saver(store=store, config=config.checkpoint, committed=partial(_commit, client) if client else None)
     publisher = Publisher(
         run=config.run.name, config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        coordinator=_coordinator(config, run_folder, client, tenants) if client else None,
-        bind=reachable_host(config.cluster.bind), backend=platform_of(config.cluster.device).xccl,
+        coordinator=_coordinator(config, run_folder, client) if client else None,
+        bind=reachable_host(config.cluster.bind), backend=platform_of(device).xccl, device=device,
     )
     publishing = AdapterPublishing(
         engine, publisher, config.weight_sync, recorder.published if recorder else None
@@ -90,14 +89,12 @@ def _commit(client: RolloutClient, ref: AdapterRef) -> None:
         reached("trainer.committed")
 
 
-def _coordinator(config: Config, run_folder: Path, client: RolloutClient, tenants: Sequence[Tenant]) -> Coordinator:
+def _coordinator(config: Config, run_folder: Path, client: RolloutClient) -> Coordinator:
     """Rank 0's: knows the servers of the run folder, and tells the controller where each version serves."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     for index in range(config.rollout.servers):
         wait_endpoint(run_folder, "server", index, STARTUP_TIMEOUT_S)
-    versions = {tenant.name: tenant.version for tenant in tenants}
-    end_servers_ahead(watch.present, read_secret(run_folder), versions, config.weight_sync, STARTUP_TIMEOUT_S)
 
     def announce(active: Active) -> None:
         client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost)
