@@ -98,6 +98,7 @@ class MultiTurnWorkflow(Section):
     environment: str = Field(description="`package.module:name` or `file.py:name` of an Environment class or factory.")
     arguments: Arguments = Field(default_factory=dict, description="Keyword arguments of the environment.")
     max_turns: PositiveInt = Field(8, description="Turns of the model; an episode that needs more ends there.")
+    stop: list[str] = Field(default_factory=list, description="Texts that end an answer, such as a tool call's end.")
 
 
 class CustomWorkflow(Section):

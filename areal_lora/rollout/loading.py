@@ -27,7 +27,7 @@ def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sess
         case config.MultiTurnWorkflow():
             return MultiTurnWorkflow(
                 context=context, environment=_callable(chosen.environment), arguments=chosen.arguments,
-                max_turns=chosen.max_turns,
+                max_turns=chosen.max_turns, stop=chosen.stop,
             )
         case config.CustomWorkflow():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)

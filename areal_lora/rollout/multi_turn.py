@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> Reply | Awaitable[Reply]:
-        """Reply to the model's answer, which has no special tokens in it."""
+        """Reply to the model's answer: without special tokens, and without the text of `stop` that ended it."""
         ...
 
 
@@ -65,6 +65,7 @@ class MultiTurnWorkflow:
     environment: Callable[..., Environment]
     arguments: Mapping[str, Any]
     max_turns: int
+    stop: Sequence[str] = ()
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n = self.context.sampling.n_samples
@@ -121,7 +122,8 @@ class MultiTurnWorkflow:
     async def _answer(self, packed: PackedTurns, ref: AdapterRef, seed: int) -> Generation:
         # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
         (answer,) = await self.context.answer(
-            ref, packed.token_ids, seed=seed, deadline_s=2 * self.context.sampling.deadline_s
+            ref, packed.token_ids, seed=seed, deadline_s=2 * self.context.sampling.deadline_s,
+            stop=list(self.stop) or None,
         )
         packed.sampled(answer)
         return answer

@@ -105,6 +105,18 @@ def test_a_conversation_is_one_trajectory_of_the_tokens_that_were_sampled() -> N
     assert len({t.uid for t in episode.group.trajectories}) == 2
 
 
+def test_tokens_that_the_tokenizer_would_not_choose_are_kept() -> None:
+    fake = FakeServer(models={str(V1)}, answer=lambda *_: ([1005, EOS], "ff"))
+
+    async def agent(task: AgentTask) -> float:
+        text = await say(task, [user("hi")])
+        await say(task, [user("hi"), {"role": "assistant", "content": text}, user("more")])
+        return 1.0
+
+    for made in run(agent, server=fake).group.trajectories:
+        assert rows(made) == told("<user:hi>") + sampled([1005, EOS]) + told("<user:more>") + sampled([1005, EOS])
+
+
 def test_other_prompts_are_trajectories_of_their_own_with_the_same_reward() -> None:
     samples = iter(range(2))
 

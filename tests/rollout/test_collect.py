@@ -42,6 +42,14 @@ def test_a_completion_continues_the_longest_conversation_that_it_extends() -> No
     assert [c.loss_mask for c in conversations] == [[0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 1, 0, 1], [0, 1]]
 
 
+def test_of_two_conversations_that_fit_the_longer_goes_on() -> None:
+    conversations: list[PackedTurns] = []
+    join(conversations, [1, 2, 3, 4], answer(5))
+    join(conversations, [1, 2], answer(3))  # later, and a beginning of the first
+    join(conversations, [1, 2, 3, 4, 5, 6], answer(7))
+    assert [c.token_ids for c in conversations] == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3]]
+
+
 def test_several_answers_to_one_prompt_are_several_conversations() -> None:
     conversations: list[PackedTurns] = []
     for token in (5, 6, 7):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,14 +56,14 @@ def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
 
 def run(
     environment: Callable[..., Any], *, server: FakeServer | None = None, scorer: Graded | None = None,
-    max_turns: int = 8, deadline_s: float = 5.0, **arguments: Any,
+    max_turns: int = 8, deadline_s: float = 5.0, stop: Sequence[str] = (), **arguments: Any,
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
         sampling = SAMPLING.model_copy(update={"deadline_s": deadline_s})
         async with served(fake, scorer or Graded(), sampling) as context:
             workflow = MultiTurnWorkflow(
-                context=context, environment=environment, arguments=arguments, max_turns=max_turns
+                context=context, environment=environment, arguments=arguments, max_turns=max_turns, stop=stop
             )
             return await workflow.run(PROMPT, V1, seed=7)
 
@@ -172,6 +172,12 @@ def test_how_an_episode_ends(
         assert trajectory.finish_reason == finish
         assert trajectory.loss_mask[-1] == 1  # no reply without an answer to it
         assert len(trajectory.token_ids) <= MAX_MODEL_LEN
+
+
+def test_the_server_is_told_what_ends_an_answer() -> None:
+    fake = FakeServer(models={str(V1)}, answer=answer)
+    run(lambda: Scripted([Reply(done=True)]), server=fake, stop=["</tool>", "!"])
+    assert [body["stop"] for body in fake.requests] == [["</tool>", "!"]] * 2
 
 
 def test_an_answer_gets_no_more_tokens_than_fit() -> None:

@@ -22,7 +22,7 @@ SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, dea
 
 
 class CharTokenizer:
-    """One token per character; 2 ends a sequence."""
+    """One token per character; 2 ends a sequence. From 1000 on a token is two letters that `encode` makes two of."""
 
     chat_template = "{role}:{content}"
 
@@ -33,7 +33,8 @@ class CharTokenizer:
         return [1] * add_special_tokens + [ord(c) for c in text]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(i) for i in token_ids if i > 2 or not skip_special_tokens)
+        kept = (i for i in token_ids if i > 2 or not skip_special_tokens)
+        return "".join(chr(i) if i < 1000 else 2 * chr(97 + i - 1000) for i in kept)
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
