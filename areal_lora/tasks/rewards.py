@@ -7,6 +7,7 @@ digit is consumed once, as a number or as something else. Values are exact fract
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -104,8 +105,16 @@ def reward_function(kind: str, path: str | None = None) -> RewardFunction:
     if path is None:
         raise ConfigError("reward.kind", f"there is no reward {kind!r}")
     function: RewardFunction = load_import_path(path)
-    if not callable(function):
-        raise ConfigError(path, f"is a {type(function).__name__}, not a function", "name reward(completion, answer)")
+    fix = "name a function reward(completion, answer) -> float"
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "a coroutine function" if callable(function) else f"of type {type(function).__name__}"
+        raise ConfigError(path, f"is {kind}, not a plain function", fix)
+    try:
+        inspect.signature(function).bind("", "")
+    except TypeError as error:
+        raise ConfigError(path, f"cannot be called with completion and answer: {error}", fix) from None
+    except ValueError:
+        pass  # a compiled function that does not tell what it takes
     return function
 
 

@@ -283,7 +283,8 @@ def test_a_child_that_was_killed_from_outside_is_replaced():
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (None, "No such file"), ("import nothing_like_it", "ModuleNotFoundError"), ("reward = 3", "not a function"),
+        (None, "No such file"), ("import nothing_like_it", "ModuleNotFoundError"), ("reward = 3", "of type int"),
+        ("async def reward(c, a): ...", "is a coroutine function"), ("def reward(c): ...", "too many positional"),
         ("1/0", "ZeroDivisionError"), ("def other(c, a): ...", "has no 'reward'"),
     ],
 )  # fmt: skip
