@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from areal_lora.config.models import Config, FunctionReward
 from areal_lora.config.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.main import adapter_data, serve
@@ -165,3 +166,32 @@ def test_an_unknown_adapter_is_refused(controller: Callable[..., Running]) -> No
     run = controller(FakeServer())
     with pytest.raises(RolloutError, match="'other' is not in this run"):
         run.client.announce(AdapterRef(name="other", version=0), {})
+
+
+def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run_goes_on(
+    controller: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path_factory.mktemp("code") / "rewards.py"  # not in the run folder, which a scorer cannot read
+    file.write_text("def reward(completion, answer):\n    return 1 / (sum(map(ord, answer)) % 4)\n")
+    plain = config
+
+    def with_reward(*arguments: Any, **settings: Any) -> Config:
+        made = plain(*arguments, **settings)
+        adapter = made.adapters[0].model_copy(update={"reward": FunctionReward(path=f"{file}:reward")})
+        return made.model_copy(update={"adapters": [adapter]})
+
+    monkeypatch.setattr("tests.rollout.test_controller.config", with_reward)
+    monkeypatch.setattr("areal_lora.rollout.feed.MAX_BACK_OFF_S", 0.01)
+    run = controller(FakeServer(), eta=1, b=4, steps=6)
+    made = plain("none")
+    prompts = adapter_data(made, made.adapters[0], CharTokenizer()).prompts
+    fails = {p.uid for p in map(prompts.at, range(64)) if sum(map(ord, p.sample.answer)) % 4 == 0}
+    assert 4 < len(fails) < 32
+    for step in range(6):
+        run.activate(step)
+        batch = run.batch(step)
+        run.client.commit(NAME, step)
+        assert not {group.uid for group in batch.groups} & fails
+        assert all(t.reward > 0 for group in batch.groups for t in group.trajectories)
+    assert set(batch.stats.dropped) == {"scorer"}
+    assert batch.stats.retried["scorer"] >= 7 * batch.stats.dropped["scorer"] > 0
