@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from areal_lora.errors import ConfigError
@@ -23,6 +24,30 @@ PLATFORMS = {
     "cuda": Platform(device_type="cuda", collective="cpu:gloo,cuda:nccl", xccl="nccl"),
     "npu": Platform(device_type="npu", collective="cpu:gloo,npu:hccl", xccl="hccl"),
 }
+
+
+PAGE_BYTES = 4096
+
+
+def own_device(kind: str, local_rank: int) -> torch.device:
+    """This process's device among those it sees, from now on the current one of the calling thread.
+
+    Other threads must be told: a thread begins on device 0, whatever its process uses.
+    """
+    if platform_of(kind).device_type == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, local_rank)
+    torch.get_device_module(device).set_device(device)
+    return device
+
+
+def host_buffer(nbytes: int, device: torch.device) -> np.ndarray:
+    """uint8 [nbytes] on the host, its pages there already; page-locked where ``device`` copies to and from it."""
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    buffer = np.empty(nbytes, dtype=np.uint8)
+    buffer[::PAGE_BYTES] = 0
+    return buffer
 
 
 def platform_of(device: torch.device | str) -> Platform:

@@ -8,11 +8,12 @@ interfaces whatever host name it is given. Every wait has a deadline in seconds.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,33 +24,53 @@ from areal_lora.errors import ConfigError, PublishError
 from areal_lora.weight_sync.transport import SourceEndpoint
 
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One member's place in a group to be. ``bind`` is its own address, ``device`` what it computes on."""
+
+    store: dist.Store
+    rank: int
+    world: int
+    bind: str
+    timeout_s: float
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A process group and the device its tensors must live on."""
+    """A process group, and the device through which host memory must go; None where it sends the host's."""
 
     group: dist.ProcessGroup
-    device: torch.device
+    through: torch.device | None
 
 
-BackendFactory = Callable[[dist.Store, int, int, str, float], Backend]
-"""(store, rank, world, bind address, timeout_s) -> Backend; may block until all members are there."""
+BackendFactory = Callable[[Seat], Backend]
+"""May block until all members are there. ``Work.wait`` of the group must block the host, and no longer than asked."""
 
 
-def _gloo(store: dist.Store, rank: int, world: int, bind: str, timeout_s: float) -> Backend:
+def _gloo(seat: Seat) -> Backend:
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = _delta(timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind)]
-    return Backend(dist.ProcessGroupGloo(store, rank, world, options), torch.device("cpu"))
+    options._timeout = _delta(seat.timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.bind)]
+    return Backend(dist.ProcessGroupGloo(seat.store, seat.rank, seat.world, options), None)
 
 
-def _nccl(store: dist.Store, rank: int, world: int, bind: str, timeout_s: float) -> Backend:
+def _nccl(seat: Seat) -> Backend:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _delta(timeout_s)
-    return Backend(
-        dist.ProcessGroupNCCL(store, rank, world, options), torch.device("cuda", torch.cuda.current_device())
-    )
+    options._timeout = _delta(seat.timeout_s)
+    # Read by the constructor. Else waiting would return at once, and a lost peer would end this process.
+    before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    try:
+        group = dist.ProcessGroupNCCL(seat.store, seat.rank, seat.world, options)
+    finally:
+        del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
+        if before is not None:
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+    return Backend(group, seat.device)
 
 
 _BACKENDS: dict[str, BackendFactory] = {"gloo": _gloo, "nccl": _nccl}
@@ -71,8 +92,7 @@ class Transfer:
     def wait(self) -> None:
         """Block until all bytes are here (or handed over). Raises PublishError at the deadline or a dead peer."""
         with _named(self._group):
-            self._work.wait(_delta(self._deadline - time.monotonic()))
-            self._group.land(self._flat)
+            self._group.land(self._work, self._flat, self._deadline)
 
 
 class BroadcastGroup:
@@ -85,8 +105,7 @@ class BroadcastGroup:
         self.source, self.rank = endpoint.source, rank
         self.bucket_bytes = endpoint.bucket_bytes
         self._group: dist.ProcessGroup | None = backend.group
-        self._device = backend.device
-        self._on_device: dict[int, torch.Tensor] = {}
+        self._twins = _Twins(backend.through) if backend.through is not None else None
 
     def start(self, flat: torch.Tensor, deadline: float) -> Transfer:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
@@ -95,20 +114,25 @@ class BroadcastGroup:
     def issue(self, flat: torch.Tensor, deadline: float) -> dist.Work:
         if self._group is None:
             raise PublishError(f"the group of source rank {self.source} is closed; connect again")
-        piece = flat
-        if self._device.type != "cpu":
-            # Backends that cannot send host memory: every buffer has its twin on the device, made once.
-            piece = self._on_device.setdefault(flat.data_ptr(), torch.empty_like(flat, device=self._device))
-            if piece.numel() != flat.numel():
-                piece = self._on_device[flat.data_ptr()] = torch.empty_like(flat, device=self._device)
+        if self._twins is None:
+            return self._group.broadcast([flat], self._options(deadline))
+        twin = self._twins.of(flat)
+        with self._twins.queue():
             if self.rank == 0:
-                piece.copy_(flat, non_blocking=True)
-        return self._group.broadcast([piece], self._options(deadline))
+                twin.copy_(flat, non_blocking=True)
+            return self._group.broadcast([twin], self._options(deadline))
 
-    def land(self, flat: torch.Tensor) -> None:
-        """After a broadcast through the device: bring what was received to the host."""
-        if self._device.type != "cpu" and self.rank != 0:
-            flat.copy_(self._on_device[flat.data_ptr()])
+    def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
+        """Wait for a broadcast; what was received through a device is on the host afterwards."""
+        left = _delta(deadline - time.monotonic())
+        if self._twins is None:
+            work.wait(left)
+            return
+        with self._twins.queue():
+            work.wait(left)
+            if self.rank != 0:
+                flat.copy_(self._twins.of(flat), non_blocking=True)
+        self._twins.synchronize()
 
     def close(self) -> None:
         """Leave. Members that wait for this one fail at once; own transfers under way end at their deadline first."""
@@ -124,14 +148,38 @@ class BroadcastGroup:
         return options
 
 
+class _Twins:
+    """Device memory beside host buffers, made once for each, and a stream apart from the model's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, dict[int, torch.Tensor]()
+        self._stream = torch.Stream(device=device) if device.type != "cpu" else None
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """As long as ``flat``. The same memory for buffers that begin at the same address."""
+        held = self._memory.get(flat.data_ptr())
+        if held is None or held.numel() < flat.numel():
+            held = self._memory[flat.data_ptr()] = torch.empty_like(flat, device=self._device)
+        return held[: flat.numel()]
+
+    def queue(self) -> AbstractContextManager[object]:
+        """What is issued inside goes onto the stream."""
+        return nullcontext() if self._stream is None else self._stream
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 class GroupListener:
     """The source's side before the group exists: binds, publishes ``endpoint``, then ``accept``s."""
 
     def __init__(
-        self, *, source: int, bind: str, world: int, bucket_bytes: int, backend: str, timeout_s: float
+        self, *, source: int, bind: str, world: int, bucket_bytes: int, backend: str, timeout_s: float,
+        device: torch.device = CPU,
     ) -> None:
         _check_bind(bind)
-        self._bind, self._timeout_s = bind, timeout_s
+        self._bind, self._timeout_s, self._device = bind, timeout_s, device
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind((bind, 0))
@@ -147,10 +195,12 @@ class GroupListener:
 
     def accept(self) -> BroadcastGroup:
         """Block until all receivers are members. Raises PublishError at the timeout."""
-        return _member(self._store, self.endpoint, 0, self._bind, self._timeout_s)
+        return _member(self._store, self.endpoint, 0, self._bind, self._timeout_s, self._device)
 
 
-def join_group(endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float) -> BroadcastGroup:
+def join_group(
+    endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, device: torch.device = CPU
+) -> BroadcastGroup:
     """Become receiver ``rank`` (1..world-1). ``bind`` is this machine's address towards the source.
 
     Raises PublishError if the group is not complete within ``timeout_s``.
@@ -163,15 +213,20 @@ def join_group(endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float)
             f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
             f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
         ) from e
-    return _member(store, endpoint, rank, bind, timeout_s)
+    return _member(store, endpoint, rank, bind, timeout_s, device)
 
 
-def _member(store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float) -> BroadcastGroup:
+def _member(
+    store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, device: torch.device
+) -> BroadcastGroup:
     if endpoint.backend not in _BACKENDS:
         raise ConfigError("weight_sync", f"no broadcast backend {endpoint.backend!r}, known: {sorted(_BACKENDS)}")
-    prefixed = dist.PrefixStore(endpoint.token, store)
+    seat = Seat(
+        store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=timeout_s,
+        device=device,
+    )
     try:
-        backend = _BACKENDS[endpoint.backend](prefixed, rank, endpoint.world, bind, timeout_s)
+        backend = _BACKENDS[endpoint.backend](seat)
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import torch
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
@@ -30,7 +31,7 @@ from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.exchange import Exchange
-from areal_lora.weight_sync.groups import BroadcastGroup, GroupListener
+from areal_lora.weight_sync.groups import CPU, BroadcastGroup, GroupListener
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.outcome import Failure, PublishReport, Sent, Step
 from areal_lora.weight_sync.probe import ProbeExpectation
@@ -101,15 +102,15 @@ class Publisher:
     ``publish`` is collective: all ranks call it in the same order from their main threads. All
     else between ranks happens in the publisher threads, which alone use ``exchange``. Rank 0 has
     a ``coordinator``; ``bind`` is this rank's own address, which the servers' workers must reach;
-    ``backend`` names a ``groups`` backend.
+    ``backend`` names a ``groups`` backend, ``device`` is what this rank computes on.
     """
 
     def __init__(
         self, *, run: str, config: WeightSyncConfig, exchange: Exchange, coordinator: Coordinator | None,
-        bind: str = "127.0.0.1", backend: str = "gloo",
+        bind: str = "127.0.0.1", backend: str = "gloo", device: torch.device = CPU,
     ) -> None:
         self._run_name, self._config, self._exchange, self._coordinator = run, config, exchange, coordinator
-        self._bind, self._backend = bind, backend
+        self._bind, self._backend, self._device = bind, backend, device
         self._shards: dict[str, PackedShard] = {}
         self._newest: dict[str, Job] = {}
         self._group: BroadcastGroup | None = None
@@ -140,7 +141,7 @@ class Publisher:
         shard = self._shards.get(layout.digest)
         if shard is None:
             bucket_bytes = int(self._config.bucket_mib * 2**20)
-            shard = self._shards[layout.digest] = PackedShard(layout, self._exchange.rank, bucket_bytes)
+            shard = self._shards[layout.digest] = PackedShard(layout, self._exchange.rank, bucket_bytes, self._device)
         shard.reset()
         job = Job(
             manifest=manifest, layout=layout, shard=shard, probe=probe, began_s=now,
@@ -271,6 +272,7 @@ class Publisher:
             listener = GroupListener(
                 source=self._exchange.rank, bind=self._bind, world=1 + sum(s.workers for s in members),
                 backend=self._backend, timeout_s=left_s, bucket_bytes=int(self._config.bucket_mib * 2**20),
+                device=self._device,
             )
         gathered = self._exchange.all_gather_bytes(
             msgspec.msgpack.encode(listener and listener.endpoint), self._patience_s(job)

@@ -14,16 +14,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.blocks import Marks, TensorBlocks
-from areal_lora.weight_sync.groups import BroadcastGroup, join_group
+from areal_lora.weight_sync.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.reception import Clock, Reception, Ring
@@ -101,20 +104,20 @@ class AdapterReceiver:
 
     ``declared`` holds the adapters of the configuration by name: a publish that differs from
     its declaration is refused. Without a declaration the first accepted version declares.
-    ``bind`` is this machine's address towards the sources.
+    ``bind`` is this machine's address towards the sources, ``device`` what the worker computes on.
     """
 
     def __init__(
         self, writer: SlotWriter, *, run: str, base_digest: str, on_staged: Callable[[StageResult], None],
-        declared: Mapping[str, AdapterSpec] | None = None, bind: str = "127.0.0.1",
+        declared: Mapping[str, AdapterSpec] | None = None, bind: str = "127.0.0.1", device: torch.device = CPU,
     ) -> None:
         self._writer, self._on_staged = writer, on_staged
-        self._run, self._base_digest, self._bind = run, base_digest, bind
+        self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
         self._specs: dict[str, AdapterSpec] = dict(declared or {})
         self._current: dict[str, AdapterRef] = {}
         self._previous: dict[str, AdapterRef | None] = {}
         self._groups: dict[int, BroadcastGroup] = {}
-        self._rings: dict[int, Ring] = {}
+        self._rings: defaultdict[int, Ring] = defaultdict(partial(Ring, device))
         self._known: dict[str, _Known] = {}
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -130,7 +133,9 @@ class AdapterReceiver:
         self._leave(timeout_s)
         try:
             for e in sorted(endpoints, key=lambda e: e.source):
-                self._groups[e.source] = join_group(e, rank, self._bind, deadline - time.monotonic())
+                self._groups[e.source] = join_group(
+                    e, rank, self._bind, deadline - time.monotonic(), self._device
+                )
         except PublishError:
             self._leave(0.0)
             raise
@@ -218,7 +223,7 @@ class AdapterReceiver:
         except ManifestError as e:
             result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
-            self._rings = {}  # a late operation may still write into the old buffers
+            self._rings.clear()  # a late operation may still write into the old buffers
             for group in groups.values():
                 group.close()  # tells the other members at once; the trainer connects anew
             result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))

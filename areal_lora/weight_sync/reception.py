@@ -12,6 +12,7 @@ import torch
 
 from areal_lora.errors import ManifestError
 from areal_lora.obs.faults import reached
+from areal_lora.platforms.device import host_buffer
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import Marks
 from areal_lora.weight_sync.groups import BroadcastGroup, Transfer
@@ -19,7 +20,6 @@ from areal_lora.weight_sync.layout import Bucket
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import StageResult
 from areal_lora.weight_sync.wire import (
-    PAGE_BYTES,
     SEAL_BYTES,
     LayoutTables,
     adapter_digest,
@@ -64,16 +64,22 @@ class Clock:
 class Ring:
     """Staging memory for one source, grown when needed, then reused."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffers: list[np.ndarray] = [np.empty(0, dtype=np.uint8)] * RING
+        self._trailer = self._buffers[0]
 
     def sized(self, nbytes: int) -> list[np.ndarray]:
         """``RING`` buffers of at least ``nbytes``; earlier views become invalid."""
         if self._buffers[0].size < nbytes:
-            self._buffers = [np.empty(nbytes, dtype=np.uint8) for _ in range(RING)]
-            for buffer in self._buffers:
-                buffer[::PAGE_BYTES] = 0  # fault the pages in now, not while the wire waits
+            self._buffers = [host_buffer(nbytes, self._device) for _ in range(RING)]
         return self._buffers
+
+    def trailer(self, nbytes: int) -> np.ndarray:
+        """For the last broadcast of the source; earlier ones become invalid."""
+        if self._trailer.size < nbytes:
+            self._trailer = host_buffer(nbytes, self._device)
+        return self._trailer[:nbytes]
 
 
 @dataclass(slots=True)
@@ -90,7 +96,7 @@ class _Source:
         self.index, self.shard = index, tables.layout.shards[index]
         self._layout = tables.layout
         self.marks = tables.shards[index].marks()
-        self.trailer = np.empty(trailer_bytes(self.shard), dtype=np.uint8)
+        self.trailer = ring.trailer(trailer_bytes(self.shard))
         self._group, self._deadline = group, deadline
         buckets = tables.buckets(index, group.bucket_bytes)
         self._free = deque(ring.sized(max((b.nbytes for b in buckets), default=0)))
@@ -148,12 +154,12 @@ class Reception:
     """All shards of one version. Receives are posted at once: the sources may already be sending."""
 
     def __init__(
-        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], rings: dict[int, Ring], deadline: float,
+        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], rings: Mapping[int, Ring], deadline: float,
         clock: Clock,
     ) -> None:
         self._layout, self._clock = tables.layout, clock
         self._sources = [
-            _Source(i, tables, groups[s.source], rings.setdefault(s.source, Ring()), deadline)
+            _Source(i, tables, groups[s.source], rings[s.source], deadline)
             for i, s in enumerate(tables.layout.shards)
             if s.source in groups
         ]

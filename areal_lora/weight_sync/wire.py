@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from areal_lora.errors import PublishError
+from areal_lora.platforms.device import host_buffer
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
-from areal_lora.weight_sync.groups import BroadcastGroup
+from areal_lora.weight_sync.groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
 
@@ -31,7 +32,6 @@ yields, as it goes, how many leading tensors of the shard are complete; the last
 It may be collective over the rank's parallel groups. A rank that owns nothing gets an empty ``flat``."""
 
 SEAL_BYTES = 16
-PAGE_BYTES = 4096
 
 
 class TensorTable:
@@ -101,7 +101,9 @@ def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
 class PackedShard:
     """This rank's part of one version. ``pack`` in one thread, ``send`` in another, at the same time."""
 
-    def __init__(self, layout: AdapterLayout, source: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, layout: AdapterLayout, source: int, bucket_bytes: int, device: torch.device = CPU
+    ) -> None:
         mine = [i for i, s in enumerate(layout.shards) if s.source == source]
         self.layout = layout
         self._index = mine[0] if mine else None
@@ -109,9 +111,8 @@ class PackedShard:
         self.is_source = bool(mine)
         self._buckets = plan_buckets(self.shard, bucket_bytes)
         self._table = TensorTable(self.shard, layout.dtype)
-        self._flat = np.empty(self.shard.nbytes, dtype=np.uint8)
-        self._flat[::PAGE_BYTES] = 0  # fault the pages in now, not while the wire waits
-        self._trailer = np.empty(trailer_bytes(self.shard), dtype=np.uint8)
+        self._flat = host_buffer(self.shard.nbytes, device)
+        self._trailer = host_buffer(trailer_bytes(self.shard), device)
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
 

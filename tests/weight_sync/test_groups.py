@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError, PublishError
-from areal_lora.weight_sync.groups import GroupListener, join_group
+from areal_lora.weight_sync import groups
+from areal_lora.weight_sync.groups import Backend, GroupListener, join_group
 
 pytestmark = pytest.mark.slow
 
 
-def listen(world=2, bucket_bytes=1000, timeout_s=10.0, bind="127.0.0.1"):
+def listen(world=2, bucket_bytes=1000, timeout_s=10.0, bind="127.0.0.1", backend="gloo"):
     return GroupListener(
-        source=0, bind=bind, world=world, bucket_bytes=bucket_bytes, backend="gloo", timeout_s=timeout_s
+        source=0, bind=bind, world=world, bucket_bytes=bucket_bytes, backend=backend, timeout_s=timeout_s
     )
 
 
@@ -46,6 +47,43 @@ def test_a_broadcast_reaches_everybody(nbytes):
     assert all(torch.equal(sent, x) for x in got)
     for grp in groups:
         grp.close()
+
+
+def test_a_backend_that_cannot_send_host_memory_goes_through_a_device(monkeypatch):
+    def through(seat):
+        return Backend(groups._gloo(seat).group, seat.device)
+
+    monkeypatch.setitem(groups._BACKENDS, "through", through)
+    members = meet(3, backend="through")
+    g = torch.Generator().manual_seed(1)
+    flat = torch.randint(0, 256, (9000,), dtype=torch.uint8, generator=g)
+    pieces = [flat[:1000], flat[1000:4000], flat[4000:8000], flat[8000:]]
+
+    def receive(member):
+        """Two buffers in turn, each for pieces of several lengths, two under way at once."""
+        ring, ahead, got = [torch.zeros(4000, dtype=torch.uint8) for _ in range(2)], [], []
+        for i, piece in enumerate(pieces):
+            if len(ahead) == 2:
+                view, transfer = ahead.pop(0)
+                transfer.wait()
+                got.append(view.clone())
+            view = ring[i % 2][: len(piece)]
+            ahead.append((view, member.start(view, soon())))
+        for view, transfer in ahead:
+            transfer.wait()
+            got.append(view.clone())
+        return got
+
+    with ThreadPoolExecutor(2) as pool:
+        receivers = [pool.submit(receive, member) for member in members[1:]]
+        sends = [members[0].start(piece, soon()) for piece in pieces]
+        landed = [r.result() for r in receivers]
+    for send in sends:
+        send.wait()
+    for got in landed:
+        assert all(torch.equal(a, b) for a, b in zip(got, pieces, strict=True))
+    for member in members:
+        member.close()
 
 
 def test_broadcasts_under_way_at_once_stay_in_order():

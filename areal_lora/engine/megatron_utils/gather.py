@@ -176,7 +176,7 @@ class _Packer:
                 self._mirror[t.to : t.to + count].copy_(
                     self._received[t.to - own : t.to - own + count], non_blocking=True
                 )
-        torch.cuda.current_stream().synchronize()
+        torch.get_device_module(weights.device).current_stream().synchronize()
 
 
 def _start(operations: list[dist.P2POp]) -> list[dist.Work]:

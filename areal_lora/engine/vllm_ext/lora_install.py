@@ -79,6 +79,7 @@ class StackedSlotWriter:
         self._dtype = _DTYPES[dtypes.pop()]
         self._stacks = list(stacks.values())
         self._n_slots = self._stacks[0].shape[0]
+        self.device = self._stacks[0].device
         on_device = [t for t in self._stacks if t.device.type != "cpu"]
         self._mirrors = {id(t): torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=True) for t in on_device}
         # Copies must not queue behind the model's kernels, nor these behind the copies.

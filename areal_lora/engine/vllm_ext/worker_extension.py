@@ -90,7 +90,7 @@ class _WorkerAdapters:
         self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
         self._receiver = AdapterReceiver(
             self.writer, run=setup.run, base_digest=setup.base_digest, on_staged=self._staged,
-            declared=setup.declared, bind=setup.bind,
+            declared=setup.declared, bind=setup.bind, device=self.writer.device,
         )  # fmt: skip
         self._asked: Respond | None = None  # who waits for the staging under way
         self._last_staged: AdapterRef | None = None
