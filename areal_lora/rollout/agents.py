@@ -23,6 +23,7 @@ from areal_lora.rollout.agent_api import Refused, Request, reply_body
 from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.collect import PackedTurns, join
 from areal_lora.rollout.prompts import Prompt
+from areal_lora.rollout.routing import told_server
 from areal_lora.rollout.user_code import call
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.tasks.scorer import Score, ScoreItem
@@ -51,12 +52,14 @@ class Session:
     texts: dict[str, list[int]] = field(default_factory=dict)  # prompt and answer -> their tokens
     last_text: str = ""
     asked: int = 0
+    told: Callable[[str], None] | None = field(default_factory=told_server.get)
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def complete(self, request: Request) -> dict[str, Any]:
         """The answer's body. Raises Refused for what cannot be asked, GenerationFault where there is no answer."""
         sampling = self.context.sampling
+        told_server.set(self.told)  # this is a task of the gateway's, asked for the sake of the group's
         request.check(self.ref.name, sampling)
         prompt_ids, prompt_text = self._prompt(request)
         if not 0 < len(prompt_ids) < self.context.max_model_len:

@@ -17,6 +17,7 @@ from areal_lora.data.collate import collate
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.gateway import AgentGateway
+from areal_lora.rollout.routing import told_server
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.tasks.scorer import Score
@@ -208,6 +209,24 @@ def test_each_completion_is_of_the_newest_version() -> None:
 
     for made in asyncio.run(main()).group.trajectories:
         assert [v for v in made.versions if v >= 0][-3:] == [2, 2, 2]
+
+
+def test_the_group_is_told_which_servers_it_runs_on() -> None:
+    told: list[str] = []
+
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("hi")])
+        return 1.0
+
+    fake = FakeServer(models={str(V1)}, answer=answer)
+
+    async def main() -> None:
+        async with served(fake, Graded()) as context, AgentGateway() as gateway:
+            told_server.set(told.append)
+            await AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent).run(PROMPT, V1, seed=7)
+
+    asyncio.run(main())
+    assert told == [fake.url] * 2
 
 
 # ------------------------------------------------------------ keys

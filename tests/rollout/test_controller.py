@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.models import Config, FunctionReward
+from areal_lora.config.models import AgentWorkflow, Config, FunctionReward, MultiTurnWorkflow, WorkflowConfig
 from areal_lora.config.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
+from areal_lora.data.collate import collate
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.rollout.testing import FakeServer, Fault
@@ -65,12 +66,13 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     stop = asyncio.Event()
     started: list[Running] = []
 
-    def start(*servers: FakeServer, **settings: int) -> Running:
+    def start(*servers: FakeServer, workflow: WorkflowConfig | None = None, **settings: int) -> Running:
         create_secret(tmp_path)
         for server in servers:
             server_loop.run(server.__aenter__())
         made = config("none", servers=len(servers), **settings)
-        data = [adapter_data(made, made.adapters[0], CharTokenizer())]
+        entry = made.adapters[0].model_copy(update={"workflow": workflow} if workflow else {})
+        data = [adapter_data(made, entry, CharTokenizer())]
         work = serve(made, tmp_path, data, stop)
         ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
         endpoint = wait_endpoint(tmp_path, "controller", 0, 20, lambda: not ended.done())
@@ -195,3 +197,57 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
         assert all(t.reward > 0 for group in batch.groups for t in group.trajectories)
     assert set(batch.stats.dropped) == {"scorer"}
     assert batch.stats.retried["scorer"] >= 7 * batch.stats.dropped["scorer"] > 0
+
+
+ENVIRONMENT = """
+from areal_lora.rollout.multi_turn import Reply
+
+class Twice:
+    def __init__(self, said):
+        self.said, self.turns = said, 0
+    def reset(self, sample):
+        return None
+    def step(self, text):
+        self.turns += 1
+        return Reply(text=self.said, done=self.turns == 2, reward=0.5)
+"""
+AGENT = """
+import aiohttp
+
+async def agent(task):
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for text in ("first", "second"):
+            body = {"model": task.model, "messages": [{"role": "user", "content": text}]}
+            async with session.post(f"{task.base_url}/chat/completions", json=body) as response:
+                assert response.status == 200
+    return 0.25
+"""
+
+
+def test_a_run_with_an_environment(controller: Callable[..., Running], tmp_path: Path) -> None:
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    workflow = MultiTurnWorkflow(environment=f"{tmp_path}/environment.py:Twice", arguments={"said": "no"})
+    run = controller(FakeServer(), workflow=workflow, eta=0)
+    for step in range(2):
+        run.activate(step)
+        batch = collate(run.batch(step).groups)
+        assert batch.rewards.tolist() == [1.0] * 8
+        assert set(batch.versions[batch.loss_mask].tolist()) == {step}
+        assert int(batch.loss_mask.sum()) == 8 * 4  # two answers of two tokens
+    assert set(run.endpoint.ports) == {"control"}
+
+
+def test_a_run_with_agents_whose_samples_are_several_trajectories(
+    controller: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    run = controller(FakeServer(), workflow=AgentWorkflow(path=f"{tmp_path}/agent.py:agent"), eta=0)
+    assert set(run.endpoint.ports) == {"control", "agents"}
+    for step in range(2):
+        run.activate(step)
+        batch = collate(run.batch(step).groups)
+        assert batch.n_sequences == 16
+        assert batch.sample_ids.tolist() == [i // 2 for i in range(16)]
+        assert batch.group_ids.tolist() == [i // 4 for i in range(16)]
+        assert batch.rewards.tolist() == [0.25] * 16
