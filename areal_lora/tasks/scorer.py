@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -26,7 +27,6 @@ import msgspec
 
 from areal_lora.config.models import FunctionReward, RewardConfig
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
-from areal_lora.obs.log import get_logger
 from areal_lora.tasks.scorer_child import Ready, ScoreItem, Setup, Verdict, pack_frame
 from areal_lora.types import Outcome
 
@@ -39,7 +39,7 @@ PRINTS_LOGGED = 20
 _READY = msgspec.msgpack.Decoder(Ready)
 _VERDICT = msgspec.msgpack.Decoder(Verdict)
 
-log = get_logger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
