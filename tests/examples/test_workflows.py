@@ -1,0 +1,64 @@
+"""The shipped workflows are found by the guardrails and do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.facts import gather_facts
+from areal_lora.config.guardrails import check
+from areal_lora.config.load import load_config
+from areal_lora.rollout.gateway import AgentGateway
+from areal_lora.rollout.loading import build_workflow
+from areal_lora.rollout.prompts import Prompt
+from areal_lora.rollout.testing import FakeServer
+from areal_lora.rollout.workflow import Episode
+from areal_lora.types import Sample
+from tests.rollout.texts import EOS, SAMPLING, V1, Graded, served
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BASE = [EXAMPLES / "math" / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "math" / "embedded.yaml"]
+PROMPT = Prompt(uid="0:s", position=0, sample=Sample(uid="s", prompt="Q?", answer="7"), token_ids=[81, 63])
+
+
+def run(name: str, answers: list[str]) -> Episode:
+    """One sample that hears ``answers`` in turn."""
+    workflow = load_config([*BASE, EXAMPLES / "workflows" / f"{name}.yaml"]).adapters[0].workflow
+    texts = iter(answers)
+
+    def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
+        text = next(texts)
+        return [*map(ord, text), EOS], text
+
+    async def main() -> Episode:
+        fake = FakeServer(models={str(V1)}, answer=answer)
+        one = SAMPLING.model_copy(update={"n_samples": 1})
+        async with served(fake, Graded(), one) as context, AgentGateway() as gateway:
+            return await build_workflow(workflow, context, gateway.sessions).run(PROMPT, V1, seed=1)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("overlay", sorted(p.name for p in (EXAMPLES / "workflows").glob("*.yaml")))
+def test_shipped_workflows_pass_the_guardrails(overlay: str) -> None:
+    config = load_config([*BASE, EXAMPLES / "workflows" / overlay])
+    assert config.adapters[0].workflow.kind in ("multi_turn", "agent")
+    assert check(config, gather_facts(config, runs_here=False)) == ()
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "said"),
+    [(["7"], 1.0, "7"), (["6", "7"], 0.5, "6\nQ?7"), (["6", "5"], 0.0, "6\nQ?5")],
+)
+def test_second_try(answers: list[str], reward: float, said: str) -> None:
+    episode = run("second_try", answers)
+    assert [t.reward for t in episode.group.trajectories] == [reward]
+    assert episode.texts == (said,)
+
+
+@pytest.mark.parametrize(("answers", "reward"), [(["7", "6", "7"], 1.0), (["6", "7", "6"], 0.0)])
+def test_vote(answers: list[str], reward: float) -> None:
+    episode = run("vote", answers)
+    assert [(t.sample, t.reward) for t in episode.group.trajectories] == [(i, reward) for i in (0, 0, 0)]
