@@ -21,7 +21,6 @@ from areal_lora.config.models import Config
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.engine.base import TrainEngine
 from areal_lora.obs.faults import reached
-from areal_lora.obs.trace import Spans
 from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.batches import share_groups
 from areal_lora.trainer.export import adapter_folder, export_adapter
@@ -58,7 +57,7 @@ class Trainer:
 def train(trainer: Trainer) -> None:
     """Take every step that is left of every adapter, then wait for the last version and its evaluation."""
     for tenant in trainer.tenants:
-        hand_over(trainer, tenant, Spans())
+        hand_over(trainer, tenant)
     while (tenant := min(trainer.tenants, key=lambda t: t.version)).version < trainer.config.run.steps:
         train_step(trainer, tenant)
     for tenant in trainer.tenants:
@@ -74,7 +73,7 @@ def train(trainer: Trainer) -> None:
 
 def train_step(trainer: Trainer, tenant: Tenant) -> None:
     """Consume one batch, improve the adapter by one version, hand the version to disk and servers."""
-    spans = Spans()
+    spans = tenant.spans
     with spans.span("wait_batch"):
         batch, histogram = next_batch(trainer, tenant)
     reached("trainer.batch_received")
@@ -87,17 +86,20 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
         report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
     reached("trainer.learned")
     tenant.version += 1
-    hand_over(trainer, tenant, spans)
     if trainer.recorder:
+        # Before the checkpoint: a resumed run strikes out records beyond it, and could not add one that is missing.
         trainer.recorder.step(tenant, batch, report, histogram, spans)
+    hand_over(trainer, tenant)
 
 
-def hand_over(trainer: Trainer, tenant: Tenant, spans: Spans) -> None:
+def hand_over(trainer: Trainer, tenant: Tenant) -> None:
     """Begin to write the tenant's version to disk and to send it; have it evaluated where the plan says so.
 
     None of it is waited for: the next step joins both, and the evaluation begins when the version is
-    active and runs on the servers beside the rollouts.
+    active and runs on the servers beside the rollouts. The time it takes counts for the next step.
     """
+    spans = tenant.spans
+    spans.restart()
     with spans.span("checkpoint_copy"):
         save = trainer.checkpointing.save(tenant)
     with spans.span("publish_join"):

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.obs.trace import Spans
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
 
@@ -21,9 +22,10 @@ from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
 class Tenant:
     """``version`` counts published versions and equals the number of batches learnt from.
 
-    ``stored`` is the newest version with a checkpoint, written or under way. On rank 0 only: ``ledger``, the
-    controller's snapshot that belongs to ``version``; held-out ``accuracies`` by version, and the versions
-    whose evaluation is ``awaited``.
+    ``spans`` are the phases since the version before was made, which ends a step. ``stored`` is the newest
+    version with a checkpoint, written or under way. On rank 0 only: ``ledger``, the controller's snapshot
+    that belongs to ``version``; held-out ``accuracies`` by version, and the versions whose evaluation is
+    ``awaited``.
     """
 
     config: AdapterConfig
@@ -36,6 +38,7 @@ class Tenant:
     ledger: bytes = b""
     accuracies: dict[int, float] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
+    spans: Spans = field(default_factory=Spans)
 
     @property
     def name(self) -> str:

@@ -128,6 +128,16 @@ class Controller:
         self.note(f"learned {args[1].version}")
         return report
 
+    # What rank 0's recorder is asked beside.
+
+    def step(self, tenant: Tenant, *_: Any) -> None:
+        self.note(f"record {tenant.version - 1}")
+
+    def ignored(self, *_: Any) -> None:
+        pass
+
+    checkpointed = request_eval = wait_eval = finish = close = ignored
+
 
 def live(life: Life) -> dict[str, Any]:
     """One life of a trainer, until ``steps`` versions are made. Returns what it went on from and what it holds."""
@@ -145,7 +155,8 @@ def live(life: Life) -> dict[str, Any]:
     commit = partial(_commit, controller) if engine.rank == 0 else None
     saver = Saver(store=Store(folder, GroupExchange(60.0), Disk()), config=config.checkpoint, committed=commit)
     trainer: Any = loop.Trainer(
-        config=config, run_folder=folder, engine=engine, tenants=[tenant], recorder=None,
+        config=config, run_folder=folder, engine=engine, tenants=[tenant],
+        recorder=controller if engine.rank == 0 else None,  # type: ignore[arg-type]
         checkpointing=Checkpointing(config, engine, saver), publishing=Publishing(folder),  # type: ignore[arg-type]
         control=GroupExchange(60.0),
     )  # fmt: skip

@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def world(what: Any, life: Life, store: Path) -> list[Any]:
     store.mkdir()
-    return run_ranks(what, 2, store, (life,), timeout_s=60.0)
+    return run_ranks(what, 2, store, (life,), timeout_s=120.0)
 
 
 def manifests(folder: Path) -> list[Manifest]:
@@ -104,6 +104,18 @@ def test_a_crash_repeats_at_most_one_step_with_the_same_prompts(runs: Any) -> No
     assert sorted(taken) == list(range(STEPS))
     whole = (runs["folders"]["whole"] / "journal-0").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in whole if line.startswith("step ")] == [taken[s] for s in range(STEPS)]
+
+
+def test_the_records_show_one_line_per_step(runs: Any) -> None:
+    """Those beyond the version that a life goes on from are struck out by its `ResumeRecord`."""
+    shown: list[int] = []
+    for line in (runs["folders"]["killed"] / "journal-0").read_text().splitlines():
+        what, _, number = line.partition(" ")
+        if what == "life":
+            shown = [step for step in shown if step < int(number)]
+        if what == "record":
+            shown.append(int(number))
+    assert shown == list(range(STEPS))
 
 
 def test_every_step_is_committed_after_the_last_life(runs: Any) -> None:
