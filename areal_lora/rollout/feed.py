@@ -137,6 +137,9 @@ class AdapterFeed:
         head = self._ledger.head
         # Its last batch may have been leased without reaching it.
         known = head.trainer == trainer and head.next_version in (version, version + 1)
+        if not self._loaded:
+            for row in self._ledger.rows(GroupState.RUNNING):  # of an earlier process: nobody waits for the answer
+                self._ledger.requeue(row.seq, row.failed, row.resampled)
         if not known:
             decoded = decode_snapshot(snapshot, self.name)
             made = reconcile.plan_for(self._ledger, version, decoded)
@@ -173,8 +176,6 @@ class AdapterFeed:
             elif row.state is GroupState.DONE:
                 self._ready[row.seq] = self._finished(row)
             elif row.seq not in self._running:
-                if row.state is GroupState.RUNNING:
-                    self._ledger.requeue(row.seq, row.failed, row.resampled)
                 self._waiting.append(self._ticket(row))
         self._loaded = True
 

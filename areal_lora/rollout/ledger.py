@@ -257,7 +257,7 @@ class Ledger:
                 file.path, f"its prompts of {adapter} are of another task, size or seed",
                 "start with the task and run.seed of this run, or anew with --fresh",
             )
-        self._counts, self._reasons = self._count()
+        self._load()
 
     # ------------------------------------------------------------ a group's life
 
@@ -269,6 +269,7 @@ class Ledger:
         )
         self.head.issued += 1
         self._counts[_S.ISSUED] += 1
+        self._states[seq] = _S.ISSUED
         return seq
 
     def run(self, seq: int, version: int, deadline_s: float) -> None:
@@ -295,15 +296,11 @@ class Ledger:
 
     def consume(self, step: int) -> None:
         """Every group leased at ``step`` or before is consumed; its trajectories are forgotten."""
-        self._file.execute(
-            "DELETE FROM trajectories WHERE adapter = ?1 AND seq IN "
-            "(SELECT seq FROM groups WHERE adapter = ?1 AND state = 3 AND step <= ?2)", (self.adapter, step),
-        )
-        moved = self._file.execute(
-            "UPDATE groups SET state = 4 WHERE adapter = ? AND state = 3 AND step <= ?", (self.adapter, step)
-        ).rowcount
-        self._counts[_S.LEASED] -= moved
-        self._counts[_S.CONSUMED] += moved
+        for row in self.rows(_S.LEASED):
+            if row.step <= step:
+                self._move(row.seq, (_S.LEASED,), _S.CONSUMED, "reason = ''", ())
+                self._file.execute("DELETE FROM trajectories WHERE adapter = ? AND seq = ?", (self.adapter, row.seq))
+                del self._states[row.seq]
         if step + 1 - KEEP_STEPS - self.head.known_from >= FOLD_EVERY:
             self._fold(step + 1 - KEEP_STEPS)
 
@@ -314,24 +311,29 @@ class Ledger:
 
     def undo(self, seq: int, reason: str) -> None:
         """A consumed group whose step is undone."""
+        self._states[seq] = _S.CONSUMED
         self._move(seq, (_S.CONSUMED,), _S.DROPPED, "reason = ?, step = ?", (reason, self.head.next_version))
         self._reasons[reason] += 1
 
     def _move(
         self, seq: int, allowed: Sequence[GroupState], state: GroupState, changes: str, arguments: tuple[Any, ...]
     ) -> None:
-        row = self._file.execute(
-            "SELECT state FROM groups WHERE adapter = ? AND seq = ?", (self.adapter, seq)
-        ).fetchone()
-        if row is None or row[0] not in allowed:
-            found = "is unknown" if row is None else f"cannot go from {_S(row[0]).name.lower()}"
-            raise LedgerError(f"{self._file.path}: issue {seq} of {self.adapter} {found} to {state.name.lower()}")
+        before = self._states.get(seq)
+        if before is None or before not in allowed:
+            found = f"is {before.name.lower()}" if before is not None else "is not live"
+            raise LedgerError(
+                f"{self._file.path}: issue {seq} of {self.adapter} {found} and cannot become {state.name.lower()}"
+            )
         self._file.execute(
             f"UPDATE groups SET state = ?, {changes} WHERE adapter = ? AND seq = ?",
             (int(state), *arguments, self.adapter, seq),
         )
-        self._counts[_S(row[0])] -= 1
+        self._counts[before] -= 1
         self._counts[state] += 1
+        if state is _S.DROPPED:
+            del self._states[seq]
+        else:
+            self._states[seq] = state
 
     # ------------------------------------------------------------ the whole
 
@@ -407,7 +409,11 @@ class Ledger:
                     "VALUES (?, ?, ?, ?, ?, 0, ?, ?)",
                     (self.adapter, group.seq, group.position, group.issue, group.stale, group.failed, group.resampled),
                 )
+        self._load()
+
+    def _load(self) -> None:
         self._counts, self._reasons = self._count()
+        self._states = {row.seq: row.state for row in self.rows(*LIVE)}
 
     def _fold(self, before: int) -> None:
         """Keep only counts of what was closed at steps before ``before``."""

@@ -195,7 +195,8 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
         run.client.commit(NAME, step)
         assert not {group.uid for group in batch.groups} & fails
         assert all(t.reward > 0 for group in batch.groups for t in group.trajectories)
-    assert set(batch.stats.dropped) == {"scorer"}
+    assert "scorer" in batch.stats.dropped
+    assert set(batch.stats.dropped) <= {"scorer", "stale"}  # all its tries may take longer than a step
     assert batch.stats.retried["scorer"] >= 7 * batch.stats.dropped["scorer"] > 0
 
 

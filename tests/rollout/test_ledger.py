@@ -48,14 +48,14 @@ def test_a_group_goes_through_its_life_and_its_trajectories_are_forgotten() -> N
 def test_moves_that_the_diagram_does_not_show_are_refused() -> None:
     _, book = ledger()
     seq = book.issue(0, 1)
-    with pytest.raises(LedgerError, match="cannot go from issued to leased"):
+    with pytest.raises(LedgerError, match="is issued and cannot become leased"):
         book.lease([seq], 0)
     book.finish(seq, 0, 0, b"")
     book.lease([seq], 0)
     book.consume(0)
-    with pytest.raises(LedgerError, match="cannot go from consumed to dropped"):
+    with pytest.raises(LedgerError, match="issue 0 of math is not live and cannot become dropped"):
         book.drop(seq, "stale")
-    with pytest.raises(LedgerError, match="issue 5 of math is unknown"):
+    with pytest.raises(LedgerError, match="issue 5 of math is not live"):
         book.run(5, 0, 0.0)
 
 
