@@ -1,0 +1,93 @@
+"""The processes of a crash run: the package's own ``main`` functions, and a diary of what a trainer did."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DIARY = "diary.jsonl"
+
+
+def run(role: str, argv: tuple[str, ...], env: dict[str, str], fault: str, folder: Path, life: int) -> None:
+    """Become ``role`` of the run in ``folder``; ends this process."""
+    os.setsid()
+    log = os.open(folder / "logs" / f"{role}-{env.get('RANK', argv[-1] if role == 'server' else '0')}.log",
+                  os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # fmt: skip
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(env)
+    from areal_lora.obs import faults
+
+    if fault:
+        faults._plan = faults.parse(fault)
+    main = {"trainer": _trainer, "controller": _controller, "server": _server}[role]
+    code = main(list(argv), folder, life)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _controller(argv: list[str], folder: Path, life: int) -> int:
+    from areal_lora.rollout.main import main
+
+    return main(argv)
+
+
+def _server(argv: list[str], folder: Path, life: int) -> int:
+    from areal_lora.engine.vllm_ext.stand_in import main
+
+    return main(argv)
+
+
+def _trainer(argv: list[str], folder: Path, life: int) -> int:
+    from areal_lora.rollout.trainer_client import RolloutClient
+    from areal_lora.trainer import loop, main
+    from areal_lora.trainer.learn import ALIGNMENT_LIMITS
+
+    # The stand-in's log-probabilities are made up.
+    ALIGNMENT_LIMITS["float32"] = math.inf
+    diary = Diary(folder, life)
+    collate, learn, announce = loop.collate, loop.learn, RolloutClient.announce
+    groups: list[Any] = []
+
+    def collated(taken: Any) -> Any:
+        groups[:] = taken
+        return collate(taken)
+
+    def learnt(engine: Any, tenant: Any, *args: Any, **kwargs: Any) -> Any:
+        report = learn(engine, tenant, *args, **kwargs)
+        diary.write(
+            what="learnt", version=tenant.version, uids=[g.uid for g in groups],
+            tokens=[[v for t in g.trajectories for v in t.versions if v >= 0] for g in groups],
+        )
+        return report
+
+    def announced(self: Any, ref: Any, *args: Any) -> None:
+        diary.write(what="announced", version=ref.version)
+        announce(self, ref, *args)
+
+    _replace(loop, "collate", collated)
+    _replace(loop, "learn", learnt)
+    _replace(RolloutClient, "announce", announced)
+    return main.main(argv)
+
+
+def _replace(place: Any, name: str, by: Callable[..., Any]) -> None:
+    setattr(place, name, by)
+
+
+class Diary:
+    """Appends lines that survive a SIGKILL right after ``write``. One per trainer rank."""
+
+    def __init__(self, folder: Path, life: int) -> None:
+        self._file = os.open(folder / DIARY, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._who = {"life": life, "rank": int(os.environ["RANK"])}
+
+    def write(self, **entry: Any) -> None:
+        os.write(self._file, (json.dumps(self._who | entry | {"at": time.time()}) + "\n").encode())

@@ -1,0 +1,43 @@
+"""SIGKILL at every named point of a step, five seeds each: nothing lost, nothing twice, at most one step again.
+
+A run per seed and victim: its trainer, controller or server dies once at each of its points, in an order
+and at an occurrence that the seed draws, and the run goes on to its last step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.crash_judge import Damage, judge
+from tests.e2e.crash_run import POINTS, CrashRun, execute
+
+SEEDS = range(1, 6)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def judged(run: CrashRun) -> list[Damage]:
+    return judge(execute(run))
+
+
+def test_a_death_at_any_point_costs_at_most_one_step(tmp_path: Path) -> None:
+    runs = [CrashRun(root=tmp_path, victim=victim, seed=seed) for seed in SEEDS for victim in POINTS]
+    with ThreadPoolExecutor(2) as two_cores:
+        damages = [damage for run in two_cores.map(judged, runs) for damage in run]
+    print(f"\n{'killed at':36} kills  steps again  next step after (s)")
+    for point in (p for points in POINTS.values() for p in points):
+        here = [d for d in damages if d.kill.point == point]
+        assert len(here) == len(SEEDS)
+        took_s = [d.recovery_s for d in here if d.recovery_s is not None]
+        lost = [d.lost_steps for d in here]
+        print(
+            f"{point:36} {len(here):5}  {sum(lost):4} of {len(lost):2}    "
+            f"p50 {statistics.median(took_s):.1f}  max {max(took_s):.1f}"
+        )
+        assert max(lost) <= 1
+    walls = ", ".join(f"{run.folder.name} {run.wall_s:.0f} s" for run in runs)
+    print(f"{len(damages)} kills in {len(runs)} runs: {walls}")
