@@ -76,6 +76,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         if rollout.tp == 1:
             extra["distributed_executor_backend"] = UniProcExecutor  # one process and its wake-ups less
+    # What was cut goes on before what came later.
+    extra["scheduling_policy"] = "priority" if rollout.in_flight == "interrupt" else "fcfs"
     # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
     max_loras = n_slots(config) + on_cpu
     return AsyncEngineArgs(

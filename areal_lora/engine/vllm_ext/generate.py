@@ -70,10 +70,14 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """One request to the engine. ``enough``: whoever reads its outputs stopped because the answer is complete."""
+    """One request to the engine. ``enough``: whoever reads its outputs stopped because the answer is complete.
+
+    ``arrived_s`` (``time.time``) is its place in the queue where the engine orders it by that.
+    """
 
     request_id: str
     ref: AdapterRef | None
+    arrived_s: float
     cut: bool = False
     enough: bool = False
 
@@ -108,9 +112,11 @@ class Generator:
         queue, finished = None, False
         try:
             queue = await self.engine.add_request(
-                ticket.request_id, {"prompt_token_ids": token_ids}, params, lora_request=lease.lora
+                ticket.request_id, {"prompt_token_ids": token_ids}, params, lora_request=lease.lora,
+                arrival_time=ticket.arrived_s,
             )
-            reached("server.generating")
+            if params.prompt_logprobs is None:  # not the probe's scores
+                reached("server.generating")
             if ticket.cut:  # while the engine did not know the request yet
                 await self.cut([ticket])
             while not finished:
@@ -126,8 +132,11 @@ class Generator:
                 if queue is not None and not self.engine.errored:
                     await self.engine.abort(queue.request_id, internal=True)
 
-    def ticket(self, lease: Lease) -> Ticket:
-        return Ticket(request_id=f"{lease.name}-{next(self._ids)}", ref=lease.ref)
+    def ticket(self, lease: Lease, arrived_s: float | None = None) -> Ticket:
+        return Ticket(
+            request_id=f"{lease.name}-{next(self._ids)}", ref=lease.ref,
+            arrived_s=time.time() if arrived_s is None else arrived_s,
+        )
 
     async def cut(self, tickets: Sequence[Ticket]) -> None:
         """End requests now; each gets a last output with finish reason ``CUT`` and the tokens so far."""

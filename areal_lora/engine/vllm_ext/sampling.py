@@ -5,15 +5,16 @@ becomes active, every sequence is cut and goes on with it::
 
     prompt ------ v3: t0 .. t41 | prompt t0 .. t41 ------ v4: t42 .. t90 | ... ------> one answer, versions per token
 
-The continuation is a new request of the engine: the tokens so far are read again under the new version, the limit
-is what was left of it, and its random numbers come from (seed, tokens so far). Requests that are pinned, that
-score their prompt or that ask for the base are not cut.
+The continuation is a new request of the engine, in the place of the first one: the tokens so far are read again
+under the new version, the limit is what was left of it, and its random numbers come from (seed, tokens so far).
+Requests that are pinned, that score their prompt or that ask for the base are not cut.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -143,10 +144,10 @@ class Sampler:
         """One answer across versions. The last piece, and only that, has a finish reason."""
         done: list[int] = []
         text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
-        name = model
+        name, arrived_s = model, time.time()
         while True:
             with self._adapters.lease(name, or_newer=True) as lease:
-                ticket = self._generator.ticket(lease)
+                ticket = self._generator.ticket(lease, arrived_s)
                 self._running.add(ticket)
                 outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, ticket)
                 try:

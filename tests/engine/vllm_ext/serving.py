@@ -256,7 +256,7 @@ def start(
 
 
 def connect(folder: Path, model: Path, process: subprocess.Popen[bytes]) -> RunningServer:
-    endpoint = wait_endpoint(folder, "server", 0, 120.0, still_alive=lambda: process.poll() is None)
+    endpoint = wait_endpoint(folder, "server", 0, 300.0, still_alive=lambda: process.poll() is None)
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     server = ServerEndpoint(
         name="server-0", host=endpoint.host, admin_port=endpoint.ports["admin"], data_port=endpoint.ports["data"],

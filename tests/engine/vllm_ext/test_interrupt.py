@@ -23,12 +23,13 @@ from .serving import PROMPT, RunningServer, Tensors, connect, hf_logits, start
 pytestmark = pytest.mark.slow
 
 LONG = 200  # tokens of an answer; a version stays for a part of it
+SEQUENCES = 16  # at once
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("interrupt") / "run"
-    process = start(folder, tiny_model, in_flight="interrupt", max_staleness=1)
+    process = start(folder, tiny_model, in_flight="interrupt", max_staleness=1, max_num_seqs=SEQUENCES)
     try:
         running = connect(folder, tiny_model, process)
         yield running
@@ -136,23 +137,29 @@ def test_a_sequence_that_was_not_cut_is_what_finish_gives(server: RunningServer,
 
 
 def test_a_continuation_draws_other_random_numbers(server: RunningServer, versions: Versions) -> None:
-    """Zero adapters on both sides of the cut: a replayed seed would repeat the beginning of the answer."""
-    flat = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in server.adapter(1).items()}
+    """The rest of an answer is what a request for it alone gives with a seed of its own."""
 
-    async def run() -> Any:
+    async def run() -> tuple[int, list[list[int]]]:
         async with aiohttp.ClientSession() as session:
-            await asyncio.to_thread(server.publish, flat)
-            task = asyncio.create_task(server.post(session, **body(seed=11)))
-            await asyncio.sleep(0.15)
-            await asyncio.to_thread(server.publish, flat)
-            return (await task)[1]["choices"][0]
 
-    choice = asyncio.run(run())
-    assert len(set(choice["versions"])) == 2
-    cut = choice["versions"].index(choice["versions"][-1])
-    rest, head = choice["token_ids"][cut:], choice["token_ids"]
-    same = sum(a == b for a, b in zip(rest, head))
-    assert same < 0.2 * len(rest), "the same numbers again"
+            async def tokens(**more: Any) -> tuple[list[int], list[int]]:
+                status, answer = await server.post(session, **body(**more))
+                assert status == 200, answer
+                return answer["choices"][0]["token_ids"], answer["choices"][0]["versions"]
+
+            task = asyncio.create_task(tokens(seed=11))
+            await asyncio.sleep(0.15)
+            newest = await asyncio.to_thread(versions.publish)
+            ids, of = await task
+            assert len(set(of)) == 2
+            cut = of.index(newest.version)
+            rest = {"prompt": PROMPT + ids[:cut], "max_tokens": LONG - cut}
+            alone = [(await tokens(seed=seed, **rest))[0] for seed in (continuation_seed(11, cut), 11)]
+            return cut, [ids[cut:], *alone]
+
+    cut, (rest, again, replayed) = asyncio.run(run())
+    assert 0 < cut < LONG
+    assert rest == again != replayed
     assert len({continuation_seed(7, n) for n in range(500)} | {continuation_seed(8, n) for n in range(500)}) == 1000
 
 
@@ -217,6 +224,33 @@ def test_requests_that_come_while_versions_change(server: RunningServer, version
     assert mixed
     for prompt, choice in [*mixed[:8], *got[:2], *got[-2:]]:
         versions.check(prompt, choice)
+
+
+def test_sequences_that_were_cut_keep_their_place(server: RunningServer, versions: Versions) -> None:
+    """The first ones do not queue up behind requests that came later and were waiting."""
+
+    before = versions.stats().requests
+
+    async def run() -> list[int]:
+        ended: list[int] = []
+
+        async def one(k: int) -> None:
+            status, answer = await server.post(session, **body(seed=k))
+            assert status == 200, answer
+            ended.append(k)
+
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            for half in (range(SEQUENCES), range(SEQUENCES, 2 * SEQUENCES)):
+                for k in half:
+                    group.create_task(one(k))
+                while versions.stats().requests - before < half.stop:
+                    await asyncio.sleep(0.005)
+            await asyncio.to_thread(versions.publish)
+            assert not ended
+        return ended
+
+    ended = asyncio.run(run())
+    assert set(ended[:SEQUENCES]) == set(range(SEQUENCES))
 
 
 @pytest.mark.parametrize("n", [1, 3])
