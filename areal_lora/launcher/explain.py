@@ -10,6 +10,7 @@ from areal_lora.launcher.dry_run import human_bytes
 from areal_lora.launcher.resume import changes, conflict
 from areal_lora.launcher.run_folder import look, with_absolute_root
 from areal_lora.obs.console import duration
+from areal_lora.rollout.peek import reconciliations
 
 
 def explain_resume(config: Config) -> Iterator[str]:
@@ -32,8 +33,12 @@ def explain_resume(config: Config) -> Iterator[str]:
     plan.check()
     yield f"The run in {folder} would go on."
     yield from _changes(earlier.config, config)
+    versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
+    snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}
+    groups = reconciliations(folder, config.run.name, versions, snapshots)
     for adapter in plan.adapters:
         yield from _adapter(adapter, steps)
+        yield f"  prompt groups: {groups[adapter.adapter]}"
     yield from _leftovers(plan)
     yield "Nothing was started or changed."
 

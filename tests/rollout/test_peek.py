@@ -1,0 +1,59 @@
+"""What a resume would do with a ledger, told from a copy while the original stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.ledger import LedgerFile
+from areal_lora.rollout.peek import LEDGER_FILE, reconciliations
+
+
+def write_ledger(folder: Path) -> bytes:
+    """Two groups in each of steps 0 to 2, of which step 0 is committed, one done, one running, one issued.
+
+    Left as by a kill: with a write-ahead log that was not folded in. Returns the snapshot for version 2.
+    """
+    file = LedgerFile(folder / LEDGER_FILE, "run")
+    ledger = file.adapter("math", "the prompts")
+    seqs = [ledger.issue(position, 1) for position in range(9)]
+    for n, seq in enumerate(seqs[:8]):
+        ledger.run(seq, version=n // 2, deadline_s=1.0)
+    for n, seq in enumerate(seqs[:7]):
+        ledger.finish(seq, oldest=min(2, n // 2), newest=min(2, n // 2), payload=b"tokens")
+    for step in range(3):
+        ledger.lease(seqs[2 * step : 2 * step + 2], step)
+    ledger.consume(0)
+    ledger.head.next_version = 3
+    snapshot = ledger.snapshot(2)
+    file.flush()
+    return snapshot
+
+
+def test_groups_are_counted_and_nothing_is_touched(tmp_path: Path) -> None:
+    snapshot = write_ledger(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    made = reconciliations(tmp_path, "run", {"math": 2}, {"math": snapshot})["math"]
+    assert [row.position for row in made.consumed] == [2, 3], "step 1 was learned and its commit never arrived"
+    assert [row.position for row in made.again] == [4, 5], "step 2 was leased to a trainer that is gone"
+    assert [row.position for row in made.reissued] == [7], "it runs on a version that is gone"
+    assert [row.position for row in made.going_on] == [6, 8]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_lost_ledger_is_rebuilt_from_the_snapshot(tmp_path: Path) -> None:
+    snapshot = write_ledger(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert "snapshot" in str(reconciliations(tmp_path, "run", {"math": 2}, {"math": snapshot})["math"])
+    with pytest.raises(RolloutError, match="no ledger snapshot"):
+        reconciliations(tmp_path, "run", {"math": 2}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_issued_nothing(tmp_path: Path) -> None:
+    made = reconciliations(tmp_path, "run", {"math": 0}, {})["math"]
+    assert str(made).startswith("0 groups committed late")
+    assert list(tmp_path.iterdir()) == []
