@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.guardrails import check
 from areal_lora.config.load import load_config
+from areal_lora.config.models import AgentWorkflow, CustomWorkflow, MultiTurnWorkflow, WorkflowConfig
 from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.loading import build_workflow
 from areal_lora.rollout.prompts import Prompt
@@ -24,8 +26,11 @@ PROMPT = Prompt(uid="0:s", position=0, sample=Sample(uid="s", prompt="Q?", answe
 
 
 def run(name: str, answers: list[str]) -> Episode:
+    return play(load_config([*BASE, EXAMPLES / "workflows" / f"{name}.yaml"]).adapters[0].workflow, answers)
+
+
+def play(workflow: WorkflowConfig, answers: list[str]) -> Episode:
     """One sample that hears ``answers`` in turn."""
-    workflow = load_config([*BASE, EXAMPLES / "workflows" / f"{name}.yaml"]).adapters[0].workflow
     texts = iter(answers)
 
     def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
@@ -39,6 +44,22 @@ def run(name: str, answers: list[str]) -> Episode:
             return await build_workflow(workflow, context, gateway.sessions).run(PROMPT, V1, seed=1)
 
     return asyncio.run(main())
+
+
+def test_the_documentations_code_runs(tmp_path: Path) -> None:
+    text = (EXAMPLES.parent / "docs" / "en" / "workflows.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    for i, block in enumerate(blocks):
+        (tmp_path / f"block{i}.py").write_text(block)
+    chosen: list[WorkflowConfig] = [
+        MultiTurnWorkflow(environment=f"{tmp_path}/block0.py:SecondTry", arguments={"second_reward": 0.25}),
+        AgentWorkflow(path=f"{tmp_path}/block1.py:agent"),
+        CustomWorkflow(path=f"{tmp_path}/block2.py:Mine", arguments={"max_tokens": 3}),
+    ]
+    rewards = [play(workflow, ["6", "7"] if i == 0 else ["7"]).group.trajectories[0].reward
+               for i, workflow in enumerate(chosen)]
+    assert rewards == [0.25, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("overlay", sorted(p.name for p in (EXAMPLES / "workflows").glob("*.yaml")))

@@ -407,6 +407,26 @@ def test_a_reward_that_is_not_finite_is_an_error_of_all_its_trajectories() -> No
     assert outcomes == [Outcome.ERROR] * 2
 
 
+def test_openais_own_client_works() -> None:
+    openai = pytest.importorskip("openai")
+
+    async def agent(task: AgentTask) -> float:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            messages: list[Any] = [user("hi")]
+            reply = await client.chat.completions.create(model=task.model, messages=messages, temperature=1.0)
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content}, user("more")]
+            await client.chat.completions.create(model=task.model, messages=messages, max_completion_tokens=4)
+            text = await client.completions.create(model=task.model, prompt="ab", max_tokens=4, stop=["x"])
+            assert text.usage.prompt_tokens == 3
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                await client.completions.create(model=task.model, prompt="ab", temperature=0.0)
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="wrong").completions.create(model=task.model, prompt="ab")
+        return 1.0
+
+    assert [sum(t.loss_mask) for t in run(agent, n_samples=1, deadline_s=60.0).group.trajectories] == [6, 3]
+
+
 def test_an_agent_may_block() -> None:
     def agent(task: AgentTask) -> float:
         request = urllib.request.Request(
