@@ -60,7 +60,7 @@ class Simulation:
         self.checkpoints[0] = (b"", self.judge.saved())
         self.start_controller()
         self.start_trainer(0)
-        self.at(self.rng.expovariate(1 / 40), self.disaster)
+        self.at(1.0, self.disaster)
         compared = 0
         while self.judge.committed + 1 < self.steps:
             while (ticket := self.feed.admit()) is not None:
@@ -209,7 +209,8 @@ class Simulation:
     # ------------------------------------------------------------ disasters
 
     def disaster(self) -> None:
-        self.at(self.rng.expovariate(1 / 40), self.disaster)
+        # Steps wait for stragglers at eta 0, and take ten times as long.
+        self.at(self.rng.expovariate(1 / (120 if self.eta == 0 else 12)), self.disaster)
         kind = self.rng.choice(["server", "controller", "controller", "trainer", "trainer", "both"])
         self.note(kind)
         if kind == "server":

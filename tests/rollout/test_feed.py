@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.feed import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
+from areal_lora.rollout.ledger import GroupState, LedgerFile
 from tests.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
 
 
@@ -204,3 +207,110 @@ def test_requests_to_a_server_that_is_gone_do_not_count_until_it_is_gone_for_too
         made.begin(ticket)
     assert len(waits) == MAX_TRIES - 1
     assert ledger.drop_reasons() == {"connection": 1}
+
+
+def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> None:
+    made, ledger, _ = feed(eta=0, b=2, drop_uniform=True)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in tickets:
+        made.finish(ticket, episode(ticket.prompt, 0))  # every reward is 1
+    assert ledger.drop_reasons() == {"no_variance": 2}
+    assert made.take(0, 0) is None
+    assert [t.prompt.position for t in admit_all(made)] == [2, 3]
+    assert made.stats().reissued == 0
+
+
+def test_a_second_answer_is_counted_and_ignored() -> None:
+    made, _, _ = feed()
+    made.announce(0)
+    [ticket, *_] = admit_all(made)
+    assert made.finish(ticket, episode(ticket.prompt, 0))
+    assert not made.finish(ticket, episode(ticket.prompt, 0))
+    assert made.retry(ticket, "connection", "too late") is None
+    stats = made.stats()
+    assert (stats.late, stats.ready) == (2, 1)
+
+
+def test_a_request_that_outlives_its_lease_is_asked_again() -> None:
+    clock = Clock()
+    made, _, expired = feed(eta=0, b=2, clock=clock, lease_s=10.0)
+    made.announce(0)
+    slow, fast = admit_all(made)
+    clock.now = 9.0
+    made.expire_overdue()
+    assert not expired
+    made.finish(fast, episode(fast.prompt, 0))
+    clock.now = 11.0
+    made.expire_overdue()
+    assert expired == [slow]
+    assert not made.finish(slow, episode(slow.prompt, 0)), "its answer comes too late"
+    [again] = admit_all(made)
+    assert (again.seq, again.issue, again.failed, again.resampled) == (slow.seq, 1, 1, 0)
+    assert made.stats().retried == {"lease_expired": 1}
+
+
+def test_a_restarted_controller_goes_on_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    made, _, _ = feed(eta=1, b=2, file=LedgerFile(path, "t"))
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in tickets[:3]:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(0, 0)
+    assert lease is not None
+    again, _, _ = feed(eta=1, b=2, file=LedgerFile(path, "t"), version=None)
+    again.hello(0, trainer="first")  # the batch may not have reached it
+    assert (again.ready, again.stats().waiting, again.stats().leased_steps) == (1, 1, 1)
+    same = again.take(0, 0)
+    assert same is not None
+    assert (same.groups, same.snapshot) == (lease.groups, lease.snapshot)
+    again.announce(0)
+    [asked] = admit_all(again)
+    assert (asked.seq, asked.prompt.uid, asked.issue) == (tickets[3].seq, tickets[3].prompt.uid, 1)
+
+
+def test_a_resumed_trainer_gets_the_same_groups_for_the_step_it_lost() -> None:
+    made, _, _ = feed(eta=0, b=2)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    first = made.take(0, 0)
+    assert first is not None
+    made.hello(0, trainer="second")
+    made.announce(0)
+    assert made.admit() is None
+    again = made.take(0, 0)
+    assert again is not None
+    assert (again.groups, again.snapshot) == (first.groups, first.snapshot)
+
+
+def test_a_commit_that_did_not_arrive_is_made_up_for() -> None:
+    made, ledger, _ = feed(eta=0, b=2)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    assert made.take(0, 0)
+    made.hello(1, trainer="second")  # its checkpoint contains step 0
+    assert ledger.counts()[GroupState.CONSUMED] == 2
+    with pytest.raises(RolloutError, match="step 0 at v0 asked, but step 1 is next"):
+        made.take(0, 0)
+
+
+def test_another_batch_size_at_a_resume_loses_and_repeats_no_prompt() -> None:
+    file = LedgerFile(":memory:", "t")
+    made, _, _ = feed(eta=1, b=2, file=file)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    first = made.take(0, 0)
+    assert first is not None
+    again, _, _ = feed(eta=1, b=3, file=file, version=None)
+    again.hello(1, trainer="second")
+    again.announce(1)
+    for ticket in admit_all(again):
+        again.finish(ticket, episode(ticket.prompt, 1))
+    second = again.take(1, 1)
+    assert second is not None
+    assert [f.ticket.prompt.position for f in first.finished] == [0, 1]
+    assert [f.ticket.prompt.position for f in second.finished] == [2, 3, 4]
