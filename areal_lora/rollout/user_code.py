@@ -7,6 +7,7 @@ fault of its group, never the end of the controller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 import traceback
@@ -62,7 +63,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
             outcome = partial(_settle, future, work(), None)
         except BaseException as error:  # fault boundary: raised again by whoever awaits the future
             outcome = partial(_settle, future, None, error)
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(outcome)
 
     thread = threading.Thread(target=run, name="areal_lora-user-code", daemon=True)
