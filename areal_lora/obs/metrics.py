@@ -29,8 +29,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     trained tokens; ``mismatch_fresh`` the same over tokens of the very version that was trained,
     where only numerics differ, ``mismatch_stale`` over tokens of older ones. ``time_s`` is the wall
     time since the start of the run; ``step_s`` began when the version before was made, so handing that
-    one over (checkpoint copy, publish join and pack) is in it. ``dropped`` (by reason), ``retried`` (by kind of fault), ``reissued``
-    and ``late`` (answers to a group that had gone on without them) count groups since the run began.
+    one over (checkpoint copy, publish join and pack) is in it. ``dropped`` (by reason),
+    ``retried`` (by kind of fault), ``reissued`` and ``late`` (answers to a group that had gone on without
+    them) count groups since the run began.
     ``servers_idle`` is the fraction of the time since the step before in which no group was in flight.
     """
 
