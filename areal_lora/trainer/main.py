@@ -7,6 +7,7 @@ as ``trainer-0`` in the run folder.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import socket
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, reachable_host, wait_endpoint
-from areal_lora.errors import ArealLoraError
+from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.obs import stacks
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 from areal_lora.platforms.device import platform_of
@@ -26,7 +27,7 @@ from areal_lora.platforms.device import platform_of
 ROLE = "trainer"
 STARTUP_TIMEOUT_S = 600.0
 
-log = get_logger(__name__)
+log = get_logger("areal_lora.trainer.main")  # __name__ is __main__ here
 
 
 def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> None:
@@ -81,4 +82,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:  # fault boundary: threads inside collectives would turn the exit code into an abort
+        log.exception("failed")
+        code = ExitCode.FAILED
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)

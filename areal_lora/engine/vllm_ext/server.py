@@ -117,6 +117,8 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
     set_status(run_folder, ROLE, index, "loading the model")
     secret = read_secret(run_folder)
     parts = await assemble(config, run_folder, index, secret, stop.restart)
+    # Not before: nothing has to be saved while the model is loaded, and the event loop would be deaf all that time.
+    stop.on_signals()
     try:
         http = [HttpServer(app, sock) for app, sock in zip((parts.data_app, parts.admin_app), sockets, strict=True)]
         tasks = [asyncio.create_task(server.serve()) for server in http]
@@ -146,6 +148,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.event, self.code = asyncio.Event(), 0
+
+    def on_signals(self) -> None:
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, self.event.set)
 

@@ -1,0 +1,122 @@
+"""The real stack, stopped in each phase: no process, port or shared memory is left after 10 s."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.stops import GONE_S, Held, figures, marked, start, stop
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+AT_ONCE, START_S = 2, 150.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``fault`` holds the run in the phase; ``seen`` is what a status line or a log then says."""
+
+    phase: str
+    way: str
+    seen: str
+    fault: str = ""
+
+
+CASES = [
+    Case("first publish", "SIGTERM", "fault: hang at server.receiving", "server.receiving:1:hang"),
+    Case("waiting for rollouts", "launcher killed", "fault: hang at server.generating", "server.generating:9:hang"),
+    Case("learning", "Ctrl-C twice", "fault: hang at trainer.learned", "trainer.learned:1:hang"),
+    Case(
+        "checkpoint being written", "launcher killed", "fault: hang at trainer.checkpoint.files_written",
+        "trainer.checkpoint.files_written:2:hang",
+    ),
+    Case("publish under way", "SIGHUP", "fault: hang at trainer.publish_begun", "trainer.publish_begun:2:hang"),
+    Case("closing", "Ctrl-C", r"waiting for the evaluation of gsm8k@v2|writing the report"),
+    Case("servers starting", "SIGHUP", "server-0.*loading the model"),
+    Case("loading the base", "SIGTERM", "trainer-0.*loading the base model"),
+]  # fmt: skip
+
+
+def said(folder: Path) -> str:
+    """All status lines and logs."""
+    paths = [*folder.glob("status/*-0.txt"), *folder.glob("logs/*.log")]
+    return "\n".join(f"{path.stem} {line}" for path in paths for line in read(path).splitlines())
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""  # a status is being replaced
+
+
+def stopped(root: Path, case: Case) -> tuple[float, int]:
+    """Seconds until nothing was left, and the launcher's exit code."""
+    name = case.phase.replace(" ", "-")
+    environment = {"AREAL_LORA_TEST": uuid.uuid4().hex, "OMP_NUM_THREADS": "1"}
+    if case.fault:
+        environment["AREAL_LORA_FAULT"] = case.fault
+    command = [
+        sys.executable, "-m", "areal_lora.launch",
+        "--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"), "--config", str(EXAMPLES / "embedded.yaml"),
+        f"run.root={root}", f"run.name={name}", "run.steps=2", "trainer.world_size=1", "trainer.ep=1",
+        "adapters.gsm8k.sampling.prompts_per_step=8", "adapters.gsm8k.task.n_eval=512",
+    ]  # fmt: skip
+    process = start(command, environment, root / f"{name}.out")
+    try:
+        wait_for(lambda: re.search(case.seen, said(root / name)) is not None, process.poll, root / f"{name}.out")
+        held = Held.by(process.pid)
+        began_s = time.monotonic()
+        stop(process, case.way)
+        gone_s = held.gone_after_s(environment, began_s)
+        return gone_s, process.wait(5)
+    finally:
+        for left in marked(environment):
+            left.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], ended: Callable[[], int | None], output: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert ended() is None, output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, int] | BaseException]:
+    """What became of each case; they run side by side."""
+    root = tmp_path_factory.mktemp("stops")
+
+    def outcome(case: Case) -> tuple[float, int] | BaseException:
+        try:
+            return stopped(root, case)
+        except (AssertionError, OSError) as error:
+            return error
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return dict(zip([case.phase for case in CASES], threads.map(outcome, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.phase}, {case.way}")
+def test_nothing_is_left(outcomes: dict[str, tuple[float, int] | BaseException], case: Case) -> None:
+    outcome = outcomes[case.phase]
+    if isinstance(outcome, BaseException):
+        raise outcome
+    gone_s, code = outcome
+    assert gone_s < GONE_S
+    assert code == (-9 if case.way == "launcher killed" else 130)
+
+
+def test_seconds_until_nothing_is_left(outcomes: dict[str, tuple[float, int] | BaseException]) -> None:
+    print(f"\n{figures([o[0] for o in outcomes.values() if isinstance(o, tuple)])}")
