@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from areal_lora.config.rendezvous import create_secret, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
+from areal_lora.rollout.messages import Batch
 from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.types import AdapterRef
 from tests.rollout.helpers import NAME, config
@@ -80,3 +82,45 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     parent.communicate()
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TINY.is_dir(), reason="the tiny model is not there")
+def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
+    """SIGKILL with a step leased, groups on their way and an evaluation owed: nothing is lost, nothing repeated."""
+    prepare(tmp_path)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    fake = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert fake.stdout is not None
+    servers = {"server-0": f"http://127.0.0.1:{int(fake.stdout.readline())}"}
+    process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
+    client = RolloutClient(lambda: read_endpoint(tmp_path, "controller", 0), read_secret(tmp_path))
+    ref = AdapterRef(name=NAME, version=0)
+    try:
+        client.hello({NAME: 0}, {})
+        client.announce(ref, servers)
+        first = client.next_batch(NAME, step=0, version=0)
+        before = client.stats(NAME)
+        assert before.running == 4, "the server keeps the next four for a minute"
+        client.request_eval(ref, "owed")
+        process.kill()
+        process.wait()
+        asked: list[Batch] = []
+        asking = threading.Thread(target=lambda: asked.append(client.next_batch(NAME, step=0, version=0)))
+        asking.start()
+        time.sleep(1.0)
+        process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
+        asking.join(120)
+        assert asked
+        assert (asked[0].groups, asked[0].snapshot) == (first.groups, first.snapshot)
+        client.commit(NAME, 0)
+        client.commit(NAME, 0)
+        after = client.stats(NAME)
+        assert (after.issued, after.consumed, after.running) == (before.issued, 4, 4)
+        assert after.tokens_generated == before.tokens_generated
+        assert client._owed, "asked again"
+    finally:
+        client.close()
+        process.kill()
+        process.wait()
+        fake.communicate()
