@@ -27,7 +27,7 @@ class ThreadExchange:
 
     @staticmethod
     def make(world: int) -> list[ThreadExchange]:
-        shared: dict[str, Any] = {"barrier": threading.Barrier(world, timeout=20.0), "slots": [b""] * world}
+        shared: dict[str, Any] = {"barrier": threading.Barrier(world, timeout=100.0), "slots": [b""] * world}
         return [ThreadExchange(rank, world, shared) for rank in range(world)]
 
     def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
@@ -79,7 +79,7 @@ def on_ranks(work: Callable[[int], R], world: int = WORLD) -> list[R | Exception
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(120.0)
         assert not thread.is_alive(), "a rank hangs"
     return results
 

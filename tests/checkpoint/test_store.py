@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,13 @@ import pytest
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan as Plan
 from areal_lora.checkpoint.recover import find, tidy
-from areal_lora.checkpoint.state import PARTS, read_files
+from areal_lora.checkpoint.state import PARTS, AdapterState, read_files
 from areal_lora.checkpoint.store import adapter_folder, plan_deletions, versions_in
 from areal_lora.checkpoint.testing import FaultyDisk
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
 
-from .helpers import SPEC, snapshot_of, state_of, stores, write, written
+from .helpers import SPEC, on_ranks, snapshot_of, state_of, stores, write, written
 
 
 def read_back(run_folder: Path) -> tuple[int, bytes]:
@@ -44,6 +45,23 @@ def test_a_checkpoint_holds_what_all_ranks_gave(tmp_path: Path) -> None:
     assert [r.host for r in plan.newest.manifest.random] == [b"random 0", b"random 1"]
     names = sorted(path.name for path in plan.newest.path.iterdir())
     assert names == ["manifest.json", "rank-0000.safetensors", "rank-0001.safetensors"]
+
+
+def test_a_rank_that_owns_nothing_writes_no_file(tmp_path: Path) -> None:
+    """A data-parallel copy, for example; its random numbers are kept all the same."""
+    made = stores(tmp_path)
+    empty = AdapterState(step=3, shapes={}, parts={part: np.zeros(0, dtype=np.float32) for part in PARTS})
+
+    def save(rank: int) -> int:
+        snapshot = snapshot_of(1, rank)
+        return made[rank].write(replace(snapshot, state=empty) if rank else snapshot)
+
+    sizes = on_ranks(save)
+    found = find(tmp_path, SPEC.name).newest
+    assert found is not None
+    assert [entry.name for entry in found.manifest.files] == ["rank-0000.safetensors"]
+    assert [r.host for r in found.manifest.random] == [b"random 0", b"random 1"]
+    assert sizes == [found.nbytes] * 2
 
 
 def operations(rank: int, folder: Path) -> int:
