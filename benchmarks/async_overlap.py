@@ -1,0 +1,141 @@
+"""What asynchrony buys: ``python benchmarks/async_overlap.py [--json FILE] [--quick]``; about 15 minutes.
+
+Two cores and the whole stack: launcher, Megatron, vLLM, controller, checkpoints, weight sync. Every
+variant trains the same tiny model on the same prompts with the same long-tailed answer lengths:
+
+- ``eta N``: trainer on one core, server on the other, ``max_staleness`` N. ``eta 0`` is synchronous.
+- ``in turn``: both cores roll out, then both train; two processes of one thread each per role, or one
+  process of two threads. The faster of the two is what overlap is compared with.
+
+First the load is balanced: a run of eta 0 goes through several longest lengths, and the one at which
+rolling out (G) takes as long as training (T) is taken. The rounds then go through the variants one
+after the other; ratios are of the same round. It refuses a busy machine unless ``--force``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from machine import environment, require_idle
+from overlap_runs import IN_TURN, WARM_UP, WIND_DOWN, Load, Measured, RunFailed, Variant, pinned, run
+
+SYNC, OVERLAP = pinned(0), pinned(2)
+OTHERS = (pinned(1), pinned(4), pinned(8))
+LADDER = (200, 280, 360, 440)
+
+
+def balance(load: Load, steps: int, root: Path) -> Load:
+    """The load whose longest answers make G = T, interpolated between the rungs of a ladder."""
+    measured = run(SYNC, replace(load, ladder=LADDER), steps, 64, root, "balance")
+    surplus = []
+    for rung, longest in enumerate(LADDER):
+        taken = [i for i in range(len(measured.step_s)) if (i + WARM_UP) % len(LADDER) == rung]
+        g_s, t_s = (statistics.median(values[i] for i in taken) for values in (measured.g_s, measured.t_s))
+        surplus.append(g_s - t_s)
+        print(f"balance: longest answer {longest:3}: G {g_s:.2f} s, T {t_s:.2f} s", flush=True)
+    return replace(load, ladder=(zero_of(LADDER, surplus),))
+
+
+def zero_of(xs: tuple[int, ...], ys: list[float]) -> int:
+    """Where the least-squares line through the points crosses zero, kept within ``xs``."""
+    slope, at_zero = statistics.linear_regression(xs, ys)
+    return xs[0] if slope <= 0 else round(min(max(-at_zero / slope, xs[0]), xs[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="eta 0 and 2 only, one short round without balancing")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--longest", type=int, help="longest answer in tokens; balanced if not given")
+    parser.add_argument("--force", action="store_true", help="measure on a busy machine all the same")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here")
+    options = parser.parse_args()
+    require_idle(0.15, options.force)
+    started_s = time.monotonic()
+    root = options.keep or Path(tempfile.mkdtemp(prefix="overlap-"))
+    root.mkdir(parents=True, exist_ok=True)
+    load = Load()
+    if options.longest or options.quick:
+        load = replace(load, ladder=(options.longest or load.ladder[0],))
+    else:
+        load = balance(load, 3 * len(LADDER) + WARM_UP + WIND_DOWN, root)
+    print(f"load: {load}", flush=True)
+    rounds: list[dict[str, Measured]] = []
+    for number in range(1 if options.quick else options.rounds):
+        rounds.append(measure_round(chosen(rounds, options.quick), load, number, options, root))
+    if options.keep is None:
+        shutil.rmtree(root)
+    claims = report(rounds)
+    print(f"{time.monotonic() - started_s:.0f} s")
+    if options.json:
+        result = {
+            "claims": claims, "environment": environment(), "load": asdict(load),
+            "rounds": [{name: asdict(m) for name, m in r.items()} for r in rounds],
+        }  # fmt: skip
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+def chosen(rounds: list[dict[str, Measured]], quick: bool) -> tuple[Variant, ...]:
+    """All in the first round; later eta 0, eta 2 and the faster way of taking turns."""
+    if quick:
+        return SYNC, OVERLAP
+    if not rounds:
+        return SYNC, OVERLAP, *IN_TURN, *OTHERS
+    in_turn = [v for v in IN_TURN if v.name in rounds[0]]
+    return SYNC, OVERLAP, *sorted(in_turn, key=lambda v: -rounds[0][v.name].steps_per_hour)[:1]
+
+
+def measure_round(
+    variants: tuple[Variant, ...], load: Load, number: int, options: argparse.Namespace, root: Path
+) -> dict[str, Measured]:
+    results = {}
+    for variant in variants:
+        name = f"{number}-{variant.name}".replace(",", "").replace(" ", "-")
+        steps = 10 if options.quick else options.steps
+        try:
+            results[variant.name] = run(variant, load, steps, 64 if options.quick else 512, root, name)
+        except RunFailed as failure:
+            if variant in (SYNC, OVERLAP):
+                raise SystemExit(str(failure)) from None
+            print(f"round {number}: {failure}; left out", flush=True)
+            continue
+        print(f"round {number}: {results[variant.name].line()}", flush=True)
+    return results
+
+
+def report(rounds: list[dict[str, Measured]]) -> dict[str, float]:
+    """Print the claims and return them."""
+    sync = [r[SYNC.name] for r in rounds]
+    g_s, t_s = (statistics.mean(x for m in sync for x in getattr(m, field)) for field in ("g_s", "t_s"))
+    claims = {"ideal": (g_s + t_s) / max(g_s, t_s)}
+    print(f"G {g_s:.2f} s, T {t_s:.2f} s: ideal (G + T) / max(G, T) = {claims['ideal']:.2f}")
+    names = [name for name in rounds[0] if name != SYNC.name]
+    for name in names:
+        ratios = [r[name].steps_per_hour / r[SYNC.name].steps_per_hour for r in rounds if name in r]
+        middle = statistics.median(ratios)
+        print(f"{name:22} against {SYNC.name}: {middle:.2f} ({min(ratios):.2f} .. {max(ratios):.2f})")
+        if name == OVERLAP.name:
+            claims["overlap_vs_sync"] = middle
+    fastest = [max((r[v.name].steps_per_hour for v in IN_TURN if v.name in r), default=0.0) for r in rounds]
+    if all(fastest):
+        ratios = [r[OVERLAP.name].steps_per_hour / speed for r, speed in zip(rounds, fastest, strict=True)]
+        claims["overlap_vs_colocated"] = statistics.median(ratios)
+        print(f"{OVERLAP.name} against the faster of both cores in turn: {claims['overlap_vs_colocated']:.2f} "
+              f"({min(ratios):.2f} .. {max(ratios):.2f})")  # fmt: skip
+    final = {n: statistics.mean(r[n].final_accuracy for r in rounds) for n in (SYNC.name, OVERLAP.name)}
+    claims["reward_gap"] = abs(final[SYNC.name] - final[OVERLAP.name])
+    print(f"final eval: {SYNC.name} {final[SYNC.name]:.3f}, {OVERLAP.name} {final[OVERLAP.name]:.3f}")
+    return claims
+
+
+if __name__ == "__main__":
+    main()

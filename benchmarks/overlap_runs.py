@@ -1,0 +1,162 @@
+"""One run of ``async_overlap.py``: a configuration, its processes on chosen cores, what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from areal_lora.config.facts import gather_facts
+from areal_lora.config.guardrails import Severity, check, resolve_targets
+from areal_lora.config.load import load_config
+from areal_lora.errors import ExitCode
+from areal_lora.launch import start
+from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
+from areal_lora.obs.metrics import RunMetrics, read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
+MODEL_LEN, LONGEST = 512, 440
+WARM_UP, WIND_DOWN = 3, 2
+"""Steps not measured: kernels and buffers fill at the start; the last steps have nothing to roll out beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """``cores`` are indices into the machine's cores by role; a role that is not named may use all."""
+
+    name: str
+    overrides: tuple[str, ...]
+    cores: dict[str, tuple[int, ...]]
+
+
+def pinned(eta: int) -> Variant:
+    return Variant(
+        name=f"eta {eta}", cores={"trainer": (0,), "server": (1,)},
+        overrides=(f"rollout.max_staleness={eta}", "trainer.world_size=1"),
+    )
+
+
+IN_TURN = (
+    Variant(
+        name="in turn, 2 processes", cores={"trainer-0": (0,), "trainer-1": (1,), "server-0": (0,), "server-1": (1,)},
+        overrides=("rollout.max_staleness=0", "trainer.world_size=2", "rollout.servers=2"),
+    ),
+    Variant(
+        name="in turn, 2 threads", cores={},
+        overrides=(
+            "rollout.max_staleness=0", "trainer.world_size=1", "trainer.threads=2", "rollout.threads=2",
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The work of one step. ``ladder`` are the longest answers, taken in turn by step."""
+
+    prompts: int = 16
+    samples: int = 8
+    shortest: int = 24
+    ladder: tuple[int, ...] = (384,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Seconds of the steps between warm-up and wind-down; ``g_s`` waiting for rollouts, ``t_s`` all else of a step."""
+
+    variant: str
+    step_s: list[float]
+    g_s: list[float]
+    t_s: list[float]
+    tokens: list[int]
+    steps_per_hour: float
+    final_accuracy: float
+    dropped: dict[str, int]
+    publish_ms: list[float]
+
+    def line(self) -> str:
+        ordered = sorted(self.step_s)
+        high = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+        dropped = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items()) or "none"
+        return (
+            f"{self.variant:22} {self.steps_per_hour:7.0f} steps/h  step min {ordered[0]:.2f} "
+            f"p50 {statistics.median(ordered):.2f} p99 {high:.2f} s  waiting {statistics.mean(self.g_s):.2f} s, "
+            f"training {statistics.mean(self.t_s):.2f} s, {statistics.mean(self.tokens) / 1000:.1f} k tokens; "
+            f"final eval {self.final_accuracy:.3f}; dropped groups: {dropped}"
+        )
+
+
+class RunFailed(Exception):
+    """The text says where its logs are."""
+
+
+def run(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name: str) -> Measured:
+    """Train ``steps`` steps under the real launcher. Raises RunFailed, SystemExit for an interrupt."""
+    overlay = root / f"{name}.yaml"
+    overlay.write_text(json.dumps(settings(load, steps, n_eval, root, name)), encoding="utf-8")
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml", overlay], variant.overrides
+    )
+    facts = gather_facts(config, runs_here=True)
+    for finding in check(config, facts):
+        if finding.severity is Severity.ERROR:
+            raise finding.error()
+    config = resolve_targets(config, facts)
+    with (root / f"{name}.log").open("w") as log:
+        code = start(config, placed(make_plan(config, facts), variant), Console(file=log, highlight=False), False)
+    if code == ExitCode.INTERRUPTED:
+        raise SystemExit(code)
+    if code:
+        raise RunFailed(f"{variant.name} ended with code {code}; see {log.name} and {config.run_folder}/logs")
+    return measure(variant.name, read_metrics(config.run_folder))
+
+
+def settings(load: Load, steps: int, n_eval: int, root: Path, name: str) -> dict[str, Any]:
+    workflow = {
+        "kind": "custom", "path": f"{Path(__file__).with_name('overlap_workflow.py')}:LongTail",
+        "arguments": {"shortest": load.shortest, "ladder": " ".join(map(str, load.ladder))},
+    }
+    return {
+        "run": {"root": str(root), "name": name, "steps": steps},
+        "eval": {"every_steps": 0},
+        "trainer": {"ep": 1},
+        # No more at once than a step's answers: what runs later starts with a newer version.
+        "rollout": {"max_model_len": MODEL_LEN, "max_num_seqs": load.prompts * load.samples},
+        "adapters": [{
+            "name": "gsm8k", "minibatches": 2, "workflow": workflow, "task": {"n_eval": n_eval},
+            "sampling": {"prompts_per_step": load.prompts, "n_samples": load.samples, "max_new_tokens": LONGEST},
+        }],
+    }  # fmt: skip
+
+
+def placed(plan: JobPlan, variant: Variant) -> JobPlan:
+    """The plan with every process on its cores from its first instruction on."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+
+    def place(spec: ProcessSpec) -> ProcessSpec:
+        chosen = variant.cores.get(spec.name, variant.cores.get(spec.role, (0, 1)))
+        names = ",".join(str(cores[i]) for i in chosen)
+        return replace(spec, argv=("taskset", "-c", names, *spec.argv))
+
+    return replace(plan, processes=tuple(place(spec) for spec in plan.processes))
+
+
+def measure(variant: str, metrics: RunMetrics) -> Measured:
+    steps = metrics.steps[WARM_UP : len(metrics.steps) - WIND_DOWN]
+    before, last = metrics.steps[WARM_UP - 1], steps[-1]
+    return Measured(
+        variant=variant,
+        step_s=[b.time_s - a.time_s for a, b in zip([before, *steps], steps, strict=False)],
+        g_s=[s.wait_batch_s for s in steps],
+        t_s=[s.step_s - s.wait_batch_s for s in steps],
+        tokens=[s.n_tokens for s in steps],
+        steps_per_hour=3600 * len(steps) / (last.time_s - before.time_s),
+        final_accuracy=metrics.evals[-1].accuracy,
+        dropped=dict(metrics.steps[-1].dropped),
+        publish_ms=[p.total_ms for p in metrics.publishes[WARM_UP:] if p.total_ms is not None],
+    )
