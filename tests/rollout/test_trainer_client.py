@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -183,3 +184,83 @@ def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler]
 def test_bytes_that_are_no_message_are_refused() -> None:
     with pytest.raises(ValueError, match="Invalid value 'Pickle'"):
         m.decode_request(m.encode({"type": "Pickle"}))
+
+
+def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() -> None:
+    """It comes back on another port with another life and knows nothing; a long poll is under way meanwhile."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    heard: list[list[m.Request]] = [[], []]
+    polled = threading.Event()
+
+    def handler(life: int) -> Handler:
+        async def handle(request: m.Request) -> m.Reply:
+            if isinstance(request, m.Hello):
+                heard[life].append(request)
+                return m.Welcome(adapters=(NAME,), life=str(life))
+            if request.life != str(life):
+                return m.NotGreeted()
+            heard[life].append(request)
+            if isinstance(request, m.GetBatch):
+                if life == 0 and request.step == 1:
+                    polled.set()
+                    await asyncio.sleep(60)
+                return m.Batch(
+                    adapter=NAME, step=request.step, groups=(), stats=STATS, samples=(), events=(),
+                    snapshot=b"after %d" % request.step,
+                )
+            return m.Done()
+
+        return handle
+
+    async def start(life: int) -> tuple[ControlSocket, asyncio.Task[None]]:
+        socket = ControlSocket("127.0.0.1", SECRET)
+
+        async def serve() -> None:
+            async with asyncio.TaskGroup() as group:
+                await socket.serve(handler(life), group)
+
+        return socket, asyncio.create_task(serve())
+
+    async def end(socket: ControlSocket, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.wait([task])
+        socket.close()
+
+    def run(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(10)
+
+    first = run(start(0))
+    endpoint: Endpoint | None = Endpoint(host="127.0.0.1", ports={"control": first[0].port}, pid=0)
+    client = RolloutClient(lambda: endpoint, SECRET)
+    client.hello({NAME: 0}, {})
+    ref = AdapterRef(name=NAME, version=0)
+    client.announce(ref, {"server-0": "http://one"}, ["server-1"])
+    client.request_eval(ref, "owed")
+    client.next_batch(NAME, step=0, version=0)
+    asking = threading.Thread(target=client.next_batch, args=[NAME], kwargs={"step": 1, "version": 1})
+    asking.start()
+    assert polled.wait(5)
+    endpoint = None
+    run(end(*first))
+    second = run(start(1))
+    endpoint = Endpoint(host="127.0.0.1", ports={"control": second[0].port}, pid=1)
+    client.commit(NAME, 0)
+    asking.join(10)
+    assert not asking.is_alive()
+    hello, *reminders = heard[1]
+    assert isinstance(hello, m.Hello)
+    assert isinstance(heard[0][0], m.Hello)
+    assert hello.trainer == heard[0][0].trainer
+    assert (hello.versions, hello.snapshots) == ({NAME: 1}, {NAME: b"after 0"})
+    assert reminders[:2] == [
+        m.AnnounceVersion(adapter=NAME, version=0, servers={"server-0": "http://one"}, life="1"),
+        m.Evaluate(adapter=NAME, version=0, tag="owed", life="1"),
+    ]
+    assert {type(request) for request in reminders[2:]} == {m.CommitStep, m.GetBatch}
+    client.close()
+    run(end(*second))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()
