@@ -1,7 +1,8 @@
 """How long a publish takes, against the wire's limit and the usual ways: ``python benchmarks/weight_sync.py``.
 
-One trainer process and real rollout servers (vLLM with dummy base weights) on this machine, a core
-each. Everything is measured in one run and interleaved; ratios are of medians.
+One trainer process and real rollout servers (vLLM with dummy base weights) on this machine. Everything
+is measured in one run and interleaved; ratios are of medians. While generation is measured, the trainer
+has the first half of the cores and the server the rest.
 
 ``--quick``      two minutes: fewer repeats, no growth tables
 ``--json FILE``  the figures, with a flat object ``claims`` and ``environment`` beside it
@@ -61,13 +62,13 @@ SHM = Path("/dev/shm")
 
 
 class Server:
-    """A child process on a core of its own."""
+    """A child process, on ``cores`` only if there are any."""
 
-    def __init__(self, folder: Path, index: int, core: int | None) -> None:
+    def __init__(self, folder: Path, index: int, cores: Sequence[int]) -> None:
         env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, str(HERE / "sync_server.py"), str(folder), str(index)]
-        if core is not None:
-            command = ["taskset", "-c", str(core), *command]
+        if cores:
+            command = ["taskset", "-c", ",".join(map(str, cores)), *command]
         self._log = (folder / f"server-{index}.log").open("wb")
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
@@ -119,7 +120,7 @@ class Server:
 class Setup:
     """A case with its servers, its adapters' tensors and a publisher."""
 
-    def __init__(self, case: Case, root: Path, receivers: int, pinned: bool) -> None:
+    def __init__(self, case: Case, root: Path, receivers: int, cores: Sequence[int]) -> None:
         self.case = case
         self._model = case.write_model(root / "model")
         config = case.config(root / "runs", self._model)
@@ -128,9 +129,7 @@ class Setup:
         (folder / "config.json").write_text(config.model_dump_json())
         create_secret(folder)
         self._secret = read_secret(folder)
-        cores = sorted(os.sched_getaffinity(0))
-        core = cores[-1] if pinned else None
-        self.servers = [Server(folder, i, core) for i in range(receivers)]
+        self.servers = [Server(folder, i, cores) for i in range(receivers)]
         self.specs = [case.spec(i, self._model) for i in range(case.adapters)]
         self.tensors = [Tensors(case, spec, seed=i) for i, spec in enumerate(self.specs)]
         self._digest = base_digest(self._model)
@@ -167,14 +166,21 @@ class Setup:
             server.stop()
 
 
+def halves(cores: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Disjoint parts for trainer and servers; both get the only core where there is one."""
+    middle = max(1, len(cores) // 2)
+    return cores[:middle], cores[middle:] or cores
+
+
 @contextmanager
 def running(case: Case, receivers: int = 1, pinned: bool = False) -> Iterator[Setup]:
-    """``pinned``: this process, the trainer, has the first core and the server the last one."""
+    """``pinned``: this process, the trainer, has the first half of the cores and the servers the others."""
     cores = os.sched_getaffinity(0)
+    first, last = halves(sorted(cores)) if pinned else ((), ())
     with tempfile.TemporaryDirectory(prefix="areal-lora-bench-") as root:
-        setup = Setup(case, Path(root), receivers, pinned)
-        if pinned:
-            os.sched_setaffinity(0, {min(cores)})
+        setup = Setup(case, Path(root), receivers, last)
+        if first:
+            os.sched_setaffinity(0, first)
         try:
             yield setup
         finally:
@@ -307,7 +313,7 @@ def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
 
 
 def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
-    """Tokens per second without and with publishes, trainer and server on a core each.
+    """Tokens per second without and with publishes, trainer and server on cores of their own.
 
     Four windows of ``seconds``: quiet, a publish a second, publishes without a pause, quiet.
     """
@@ -335,7 +341,12 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         rates.append(inside[:, 1].sum() / (end - begin))
         gaps.append(np.diff(inside[:, 0]) * 1e3)
     commits = [p["commit"] for _, p in publishes]
-    table = Table(title=f"generation, {case.sequences} sequences, {len(publishes)} publishes", title_justify="left")
+    trainer, serving = (len(part) for part in halves(sorted(os.sched_getaffinity(0))))
+    table = Table(
+        title=f"generation, {case.sequences} sequences, {len(publishes)} publishes; "
+        f"trainer on {trainer}, server on {serving} cores",
+        title_justify="left",
+    )
     for column in ("", "tokens/s", "of quiet", "ms between steps (p50 / p99 / max)"):
         table.add_column(column, justify="right" if column else "left")
     quiet = statistics.mean((rates[0], rates[3]))
@@ -350,7 +361,8 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         f"finished {finished}; re-prefilled tokens {int(steps[:, 2].sum())}"
     )
     return {
-        "tokens_per_s": rates, "step_gap_ms": [[*np.percentile(g, [50, 99]), g.max()] for g in gaps],
+        "cores": [trainer, serving], "tokens_per_s": rates,
+        "step_gap_ms": [[*np.percentile(g, [50, 99]), g.max()] for g in gaps],
         "publishes": len(publishes), "publish_ms": [total.low, total.middle, total.high],
         "commit_p99_ms": float(np.percentile(commits, 99)),
         "tokens_during_ratio": rates[2] / quiet, "tokens_a_publish_a_second_ratio": rates[1] / quiet,
