@@ -19,7 +19,8 @@ from areal_lora.obs.log import get_logger
 from areal_lora.rollout import messages as m
 from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.evaluation import Evaluator
-from areal_lora.rollout.feed import AdapterFeed, Lease, Ticket
+from areal_lora.rollout.feed import AdapterFeed
+from areal_lora.rollout.groups import Lease, Ticket
 from areal_lora.rollout.prompts import Prompt
 from areal_lora.rollout.routing import Router, told_server
 from areal_lora.rollout.workflow import Workflow, first_fault

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -25,12 +25,14 @@ from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.obs.faults import reached
 from areal_lora.obs.log import get_logger
 from areal_lora.rollout import reconcile
-from areal_lora.rollout.ledger import Counters, GroupState, Ledger, Row, decode_snapshot
+from areal_lora.rollout.groups import Finished, Lease, Ticket
+from areal_lora.rollout.ledger import Ledger
 from areal_lora.rollout.messages import Stats
-from areal_lora.rollout.prompts import Prompt, PromptStream
+from areal_lora.rollout.prompts import PromptStream
+from areal_lora.rollout.records import Counters, GroupState, Row, decode_snapshot
 from areal_lora.rollout.staleness import StalenessBudget, Verdict
 from areal_lora.rollout.workflow import Episode
-from areal_lora.types import AdapterRef, TrajectoryGroup
+from areal_lora.types import AdapterRef
 
 MAX_TRIES = 8  # requests of one issue
 MAX_STALE = 4  # issues of one prompt that may come too late
@@ -44,48 +46,6 @@ K = TypeVar("K")
 log = get_logger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Episode).decode
-
-
-@dataclass(slots=True, kw_only=True)
-class Ticket:
-    """One issued group. ``version`` is None while it waits for a retry.
-
-    ``failed`` tries count towards ``MAX_TRIES``; after ``resampled`` of them the answer itself was at
-    fault, so another one is sampled.
-    """
-
-    seq: int
-    prompt: Prompt
-    issue: int
-    stale: int = 0
-    failed: int = 0
-    resampled: int = 0
-    version: int | None = None
-    begun_s: float = 0.0
-    deadline_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A scored group; ``oldest`` and ``newest`` are the versions of its tokens."""
-
-    ticket: Ticket
-    episode: Episode
-    oldest: int
-    newest: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """The groups of one step, handed over and not yet known to be committed."""
-
-    step: int
-    finished: tuple[Finished, ...]
-    snapshot: bytes
-
-    @property
-    def groups(self) -> tuple[TrajectoryGroup, ...]:
-        return tuple(finished.episode.group for finished in self.finished)
 
 
 class AdapterFeed:

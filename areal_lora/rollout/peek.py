@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.rollout.ledger import Head, Ledger, LedgerFile, Snapshot, decode_snapshot
+from areal_lora.rollout.ledger import Ledger, LedgerFile
 from areal_lora.rollout.reconcile import Reconciliation, plan_for
+from areal_lora.rollout.records import Head, Snapshot, decode_snapshot
 
 LEDGER_FILE = "ledger.sqlite"
 

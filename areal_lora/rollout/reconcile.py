@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger import LIVE, GroupState, Head, Ledger, Row, Snapshot
+from areal_lora.rollout.ledger import Ledger
+from areal_lora.rollout.records import LIVE, GroupState, Head, Row, Snapshot
 
 ROLLED_BACK = "rolled_back"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from areal_lora.config.models import Config, SamplingConfig
-from areal_lora.rollout.feed import AdapterFeed, Ticket
-from areal_lora.rollout.ledger import Ledger, LedgerFile, Snapshot
+from areal_lora.rollout.feed import AdapterFeed
+from areal_lora.rollout.groups import Ticket
+from areal_lora.rollout.ledger import Ledger, LedgerFile
 from areal_lora.rollout.prompts import Prompt, PromptStream
+from areal_lora.rollout.records import Snapshot
 from areal_lora.rollout.staleness import StalenessBudget
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_lora.rollout.feed import AdapterFeed, Ticket
+from areal_lora.rollout.feed import AdapterFeed
+from areal_lora.rollout.groups import Ticket
 from areal_lora.rollout.ledger import LedgerFile
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup

@@ -6,7 +6,8 @@ import pytest
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.feed import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
-from areal_lora.rollout.ledger import GroupState, LedgerFile
+from areal_lora.rollout.ledger import LedgerFile
+from areal_lora.rollout.records import GroupState
 from tests.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
 
 

@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.ledger import (
-    FOLD_EVERY,
-    KEEP_STEPS,
-    GroupState,
-    Ledger,
-    LedgerError,
-    LedgerFile,
-    decode_snapshot,
-)
+from areal_lora.rollout.ledger import FOLD_EVERY, KEEP_STEPS, Ledger, LedgerError, LedgerFile
+from areal_lora.rollout.records import GroupState, decode_snapshot
 
 
 def ledger(path: Path | str = ":memory:", run: str = "r", order: str = "o") -> tuple[LedgerFile, Ledger]:
