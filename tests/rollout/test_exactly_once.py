@@ -14,6 +14,7 @@ STEPS = 1150  # of at least 14 groups: a quarter of a million samples
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("eta", [0, 1, 2, 8])
 def test_a_million_samples(eta: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 30)

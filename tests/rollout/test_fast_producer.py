@@ -38,6 +38,7 @@ def long_answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 260)
 def test_a_fast_producer_is_held_back(controller: Callable[..., Running], tmp_path: Path) -> None:
     server = FakeServer(answer=long_answer, requests=LastOnly())
     run = controller(server, eta=ETA, b=B, steps=STEPS)
