@@ -72,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         join_world(config, run_folder, rank, world_size)
         trainer = build_trainer(config, run_folder, rank)
+        if rank:
+            set_status(run_folder, ROLE, rank, "in step with trainer-0")
         train(trainer)
         trainer.close()
     except ArealLoraError as error:

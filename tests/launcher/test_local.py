@@ -251,7 +251,7 @@ def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
 
 
 RANK = """
-import os, pathlib, signal, sys, time
+import fcntl, os, pathlib, signal, sys, time
 from areal_lora.config.rendezvous import publish_endpoint, read_endpoint
 from areal_lora.obs import stacks
 from areal_lora.obs.faults import reached
@@ -259,6 +259,8 @@ from areal_lora.obs.heartbeat import beat
 from areal_lora.obs.log import set_status
 folder, role, index = pathlib.Path({folder!r}), {role!r}, {index}
 stacks.install(folder, role, index)
+alone = open(folder / f"{{role}}-{{index}}.lock", "w")
+fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where an earlier life is still there
 if read_endpoint(folder, role, index) is None:
     print("no old ports")
 publish_endpoint(folder, role, index, {{}})
