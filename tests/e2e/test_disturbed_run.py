@@ -1,0 +1,134 @@
+"""The demo with kill -9: a server, the controller and a trainer rank die on the way, and it learns as well as ever."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+STEPS, PROMPTS, ETA = 30, 16, 2
+VICTIMS = {8: "areal_lora.engine.vllm_ext.server", 15: "areal_lora.rollout.main", 22: "areal_lora.trainer.main"}
+"""What is killed once a step has been taken. Of two trainer ranks the last one."""
+CONSUMED = 4
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    output: str
+    code: int
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        return [r for r in records(self.folder) if r["kind"] == kind]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def final_accuracy(self) -> float:
+        [final] = [r["accuracy"] for r in self.records("eval") if r["version"] == STEPS]
+        return final
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    text = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+
+
+def go(root: Path, name: str, victims: dict[int, str]) -> Run:
+    command = [
+        sys.executable, "-m", "areal_lora.launch",
+        "--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"), "--config", str(EXAMPLES / "embedded.yaml"),
+        f"run.root={root}", f"run.name={name}", f"run.steps={STEPS}", "eval.every_steps=0",
+        f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}", f"rollout.max_staleness={ETA}",
+    ]  # fmt: skip
+    log = root / f"{name}.log"
+    with log.open("w") as out:
+        launcher = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            for step, module in victims.items():
+                kill_after(launcher, root / name, step, module)
+            code = launcher.wait(280)
+        finally:
+            launcher.terminate()
+            launcher.wait(15)
+    return Run(folder=root / name, output=log.read_text(), code=code)
+
+
+def kill_after(launcher: subprocess.Popen[bytes], folder: Path, step: int, module: str) -> None:
+    """SIGKILL to the last process of ``module`` once ``step`` has been taken."""
+    deadline_s = time.monotonic() + 150
+    while not any(r["kind"] == "step" and r["step"] >= step for r in records(folder)):
+        assert launcher.poll() is None, f"the run ended before step {step}"
+        assert time.monotonic() < deadline_s, f"step {step} was not taken before {module} was to be killed"
+        time.sleep(0.05)
+    victims = [p for p in psutil.Process(launcher.pid).children() if runs(p, module)]
+    victims[-1].send_signal(signal.SIGKILL)
+
+
+def runs(process: psutil.Process, module: str) -> bool:
+    try:
+        return module in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return go(tmp_path_factory.mktemp("undisturbed"), "demo", {})
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return go(tmp_path_factory.mktemp("disturbed"), "demo", VICTIMS)
+
+
+def test_it_ends_well_after_three_restarts(disturbed: Run) -> None:
+    assert disturbed.code == 0, disturbed.output
+    assert disturbed.summary["steps"] == STEPS
+    assert disturbed.summary["restarts"] == {"server-0": 1, "controller-0": 1, "trainer": 1}
+
+
+def test_it_learns_as_well_as_an_undisturbed_run(disturbed: Run, undisturbed: Run) -> None:
+    assert undisturbed.code == 0, undisturbed.output
+    [before] = [r["accuracy"] for r in undisturbed.records("eval") if r["version"] == 0]
+    ours, theirs = disturbed.final_accuracy(), undisturbed.final_accuracy()
+    print(f"\nheld-out accuracy {before:.3f}; after {STEPS} steps {theirs:.3f}, with three kills {ours:.3f}")
+    assert abs(ours - theirs) <= 0.05
+    assert theirs > before + 0.3, "neither has learned: the comparison proves nothing"
+
+
+def test_every_group_is_consumed_once_and_none_too_old(disturbed: Run) -> None:
+    with sqlite3.connect(f"file:{disturbed.folder / 'ledger.sqlite'}?mode=ro", uri=True) as book:
+        consumed = book.execute("SELECT position, step FROM groups WHERE state = ?", (CONSUMED,)).fetchall()
+    book.close()
+    assert Counter(step for _, step in consumed) == dict.fromkeys(range(STEPS), PROMPTS)
+    assert len({position for position, _ in consumed}) == STEPS * PROMPTS
+    ages = {int(age) for r in disturbed.records("step") for age in r["staleness"]}
+    assert min(ages) >= 0
+    assert max(ages) <= ETA
+
+
+def test_one_step_at_most_was_taken_twice(disturbed: Run) -> None:
+    taken = Counter(r["step"] for r in disturbed.records("step"))
+    assert sorted(taken) == list(range(STEPS))
+    assert sum(n - 1 for n in taken.values()) <= 1
+
+
+def test_nothing_is_left_running(disturbed: Run) -> None:
+    commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    assert [c for c in commands if str(disturbed.folder) in c] == []
