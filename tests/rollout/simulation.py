@@ -131,7 +131,8 @@ class Simulation:
         uniform = self.rng.random() < self.uniform
         wanted = self.judge.is_live(ticket)
         accepted = self.feed.finish(ticket, episode(ticket, versions, uniform))
-        assert accepted == wanted
+        # An answer for an earlier controller may be of an issue that was forgotten and has another number now.
+        assert accepted == wanted or (wanted and life != self.controller_life)
         if accepted:
             self.judge.answered(ticket, versions, uniform)
         else:
@@ -153,8 +154,7 @@ class Simulation:
         trainer, judge = self.trainer, self.judge
         version = trainer.received
         head = self.feed._ledger.head
-        lost = not self.feed._ledger.known and version > 0
-        rebuild = lost or version < head.known_from or version > head.next_version
+        rebuild = not self.feed._ledger.known or version < head.known_from or version > head.next_version
         self.feed.hello(version, trainer=trainer.name, snapshot=trainer.snapshot)
         if rebuild:
             self.note("rebuilt")
