@@ -116,6 +116,12 @@ class Coordinator:
         """What follows a step that told all ranks to wait."""
         return self._guarded(self._connect, job)
 
+    def ended(self, job: Publish) -> None:
+        """``job`` serves, and all ranks know. May take as long as ``on_active`` does, which no deadline bounds."""
+        if self._on_active is not None:
+            self._on_active(Active(ref=job.ref, servers=self._membership.members, lost=tuple(self._lost)))
+        self._lost = {}
+
     def announce(self, job: Publish, deadline: float) -> None:
         """Post the version to all members."""
         left_s = max(deadline - time.monotonic(), 0.01)
@@ -201,9 +207,6 @@ class Coordinator:
         self._membership.succeeded()
         self._published.add(job.ref.name)
         report = self._report(job, parts, probes, acked_s)
-        if self._on_active is not None:
-            self._on_active(Active(ref=job.ref, servers=self._membership.members, lost=tuple(self._lost)))
-        self._lost = {}
         return Step(report=report)
 
     # ------------------------------------------------------------ what the servers did

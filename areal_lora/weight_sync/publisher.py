@@ -221,6 +221,9 @@ class Publisher:
             if step.failure is not None:
                 raise step.failure.error()
             if step.report is not None:
+                # The controller may be away for longer than the other ranks would wait: they have been told.
+                if self._coordinator is not None:
+                    self._coordinator.ended(job)
                 return step.report
             if step.wait:
                 job.deadline = time.monotonic() + self._config.deadline_s

@@ -113,7 +113,15 @@ class Rank:
         self.rank, self.watch = rank, watch
         self.exchange = GroupExchange(timeout_s=60.0)
         self.active: list[Any] = []
+        self.announce_s = 0.0  # how long the controller lets itself be waited for
         self.publisher: Publisher | None = None
+
+    def announce(self, active: Any) -> None:
+        time.sleep(self.announce_s)
+        self.active.append(active)
+
+    def announce_slowly(self, seconds: float) -> None:
+        self.announce_s = seconds
 
     def open(self, sources: tuple[int, ...], servers: list[ServerEndpoint], config: dict[str, Any]) -> None:
         if self.publisher is not None:
@@ -123,7 +131,7 @@ class Rank:
         coordinator = None
         if self.rank == 0:
             coordinator = Coordinator(
-                run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.active.append
+                run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.announce
             )
         self.publisher = Publisher(run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator)
 

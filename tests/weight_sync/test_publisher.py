@@ -160,6 +160,19 @@ def test_a_broken_version_is_refused_everywhere_and_the_next_one_arrives(cluster
     cluster.assert_served(cluster.version, 9)
 
 
+def test_only_rank_0_waits_for_a_controller_that_is_away(cluster):
+    cluster.begin("announce_slowly", 4.0)
+    cluster.end()
+    cluster.version += 1
+    (kind, _, waited_s), (other, _, other_s) = cluster.publish(cluster.version, 3)
+    cluster.begin("announce_slowly", 0.0)
+    cluster.end()
+    assert (kind, other) == ("ok", "ok")
+    assert waited_s >= 4.0
+    assert other_s < 4.0
+    cluster.assert_served(cluster.version, 3)
+
+
 def test_an_older_version_is_refused(cluster):
     cluster.next(1)
     kind, (why, _), _ = cluster.publish(cluster.version - 1, 2)[0]
