@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 async def serve(config: Config, run_folder: Path, index: int) -> int:
     """Run until told to stop; the exit code."""
     stop, loop = Stop(), asyncio.get_running_loop()
+    stop.on_signals()
     modules = base_modules(Path(config.model.path))
     with ExitStack() as stack:
         data, _ = stack.enter_context(bound_sockets(config, index))
