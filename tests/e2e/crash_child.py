@@ -47,14 +47,16 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
     from areal_lora.rollout.trainer_client import RolloutClient
-    from areal_lora.trainer import loop, main
+    from areal_lora.trainer import loop, main, publishing
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 
     # The stand-in's log-probabilities are made up.
     ALIGNMENT_LIMITS["float32"] = math.inf
     diary = Diary(folder, life)
     collate, learn, announce = loop.collate, loop.learn, RolloutClient.announce
+    publish, reached = publishing.AdapterPublishing.publish, publishing.reached
     groups: list[Any] = []
+    sent: list[Path] = []
 
     def collated(taken: Any) -> Any:
         groups[:] = taken
@@ -68,6 +70,15 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         )
         return report
 
+    def sending(self: Any, tenant: Any, *args: Any) -> None:
+        sent[:] = [folder / "checkpoints" / tenant.name / f"v{tenant.version:06d}"]
+        publish(self, tenant, *args)
+
+    def begun(point: str) -> None:
+        # The first byte of a version is about to leave.
+        diary.write(what="begun", version=int(sent[0].name[1:]), stored=sent[0].is_dir())
+        reached(point)
+
     def announced(self: Any, ref: Any, *args: Any) -> None:
         diary.write(what="announced", version=ref.version)
         announce(self, ref, *args)
@@ -75,6 +86,8 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     _replace(loop, "collate", collated)
     _replace(loop, "learn", learnt)
     _replace(RolloutClient, "announce", announced)
+    _replace(publishing.AdapterPublishing, "publish", sending)
+    _replace(publishing, "reached", begun)
     return main.main(argv)
 
 

@@ -43,7 +43,7 @@ PER_GROUP = ("controller.issued", "controller.group_done", "server.generating")
 PROMPTS, ETA = 4, 2
 WITH_ANOTHER_SERVER, TOKEN_S = 40, 0.01
 """Steps of a run that goes on while a server is started again, and what slows it down, in seconds per token."""
-QUIET_S = 60.0
+QUIET_S, PEER_S = 60.0, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,15 +161,22 @@ class Processes:
         deadline_s = time.monotonic() + QUIET_S
         while time.monotonic() < deadline_s:
             at = time.time()
-            for name, process in list(self._alive.items()):
-                if process.exitcode is None:
-                    continue
-                how = f"{run.folder.name}: {name} ended with {process.exitcode} while {point} was waited for"
-                assert (process.exitcode, name.startswith(run.victim)) == (-9, True), f"{how}\n{run.log()}"
-                self._kill([name])
+            ended = self._ended()
+            if ended and run.victim == "trainer" and -9 not in ended.values():
+                time.sleep(PEER_S)  # a peer that failed with a lost connection may be seen first
+                ended = self._ended()
+            if ended:
+                how = f"{run.folder.name}: {ended} while {point} was waited for"
+                assert -9 in ended.values(), f"{how}\n{run.log()}"
+                assert all(name.startswith(run.victim) for name in ended), f"{how}\n{run.log()}"
+                self._kill(list(ended))
                 return at
             time.sleep(0.02)
         raise AssertionError(f"{run.folder.name}: {point} was not reached in {QUIET_S:.0f} s\n{run.log()}")
+
+    def _ended(self) -> dict[str, int]:
+        codes = {name: process.exitcode for name, process in self._alive.items()}
+        return {name: code for name, code in codes.items() if code is not None}
 
     def wait_end(self, run: CrashRun) -> None:
         trainers = [name for name in self._alive if name.startswith("trainer")]
