@@ -121,7 +121,7 @@ def _open(path: str, run: str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            db.executescript(_SCHEMA)
+            db.executescript("BEGIN;" + _SCHEMA)  # all of it or nothing, if this process ends here
             db.execute("INSERT INTO meta VALUES (?, ?)", (SCHEMA_VERSION, run))
             db.commit()
         if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():

@@ -165,3 +165,42 @@ def test_another_database_is_left_alone(tmp_path: Path) -> None:
     other.commit()
     with pytest.raises(ConfigError, match="no run ledger"):
         ledger(path)
+
+
+@pytest.mark.parametrize("statements", range(1, 7))
+def test_a_death_while_the_file_is_made_leaves_nothing_that_is_refused(
+    tmp_path: Path, statements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+
+    class Dying(sqlite3.Connection):
+        """Ends, without a word to SQLite, before one of the statements that write."""
+
+        def execute(self, sql: str, *arguments: object) -> sqlite3.Cursor:  # type: ignore[override]
+            nonlocal left
+            if sql.lstrip().startswith(("CREATE", "INSERT", "BEGIN")):
+                left -= 1
+                if left < 0:
+                    super().close()
+                    raise KeyboardInterrupt
+            return super().execute(sql, *arguments)  # type: ignore[arg-type]
+
+        def executescript(self, script: str) -> sqlite3.Cursor:
+            cursor, statement = self.cursor(), ""
+            for line in script.splitlines():
+                statement += f"{line}\n"
+                if sqlite3.complete_statement(statement):
+                    cursor, statement = self.execute(statement), ""
+            return cursor
+
+    left, connect = statements - 1, sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, factory=Dying, **k))
+    try:
+        LedgerFile(path, "r").close()
+    except KeyboardInterrupt:
+        pass
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    file, book = ledger(path)
+    book.issue(0, 1)
+    book.check(live=1)
+    file.close()
