@@ -47,7 +47,9 @@ class AdapterRuntime:
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def expire(self, ticket: Ticket) -> None:
-        self.running[ticket.seq].cancel()
+        task = self.running.get(ticket.seq)
+        if task is not None:  # else it has ended without a report
+            task.cancel()
 
     def ended(self, seq: int, task: asyncio.Task[None]) -> None:
         if self.running.get(seq) is task:

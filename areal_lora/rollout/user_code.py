@@ -36,6 +36,12 @@ async def call(kind: FaultKind, function: Callable[..., Any], *arguments: Any, *
         return await result if inspect.isawaitable(result) else result
     except ArealLoraError:
         raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this task: passed on, it would end it without a word, and nobody would retry its group.
+        raise GenerationFault(kind, describe(error)) from error
     except (Exception, SystemExit) as error:  # fault boundary: user code may fail in any way
         raise GenerationFault(kind, describe(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 from pathlib import Path
@@ -195,10 +196,8 @@ def test_a_death_while_the_file_is_made_leaves_nothing_that_is_refused(
 
     left, connect = statements - 1, sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, factory=Dying, **k))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         LedgerFile(path, "r").close()
-    except KeyboardInterrupt:
-        pass
     monkeypatch.setattr(sqlite3, "connect", connect)
     file, book = ledger(path)
     book.issue(0, 1)

@@ -103,3 +103,31 @@ def test_a_thread_may_end_after_the_loop(release: threading.Event) -> None:
     start = time.monotonic()
     asyncio.run(main())
     assert time.monotonic() - start < 2
+
+
+def test_code_that_cancels_itself_is_a_fault_and_not_the_end_of_its_group() -> None:
+    async def awaits_a_task_it_cancelled() -> None:
+        task = asyncio.create_task(asyncio.sleep(9))
+        task.cancel()
+        await task
+
+    def loop_of_its_own() -> None:
+        asyncio.run(awaits_a_task_it_cancelled())
+
+    for raising in (awaits_a_task_it_cancelled, loop_of_its_own):
+        with pytest.raises(GenerationFault, match="environment: CancelledError"):
+            asyncio.run(call(ENV, raising))
+
+
+def test_a_call_that_is_cancelled_from_outside_stays_cancelled() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(call(ENV, asyncio.sleep, 9))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await call(ENV, asyncio.sleep, 9)
+
+    asyncio.run(main())
