@@ -21,6 +21,7 @@ from areal_lora.types import AdapterRef
 
 COOL_DOWN_S = 0.25
 MAX_COOL_DOWN_S = 10.0
+KEEP_VERSIONS = 64  # of an adapter, back from the newest: rollouts ask for that one, evaluations for a few before
 
 told_server: ContextVar[Callable[[str], None] | None] = ContextVar("told_server", default=None)
 """Called with the URL of the server that gets a request of the present task."""
@@ -68,7 +69,8 @@ class Router:
                 server.lose()
                 del self.servers[name]
         for name, url in servers.items():
-            self.servers.setdefault(name, Server(url)).versions.add(ref)
+            server = self.servers.setdefault(name, Server(url))
+            server.versions = {r for r in server.versions if r.name != ref.name or _beside(r, ref)} | {ref}
 
     def newest(self, ref: AdapterRef) -> AdapterRef:
         """The newest version of ``ref``'s adapter that a server holds; ``ref`` where none holds any."""
@@ -118,3 +120,8 @@ class Router:
             if healthy:
                 return min(healthy, key=lambda server: server.outstanding)
             await asyncio.sleep(max(0.01, min(server.down_until_s for server in holders) - now))
+
+
+def _beside(held: AdapterRef, newest: AdapterRef) -> bool:
+    """Whether a version may still be asked for once ``newest`` is announced; later ones were rolled back."""
+    return newest.version - KEEP_VERSIONS < held.version <= newest.version

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from areal_lora.rollout.routing import MAX_COOL_DOWN_S, Router, VersionRetired
+from areal_lora.rollout.routing import KEEP_VERSIONS, MAX_COOL_DOWN_S, Router, VersionRetired
 from areal_lora.types import AdapterRef
 from tests.rollout.helpers import Clock
 
@@ -118,3 +118,23 @@ def test_what_runs_on_a_lost_server_is_cut_off_at_once_and_the_rest_goes_on() ->
         assert await asyncio.gather(*running, return_exceptions=True) == ["a cut True", "b"]
 
     asyncio.run(run())
+
+
+def test_what_is_remembered_of_a_server_does_not_grow_with_the_run() -> None:
+    router, other = Router(), AdapterRef(name="code", version=3)
+    router.announce(other, BOTH)
+    for version in range(500):
+        router.announce(AdapterRef(name="math", version=version), BOTH)
+    assert all(len(server.versions) <= KEEP_VERSIONS + 1 for server in router.servers.values())
+    assert router.newest(REF).version == 499
+    assert router.newest(other) == other
+    assert chosen(router, AdapterRef(name="math", version=490)) == "a"
+
+
+def test_versions_that_a_trainer_has_gone_back_from_are_not_asked_for() -> None:
+    router = Router()
+    for version in (1, 2, 1):
+        router.announce(AdapterRef(name="math", version=version), BOTH)
+    assert router.newest(REF) == REF
+    with pytest.raises(VersionRetired):
+        chosen(router, NEXT)
