@@ -125,6 +125,10 @@ class _Watch:
         beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
         verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)
+        for spec in self._restarts.members(ended.spec):
+            # At once: the next look would take the last life's beat for the first one of the next.
+            forget_beats(self._folder, spec.role, spec.index)
+        self._early = [(at, e) for at, e in self._early if unit_of(e.spec) != unit_of(ended.spec)]
         if not verdict.ends_run:
             self._view.say(str(verdict))
         if verdict.wait_s is not None:
@@ -133,7 +137,6 @@ class _Watch:
 
     def _start_again(self, specs: tuple[ProcessSpec, ...]) -> None:
         for spec in specs:
-            forget_beats(self._folder, spec.role, spec.index)
             if spec.role != SERVER:
                 # Others wait for the new ports. A server's tell the trainer whom to ask whether it is alive.
                 forget_endpoint(self._folder, spec.role, spec.index)

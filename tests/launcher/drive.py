@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from areal_lora.config.architectures import known_config
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.launcher.local import run_local
+from areal_lora.launcher import local
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
@@ -33,7 +34,8 @@ def main() -> int:
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     dummy = JobPlan(run_folder=folder, nodes=1, processes=specs, ports=(), files=(), ranks=(), estimates=plan.estimates)
-    return run_local(config, dummy, Console())
+    local.EARLY_END_S = float(os.environ.get("EARLY_END_S", local.EARLY_END_S))
+    return local.run_local(config, dummy, Console())
 
 
 if __name__ == "__main__":

@@ -300,6 +300,37 @@ def test_the_controller_is_started_again_without_the_others(
     assert run.alive() == []
 
 
+def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beats of the life before do not count: what loads a large model is silent for long."""
+    set_fault(monkeypatch, tmp_path, "controller-0.step:5:kill")
+    mark = tmp_path / "second"
+    role, index, code = rank(tmp_path, "controller", 0)
+    loads = f"import pathlib, time; m = pathlib.Path({str(mark)!r}); time.sleep(4 * m.exists()); m.touch()\n"
+    run = begin(
+        rank(tmp_path, "server", 0), (role, index, loads + code), rank(tmp_path, "trainer", 0, steps=80),
+        overrides=["run.stall_s=2"],
+    )  # fmt: skip
+    code, output = run.end(timeout_s=40)
+    assert code == 0, output
+    assert "no sign of life" not in output
+    assert count_restarts(run.folder) == {"controller-0": 1}
+    assert run.log("controller-0").count("started") == 2
+
+
+def test_a_rank_that_ended_well_beside_one_that_failed_is_not_missed_later(
+    begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is done, then rank 0 dies: both start again, and the end of the earlier rank 1 is forgotten."""
+    monkeypatch.setenv("EARLY_END_S", "5")
+    set_fault(monkeypatch, tmp_path, "trainer-0.step:10:kill")
+    run = begin(rank(tmp_path, "trainer", 0, steps=40), rank(tmp_path, "trainer", 1, steps=3, beats=False))
+    code, output = run.end(timeout_s=40)
+    assert code == 0, output
+    assert count_restarts(run.folder) == {"trainer": 1}
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_all_trainer_ranks_end_with_one_and_start_together(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int
