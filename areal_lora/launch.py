@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from areal_lora.checkpoint.recover import check_present
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
@@ -92,6 +93,7 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False) -> i
             return say_finished(folder.earlier, plan, out)
         say(out, f"Run folder: {plan.run_folder}")
         if folder.earlier is not None:
+            check_present(plan.run_folder, config)
             say(out, going_on(folder.earlier))
         folder.prepare()
         if config.cluster.kind == "slurm":

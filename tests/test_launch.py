@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -160,6 +161,7 @@ def finished_run(tmp_path: Path, steps: int) -> Path:
     with MetricsWriter(folder) as metrics:
         for step in range(steps):
             metrics.write(StepRecord(step=step, version=step, time_s=step, adapter="gsm8k"))
+    (folder / "checkpoints" / "gsm8k" / f"v{steps:06d}").mkdir(parents=True)
     write_summary(folder, wall_s=7.5, adapter_path=folder / "adapters" / "gsm8k", report_path=folder / "report.html")
     return folder
 
@@ -181,6 +183,18 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     done = launch(tmp_path, failing_python(tmp_path), "run.name=x", "run.steps=4")
     assert done.returncode == 70, "the stand-in fails, so it was started"
     assert not (folder / "summary.json").exists(), "the run is not finished any more"
+
+
+def test_steps_without_a_checkpoint_are_an_error_and_nothing_starts_or_changes(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path, steps=3)
+    shutil.rmtree(folder / "checkpoints")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for arguments in ([failing_python(tmp_path)], ["--explain-resume"]):
+        done = launch(tmp_path, *arguments, "run.name=x", "run.steps=4")
+        assert (done.returncode, done.stderr.count("\n")) == (74, 1), done.stderr
+        assert f"{folder / 'checkpoints' / 'gsm8k'}: metrics.jsonl has 3 steps of it" in done.stderr
+        assert "--fresh" in done.stderr
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_explain_resume_starts_and_creates_nothing(tmp_path: Path) -> None:

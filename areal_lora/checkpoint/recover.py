@@ -2,7 +2,7 @@
 
 The newest checkpoint that is whole decides. Whole is: the manifest's own checksum is right, and
 every file it names is there with its size and checksum. A newer one that is not is named with the
-reason, and never passed over in silence.
+reason, and never passed over in silence. Nor is a run that has made steps and has no checkpoint at all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from areal_lora.checkpoint.store import (
 )
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import CheckpointError, ConfigError
+from areal_lora.obs.metrics import METRICS_FILE, read_metrics
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 
@@ -135,7 +136,24 @@ def find(run_folder: Path, adapter: str) -> AdapterResume:
             break
         except CheckpointError as e:
             broken.append(Broken(path=path, reason=str(e)))
+    if newest is None and not broken:
+        broken = _steps_without(run_folder, adapter)
     return AdapterResume(adapter=adapter, newest=newest, broken=tuple(broken), leftovers=tuple(leftovers_in(root)))
+
+
+def check_present(run_folder: Path, config: Config) -> None:
+    """Raises CheckpointError if an adapter has made steps and has no checkpoint left. Cheap, unlike `explain`."""
+    bare = [a.name for a in config.adapters if not versions_in(adapter_folder(run_folder, a.name))]
+    ResumePlan(adapters=tuple(find(run_folder, name) for name in bare)).check()
+
+
+def _steps_without(run_folder: Path, adapter: str) -> list[Broken]:
+    """What is wrong where there is no checkpoint: nothing before the first step, for which version 0 is written."""
+    steps = sum(step.adapter == adapter for step in read_metrics(run_folder).steps)
+    if not steps:
+        return []
+    reason = f"{METRICS_FILE} has {steps} steps of it and there is no checkpoint"
+    return [Broken(path=adapter_folder(run_folder, adapter), reason=reason)]
 
 
 def _vanished(root: Path) -> list[Broken]:

@@ -15,6 +15,7 @@ from areal_lora.checkpoint.store import adapter_folder, versions_in
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig
 from areal_lora.errors import CheckpointError, ConfigError
+from areal_lora.obs.metrics import MetricsWriter, StepRecord
 from areal_lora.types import ExpertLayout
 
 from .helpers import SPEC, stores, write, written
@@ -102,6 +103,25 @@ def test_nothing_was_ever_written(tmp_path: Path) -> None:
     plan.check()
     assert plan.fresh
     assert plan.adapters[0].ref.version == 0
+
+
+@pytest.mark.parametrize("rest", ["folder deleted", "adapter deleted", "never written"])
+def test_steps_without_any_checkpoint_are_never_taken_again_in_silence(tmp_path: Path, rest: str) -> None:
+    root = adapter_folder(tmp_path, SPEC.name)
+    with MetricsWriter(tmp_path) as metrics:
+        for step in range(3):
+            metrics.write(StepRecord(adapter=SPEC.name, step=step, version=step, time_s=1.0))
+        metrics.write(StepRecord(adapter="other", step=7, version=7, time_s=1.0))
+    if rest != "never written":
+        written(tmp_path, 0, 1)
+        find(tmp_path, SPEC.name)
+        shutil.rmtree(root if rest == "adapter deleted" else root.parent)
+    plan = find(tmp_path, SPEC.name)
+    assert plan.lost
+    text = rf"{root}: metrics.jsonl has 3 steps of it and there is no checkpoint .*--fresh"
+    with pytest.raises(CheckpointError, match=text):
+        ResumePlan(adapters=(plan,)).check()
+    assert find(tmp_path, "third").broken == (), "an adapter that has made no step begins"
 
 
 def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
