@@ -130,7 +130,7 @@ class Sessions:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()  # a header may hold any bytes
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

@@ -95,21 +95,22 @@ class MultiTurnWorkflow:
             raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {deadline_s:g} s") from None
 
     async def _play(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
-        context, longest = self.context, self.context.max_model_len
+        longest = self.context.max_model_len
         environment = await call(FaultKind.ENVIRONMENT, self.environment, **self.arguments)
-        first = _checked("reset", await call(FaultKind.ENVIRONMENT, environment.reset, prompt.sample), str, type(None))
+        reset, step = await call(FaultKind.ENVIRONMENT, _methods, environment)
+        first = _checked("reset", await call(FaultKind.ENVIRONMENT, reset, prompt.sample), str, type(None))
         packed, rewards = PackedTurns(), list[float]()
-        packed.given(prompt.token_ids + (context.encode(first) if first else []))
+        packed.given(prompt.token_ids + (await self._tokens(first) if first else []))
         if len(packed.token_ids) >= longest:
             raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
         for turn in range(self.max_turns):
             answer = await self._answer(packed, ref, derived_seed(seed, turn))
-            reply = _checked("step", await call(FaultKind.ENVIRONMENT, environment.step, answer.text), Reply)
+            reply = _checked("step", await call(FaultKind.ENVIRONMENT, step, answer.text), Reply)
             if reply.reward is not None:
-                rewards.append(_checked("step's reward", reply.reward, float, int))
+                rewards.append(given_score(_checked("step's reward", reply.reward, float, int)).reward)
             if reply.done or answer.finish_reason == "length":
                 break
-            told = context.encode(_checked("step's text", reply.text, str))
+            told = await self._tokens(_checked("step's text", reply.text, str))
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
             elif len(packed.token_ids) + len(told) >= longest:
@@ -127,6 +128,19 @@ class MultiTurnWorkflow:
         )
         packed.sampled(answer)
         return answer
+
+    async def _tokens(self, text: str) -> list[int]:
+        """Not every text an environment makes can be tokenized: half a surrogate pair cannot."""
+
+        async def encode() -> list[int]:
+            return self.context.encode(text)
+
+        ids: list[int] = await call(FaultKind.ENVIRONMENT, encode)
+        return ids
+
+
+async def _methods(environment: Environment) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return environment.reset, environment.step
 
 
 def _checked(what: str, value: Any, *kinds: type) -> Any:

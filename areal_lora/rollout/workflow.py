@@ -131,9 +131,13 @@ def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, s
 
 def given_score(reward: float) -> Score:
     """A reward that user code gave; one that is not finite is an error, as from a scorer."""
-    if not math.isfinite(reward):
-        return Score(reward=math.nan, outcome=Outcome.ERROR, detail=f"the reward is {reward}, not a finite number")
-    return Score(reward=float(reward), outcome=Outcome.OK)
+    try:
+        value = float(reward)
+    except OverflowError:  # an int that no float can hold
+        value = math.inf
+    if not math.isfinite(value):
+        return Score(reward=math.nan, outcome=Outcome.ERROR, detail=f"the reward is {value}, not a finite number")
+    return Score(reward=value, outcome=Outcome.OK)
 
 
 def derived_seed(seed: int, index: int) -> int:

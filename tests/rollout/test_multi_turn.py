@@ -207,8 +207,10 @@ def test_without_a_reward_of_its_own_the_last_answer_is_scored() -> None:
     assert {item.gold for item in scorer.asked} == {PROMPT.sample.answer}
 
 
-def test_a_reward_that_is_not_finite_is_no_reward() -> None:
-    episode = run(lambda: Scripted([Reply(reward=float("nan"), done=True)]))
+@pytest.mark.parametrize("rewards", [[float("nan")], [0.5, 10**400]])
+def test_a_reward_that_is_not_finite_is_no_reward(rewards: list[float]) -> None:
+    replies = [Reply(reward=reward, text="x", done=i == len(rewards) - 1) for i, reward in enumerate(rewards)]
+    episode = run(lambda: Scripted(list(replies)))
     assert {t.outcome for t in episode.group.trajectories} == {Outcome.ERROR}
 
 
@@ -222,6 +224,13 @@ class WrongReply(Scripted):
         return "text"  # type: ignore[return-value]
 
 
+class Unreadable(str):
+    """A text that the tokenizer fails at, as the real one does at half a surrogate pair."""
+
+    def __iter__(self) -> Any:
+        raise ValueError("no text")
+
+
 @pytest.mark.parametrize(
     ("environment", "detail"),
     [
@@ -232,6 +241,8 @@ class WrongReply(Scripted):
         (lambda: Scripted([], first=3), "environment: reset is int, not str"),  # type: ignore[arg-type]
         (lambda: Scripted([]), "environment: IndexError"),
         (lambda: 1 / 0, "environment: ZeroDivisionError"),
+        (lambda: None, "environment: AttributeError: 'NoneType' object has no attribute 'reset'"),
+        (lambda: Scripted([Reply(text=Unreadable("x"))]), "environment: ValueError: no text"),
         (lambda: Scripted([], first="x" * MAX_MODEL_LEN), "rejected: .* leaves no room"),
     ],
 )

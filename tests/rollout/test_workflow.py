@@ -60,7 +60,7 @@ def test_an_answer_that_cannot_be_scored_is_no_reward_zero() -> None:
     assert (fault.outcome, fault.detail) == (Outcome.TIMEOUT, "5 s")
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400])
 def test_a_reward_that_is_no_number_is_an_error(reward: float) -> None:
     assert given_score(reward).outcome is Outcome.ERROR
     assert given_score(1).outcome is Outcome.OK
