@@ -44,7 +44,7 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     samples: dict[tuple[int, int], int] = {}
     for g, trajectory in rows:
         samples.setdefault((g, trajectory.sample), len(samples))
-    _check_rewards(rows)
+    check_rewards(rows)
     lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)])
     return TrainBatch(
         token_ids=torch.tensor([x for _, t in rows for x in t.token_ids], dtype=torch.int64),
@@ -59,7 +59,8 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     )
 
 
-def _check_rewards(rows: Sequence[tuple[int, Trajectory]]) -> None:
+def check_rewards(rows: Sequence[tuple[int, Trajectory]]) -> None:
+    """One reward per sample of a group; the first of each pair numbers the group. Raises AlignmentError."""
     rewards: dict[tuple[int, int], float] = {}
     for g, trajectory in rows:
         if rewards.setdefault((g, trajectory.sample), trajectory.reward) != trajectory.reward:

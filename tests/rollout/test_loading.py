@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
@@ -19,7 +20,7 @@ from areal_lora.rollout.multi_turn import MultiTurnWorkflow
 from areal_lora.rollout.prompts import Prompt
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext
-from areal_lora.types import AdapterRef, TrajectoryGroup
+from areal_lora.types import AdapterRef, Outcome, TrajectoryGroup
 from tests.rollout.texts import MAX_MODEL_LEN, V1, Graded, prompt_of, served
 
 HERE = Path(__file__)
@@ -32,14 +33,19 @@ def environment() -> None: ...
 async def agent(task: Any) -> None: ...
 
 
+def no_workflow(context: Any) -> None: ...
+
+
 NOT_CALLABLE = 3
 
 
 class Changed:
     """Single turn, with one thing changed."""
 
-    def __init__(self, context: WorkflowContext, *, change: str = "", value: Any = None) -> None:
-        self.inner, self.change, self.value = SingleTurnWorkflow(context=context), change, value
+    value: Any = None
+
+    def __init__(self, context: WorkflowContext, *, change: str = "") -> None:
+        self.inner, self.change = SingleTurnWorkflow(context=context), change
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         if self.change == "raise":
@@ -55,8 +61,11 @@ class Changed:
         if self.change == "texts":
             return replace(episode, texts=())
         n = len(first.token_ids)
-        changed = {
-            "": {}, "short": {"versions": first.versions[1:]}, "nothing sampled": {
+        if self.change == "text":
+            return "an answer"  # type: ignore[return-value]
+        changed: dict[str, Any] = {
+            "": {}, "reward": {"reward": self.value}, "numpy": {"token_ids": list(np.array(first.token_ids))},
+            "no array": {"versions": None}, "short": {"versions": first.versions[1:]}, "nothing sampled": {
                 "loss_mask": [0] * n, "versions": [-1] * n, "rollout_logprobs": [0.0] * n},
             "adapter": {"adapter": AdapterRef(name="other", version=1)},
             "long": {"token_ids": [5] * 65, "loss_mask": [0] * 64 + [1], "versions": [-1] * 64 + [1],
@@ -76,7 +85,8 @@ def build(**chosen: Any) -> Workflow:
     return asyncio.run(main())
 
 
-def run(change: str) -> Episode:
+def run(change: str, value: Any = None) -> Episode:
+    Changed.value = value  # an argument in a configuration has a plainer type
     config: Any = TypeAdapter(WorkflowConfig).validate_python(
         {"kind": "custom", "path": f"{__name__}:Changed", "arguments": {"change": change}}
     )
@@ -107,6 +117,7 @@ def test_every_kind_is_built() -> None:
         ({"kind": "agent", "path": f"{__name__}:missing"}, "has no 'missing'"),
         ({"kind": "custom", "path": f"{HERE}:missing"}, "has no 'missing'"),
         ({"kind": "custom", "path": f"{__name__}:Changed", "arguments": {"no": 1}}, "building the workflow fails"),
+        ({"kind": "custom", "path": f"{__name__}:no_workflow"}, "has no attribute 'run'"),
     ],
 )
 def test_what_cannot_be_built_is_wrong_input(chosen: dict[str, Any], words: str) -> None:
@@ -124,7 +135,8 @@ def test_what_a_workflow_raises_is_a_fault_of_its_group() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("uid", "no Episode of this prompt"),
+        ("text", "returned str, not an Episode"),
+        ("uid", "returned an Episode of 0:other"),
         ("empty", "0 trajectories and 0 texts"),
         ("texts", "2 trajectories and 0 texts"),
         ("short", "differ in length"),
@@ -136,3 +148,22 @@ def test_what_a_workflow_raises_is_a_fault_of_its_group() -> None:
 def test_an_episode_that_cannot_be_trained_on_ends_the_run(change: str, words: str) -> None:
     with pytest.raises(AlignmentError, match=words):
         run(change)
+
+
+@pytest.mark.parametrize("change", ["numpy", "no array"])
+def test_values_of_another_type_are_a_fault_and_never_reach_the_ledger(change: str) -> None:
+    with pytest.raises(GenerationFault, match=r"workflow: (TypeError|ValidationError)"):
+        run(change)
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(1.0), 1])
+def test_a_reward_may_be_any_number(reward: Any) -> None:
+    given = run("reward", reward).group.trajectories[0].reward
+    assert (given, type(given)) == (1.0, float)
+
+
+def test_a_reward_that_is_no_number_costs_its_group() -> None:
+    for reward in (float("nan"), 10**400):
+        assert run("reward", reward).group.trajectories[0].outcome is Outcome.ERROR
+    with pytest.raises(GenerationFault, match="workflow: ValueError: could not convert"):
+        run("reward", "good")
