@@ -4,8 +4,8 @@ Two cores and the whole stack: launcher, Megatron, vLLM, controller, checkpoints
 variant trains the same tiny model on the same prompts with the same long-tailed answer lengths:
 
 - ``eta N``: trainer on one core, server on the other, ``max_staleness`` N. ``eta 0`` is synchronous.
-- ``in turn``: both cores roll out, then both train; two processes of one thread each per role, or one
-  process of two threads. The faster of the two is what overlap is compared with.
+- ``in turn``: both cores roll out, then both train; two processes of one thread each per role, with
+  ``--threads`` also one process of two threads, and then the faster of the two is compared with.
 
 First the load is balanced: a run of eta 0 goes through several longest lengths, and the one at which
 rolling out (G) takes as long as training (T) is taken. The rounds then go through the variants one
@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="eta 0 and 2 only, one short round without balancing")
+    parser.add_argument("--threads", action="store_true", help="also take turns with one process of two threads")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--longest", type=int, help="longest answer in tokens; balanced if not given")
@@ -71,7 +72,7 @@ def main() -> None:
     print(f"load: {load}", flush=True)
     rounds: list[dict[str, Measured]] = []
     for number in range(1 if options.quick else options.rounds):
-        rounds.append(measure_round(chosen(rounds, options.quick), load, number, options, root))
+        rounds.append(measure_round(chosen(rounds, options.quick, options.threads), load, number, options, root))
     if options.keep is None:
         shutil.rmtree(root)
     claims = report(rounds)
@@ -84,12 +85,12 @@ def main() -> None:
         options.json.write_text(json.dumps(result, indent=1))
 
 
-def chosen(rounds: list[dict[str, Measured]], quick: bool) -> tuple[Variant, ...]:
+def chosen(rounds: list[dict[str, Measured]], quick: bool, threads: bool) -> tuple[Variant, ...]:
     """All in the first round; later eta 0, eta 2 and the faster way of taking turns."""
     if quick:
         return SYNC, OVERLAP
     if not rounds:
-        return SYNC, OVERLAP, *IN_TURN, *OTHERS
+        return SYNC, OVERLAP, *(IN_TURN if threads else IN_TURN[:1]), *OTHERS
     in_turn = [v for v in IN_TURN if v.name in rounds[0]]
     return SYNC, OVERLAP, *sorted(in_turn, key=lambda v: -rounds[0][v.name].steps_per_hour)[:1]
 
