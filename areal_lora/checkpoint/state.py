@@ -80,7 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     ``layout`` is the parallel layout that wrote it, for people only. ``ledger`` is the controller's
     snapshot once the step that made this version is consumed. ``accuracies`` are the held-out
-    accuracies known so far of versions that have a checkpoint. ``written_s`` is Unix time.
+    accuracies known so far, ``awaited`` the versions before this one whose evaluation had no answer yet.
+    ``written_s`` is Unix time.
     """
 
     format: int = FORMAT
@@ -94,6 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     random: tuple[RankRandom, ...]
     ledger: bytes
     accuracies: dict[int, float]
+    awaited: tuple[int, ...] = ()
     written_s: float
 
 

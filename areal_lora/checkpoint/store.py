@@ -74,16 +74,12 @@ def note_newest(disk: Disk, root: Path, version: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One rank's copy of what is to be written. ``manifest`` lacks files and random states; rank 0's counts.
-
-    ``awaited`` are versions whose evaluation is not known yet.
-    """
+    """One rank's copy of what is to be written. ``manifest`` lacks files and random states; rank 0's counts."""
 
     ref: AdapterRef
     state: AdapterState
     random: RankRandom
     manifest: Manifest
-    awaited: Collection[int] = ()
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -193,7 +189,8 @@ class Store:
                 sound.append(version)
             if len(sound) == config.keep_last:
                 break
-        gone = plan_deletions(present, sound, config, snapshot.manifest.accuracies, snapshot.awaited)
+        manifest = snapshot.manifest
+        gone = plan_deletions(present, sound, config, manifest.accuracies, manifest.awaited)
         for version in gone:
             self._disk.remove(version_folder(root, version))
         return gone

@@ -29,7 +29,7 @@ from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant
-from areal_lora.types import TrainBatch
+from areal_lora.types import AdapterRef, TrainBatch
 from areal_lora.weight_sync.exchange import Exchange
 
 
@@ -55,8 +55,9 @@ class Trainer:
 
 
 def train(trainer: Trainer) -> None:
-    """Take every step that is left of every adapter, then wait for the last version and its evaluation."""
+    """Take every step that is left of every adapter, then wait for the last version and the evaluations."""
     for tenant in trainer.tenants:
+        ask_again(trainer, tenant)
         hand_over(trainer, tenant)
     while (tenant := min(trainer.tenants, key=lambda t: t.version)).version < trainer.config.run.steps:
         train_step(trainer, tenant)
@@ -65,7 +66,7 @@ def train(trainer: Trainer) -> None:
         trainer.publishing.join(tenant)
         export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
         if trainer.recorder:
-            trainer.recorder.wait_eval(tenant)
+            trainer.recorder.wait_evals(tenant)
     if trainer.recorder:
         trainer.recorder.finish(adapter_folder(trainer.run_folder, trainer.tenants[0]))
     trainer.control.all_gather_bytes(b"done")
@@ -109,7 +110,17 @@ def hand_over(trainer: Trainer, tenant: Tenant) -> None:
     every, last = trainer.config.eval.every_steps, trainer.config.run.steps
     due = tenant.version == 0 or tenant.version >= last or (every and tenant.version % every == 0)
     if trainer.recorder and due:
-        trainer.recorder.request_eval(tenant)
+        trainer.recorder.request_eval(tenant.ref)
+
+
+def ask_again(trainer: Trainer, tenant: Tenant) -> None:
+    """Evaluations that had no answer when the checkpoint was written that this trainer goes on from.
+
+    Servers that went on still hold a version or two; of others the answer is a failure, which is logged.
+    """
+    if trainer.recorder:
+        for version in sorted(tenant.awaited):
+            trainer.recorder.request_eval(AdapterRef(name=tenant.name, version=version))
 
 
 def join_checkpoint(trainer: Trainer, tenant: Tenant) -> None:

@@ -29,7 +29,7 @@ from areal_lora.rollout.trainer_client import RolloutClient
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.rates import RateMeter, Rates
 from areal_lora.trainer.tenant import Tenant
-from areal_lora.types import TrainBatch, TrajectoryGroup
+from areal_lora.types import AdapterRef, TrainBatch, TrajectoryGroup
 from areal_lora.weight_sync.outcome import PublishReport
 
 log = get_logger(__name__)
@@ -87,15 +87,17 @@ class Recorder:
         self._record_samples(tenant, batch.samples)
         return list(batch.groups)
 
-    def request_eval(self, tenant: Tenant) -> None:
-        """Ask for a held-out evaluation of the tenant's version; it begins when the version is active."""
-        tenant.awaited.add(tenant.version)
-        self._client.request_eval(tenant.ref, EVAL_TAG)
+    def request_eval(self, ref: AdapterRef) -> None:
+        """Ask for a held-out evaluation; it begins when the version is active."""
+        self._tenants[ref.name].awaited.add(ref.version)
+        self._client.request_eval(ref, EVAL_TAG)
 
-    def wait_eval(self, tenant: Tenant) -> None:
-        self.status(f"waiting for the evaluation of {tenant.ref}")
-        self._record_evals([self._client.wait_eval(tenant.ref, EVAL_TAG)])
-        self._record_evals(self._client.poll_evals(tenant.name))
+    def wait_evals(self, tenant: Tenant) -> None:
+        """Until every evaluation that was asked for has an answer."""
+        while tenant.awaited:
+            ref = AdapterRef(name=tenant.name, version=min(tenant.awaited))
+            self.status(f"waiting for the evaluation of {ref}")
+            self._record_evals([self._client.wait_eval(ref, EVAL_TAG)])
 
     def published(self, tenant: Tenant, report: PublishReport) -> None:
         self._writer.write(

@@ -53,7 +53,7 @@ def _load(engine: TrainEngine, tenant: Tenant, folder: Path) -> None:
     tenant.version = tenant.stored = manifest.version
     tenant.resumed = True
     tenant.ledger = manifest.ledger
-    tenant.accuracies = dict(manifest.accuracies)
+    tenant.accuracies, tenant.awaited = dict(manifest.accuracies), set(manifest.awaited)
     set_random_state(manifest.random, engine.rank, engine.device)
 
 

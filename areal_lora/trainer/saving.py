@@ -38,13 +38,11 @@ class Checkpointing:
             clock=Clock(
                 step=state.step, total_steps=self._config.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
             ),
-            files=(), random=(), ledger=tenant.ledger, accuracies=dict(tenant.accuracies), written_s=0.0,
+            files=(), random=(), ledger=tenant.ledger, accuracies=dict(tenant.accuracies),
+            awaited=tuple(sorted(tenant.awaited)), written_s=0.0,
         )  # fmt: skip
         return self._saver.save(
-            Snapshot(
-                ref=tenant.ref, state=state, random=random_state(self._engine.device), manifest=manifest,
-                awaited=frozenset(tenant.awaited),
-            )
+            Snapshot(ref=tenant.ref, state=state, random=random_state(self._engine.device), manifest=manifest)
         )
 
     def due(self, version: int) -> bool:

@@ -118,6 +118,17 @@ def test_the_records_show_one_line_per_step(runs: Any) -> None:
     assert shown == list(range(STEPS))
 
 
+def test_evaluations_without_an_answer_are_asked_for_again(runs: Any) -> None:
+    due = {0, *range(3, STEPS, 3), STEPS}
+    lives = (runs["folders"]["killed"] / "journal-0").read_text().split("life ")[1:]
+    for life in lives:
+        begun = int(life.partition("\n")[0])
+        asked = Counter(int(line.split()[1]) for line in life.splitlines() if line.startswith("evaluate "))
+        assert {version for version in due if version <= begun} <= asked.keys() <= due
+        assert set(asked.values()) <= {1}
+    assert max(int(life.partition("\n")[0]) for life in lives) == STEPS
+
+
 def test_every_step_is_committed_after_the_last_life(runs: Any) -> None:
     journal = (runs["folders"]["killed"] / "journal-0").read_text().splitlines()
     commits = Counter(int(line.split()[1]) for line in journal if line.startswith("commit "))
