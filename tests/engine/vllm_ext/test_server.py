@@ -121,6 +121,8 @@ def test_publish_during_generation_leaves_running_requests_alone(server: Running
 
 
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
+    if os.getpriority(os.PRIO_PROCESS, 0) >= NICE:
+        pytest.skip("all threads have a priority as low as that")
     server.publish(server.adapter(1))
     engine = max(psutil.Process(server.process.pid).children(), key=lambda p: p.memory_info().rss)
     nice = {}
