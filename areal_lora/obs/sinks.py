@@ -25,8 +25,15 @@ class JsonlSink:
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: bytes) -> None:
-        """Append one record. ``line`` holds no line break; JSON encoders escape them."""
-        self._file.write(line + b"\n")
+        """Append one record, or nothing: raises OSError. ``line`` holds no line break; JSON encoders escape them."""
+        left, begin = line + b"\n", os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                # A disk that gets full takes a part first.
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(begin)
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -2,8 +2,10 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 
+import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
@@ -22,6 +24,7 @@ from areal_lora.obs.metrics import (
     StepRecord,
     read_metrics,
 )
+from areal_lora.obs.sinks import JsonlSink
 
 STEP = StepRecord(
     step=3, version=3, time_s=9.5, adapter="toy", reward_mean=0.5, rollout_tokens_per_s=4000.0, train_s=0.8,
@@ -88,6 +91,22 @@ def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: 
     assert [(s.adapter, s.step, s.reward_mean) for s in read_metrics(tmp_path).steps] == [
         ("", 0, 0.1), ("", 1, 0.9), ("other", 1, 0.4),
     ]  # fmt: skip
+
+
+def test_a_full_disk_leaves_no_half_line_in_the_middle(tmp_path: Path) -> None:
+    """The kernel takes a part of a line before it says that there is no room."""
+    path, soft_hard = tmp_path / METRICS_FILE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink = JsonlSink(path)
+    sink.write(msgspec.json.encode(STEP))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, soft_hard[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink.write(msgspec.json.encode(PUBLISH))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+    sink.write(msgspec.json.encode(PUBLISH))
+    sink.close()
+    assert MetricsTail(tmp_path).read_new() == [STEP, PUBLISH]
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
