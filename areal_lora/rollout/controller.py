@@ -74,7 +74,7 @@ class Controller:
         self._adapters, self._router, self._seed, self._tasks, self._stop = adapters, router, seed, tasks, stop
         self._birth = secrets.token_hex(8)
         self._trainer = ""
-        self._evaluating: set[tuple[str, int, str]] = set()
+        self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
 
     @property
     def _life(self) -> str:
@@ -118,10 +118,15 @@ class Controller:
         if missing:
             raise RolloutError(f"the trainer says no version of {', '.join(sorted(missing))}")
         self._trainer = request.trainer
+        # Whoever greets asks again for what it is owed. An earlier trainer's version may yet become another one.
+        for task in self._evaluating.values():
+            task.cancel()
+        self._evaluating.clear()
         for name, runtime in self._adapters.items():
             runtime.feed.hello(
                 request.versions[name], trainer=request.trainer, snapshot=request.snapshots.get(name, b"")
             )
+            runtime.events.clear()
             runtime.notify()
         return m.Welcome(adapters=tuple(self._adapters), life=self._life)
 
@@ -175,21 +180,23 @@ class Controller:
         runtime = self._adapter(request.adapter)
         ref = AdapterRef(name=request.adapter, version=request.version)
         key = (request.adapter, request.version, request.tag)
-        if key in self._evaluating:
+        waiting = {(event.adapter, event.version, event.tag) for event in runtime.events}
+        if key in self._evaluating or key in waiting:
             return m.Done()
-        self._evaluating.add(key)
 
         async def evaluate() -> None:
             # The trainer may ask before its publish in the background has been announced.
             while not runtime.feed.has_announced(request.version):
                 await runtime.changed.wait()
             result = await runtime.evaluator.run(ref, request.tag)
+            if self._evaluating.get(key) is not asyncio.current_task():
+                return  # given up, too late to be stopped
+            del self._evaluating[key]
             log.info("evaluation %s of %s: %s", result.tag, ref, result.error or f"{result.accuracy:.3f} of {result.n}")
-            self._evaluating.discard(key)
             runtime.events.append(result)
             runtime.notify()
 
-        self._tasks.create_task(evaluate())
+        self._evaluating[key] = self._tasks.create_task(evaluate())
         return m.Done()
 
     async def _get_events(self, request: m.GetEvents) -> m.Events:

@@ -77,7 +77,10 @@ class CommitStep(Addressed, frozen=True, kw_only=True):
 
 
 class Evaluate(Addressed, frozen=True, kw_only=True):
-    """Start a greedy evaluation of ``adapter@v{version}`` in the background, unless it runs already. Reply: Done."""
+    """Start a greedy evaluation of ``adapter@v{version}`` in the background. Reply: Done.
+
+    Nothing happens if it runs already, or its result waits to be fetched.
+    """
 
     adapter: str
     version: int

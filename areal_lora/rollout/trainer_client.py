@@ -29,7 +29,6 @@ from areal_lora.types import AdapterRef
 POLL_S = 10.0  # length of one long poll, and the rhythm of the waiting lines
 SHORT_POLL_S = 1.0  # of batches, where something else may have to be done meanwhile
 ANSWER_S = 30.0  # what a live controller may need beyond a long poll
-CONTROLLER_WAIT_S = 300.0  # how long a controller may be away
 MAX_REFUSALS = 3  # handshakes in a row; one may be a controller that died in the middle of it
 
 log = get_logger(__name__)
@@ -43,13 +42,15 @@ class RolloutClient:
     """Talks to the controller that ``find_endpoint`` names (None: there is none now).
 
     All methods may be called from any thread, ``hello`` first. Every method raises RolloutError if
-    the controller refuses the request, stays away for ``CONTROLLER_WAIT_S``, or does not accept the
+    the controller refuses the request, stays away for ``patience_s``, or does not accept the
     run secret.
     """
 
-    def __init__(self, find_endpoint: Callable[[], Endpoint | None], secret: str) -> None:
+    def __init__(
+        self, find_endpoint: Callable[[], Endpoint | None], secret: str, *, patience_s: float = 300.0
+    ) -> None:
         self.adapters: tuple[str, ...] = ()
-        self._find_endpoint, self._secret = find_endpoint, secret
+        self._find_endpoint, self._secret, self._patience_s = find_endpoint, secret, patience_s
         self._context = zmq.Context()
         self._local = _Local()
         self._connections: list[Connection] = []
@@ -58,6 +59,7 @@ class RolloutClient:
         self._trainer = secrets.token_hex(8)
         self._life = ""
         self._events: list[m.EvalResult] = []
+        self._events_lost = False  # a reply that may have carried some did not arrive
         # What a restarted controller has to be told.
         self._versions: dict[str, int] = {}
         self._snapshots: dict[str, bytes] = {}
@@ -169,6 +171,10 @@ class RolloutClient:
         """Only what was asked for and is not here yet: a restarted controller may have been asked again."""
         with self._lock:
             self._events.extend(e for e in events if self._owed.pop((e.adapter, e.version, e.tag), None))
+            missing = list(self._owed.values()) if self._events_lost else []
+            self._events_lost = False
+        for evaluation in missing:
+            self._ask(evaluation, m.Done)
 
     def _give_out(self, wanted: Callable[[m.EvalResult], bool]) -> tuple[m.EvalResult, ...]:
         with self._lock:
@@ -209,7 +215,7 @@ class RolloutClient:
                     self._exchange(msgspec.structs.replace(request, life=welcome.life), 0.0) for request in reminders
                 ]
                 if not any(isinstance(reply, m.NotGreeted) for reply in replies):
-                    self.adapters, self._life = welcome.adapters, welcome.life
+                    self.adapters, self._life, self._events_lost = welcome.adapters, welcome.life, False
 
     def _exchange(self, request: m.Request, wait_s: float) -> m.Reply:
         """One request and its reply, over as many connections as it takes; ``wait_s`` the controller may wait."""
@@ -225,6 +231,7 @@ class RolloutClient:
                     break
                 except ConnectionLost as lost:
                     self._drop_connection()
+                    self._events_lost |= isinstance(request, m.GetBatch | m.GetEvents)
                     problem = lost.reason
                     refusals = refusals + 1 if lost.refused else 0
             self._check_patience(what, problem, refusals, time.monotonic() - start - wait_s)
@@ -246,7 +253,7 @@ class RolloutClient:
                 f"the rollout controller at {problem}: it has another run secret "
                 "(fix: start trainer and controller with the same run folder)"
             )
-        if waited_s > CONTROLLER_WAIT_S:
+        if waited_s > self._patience_s:
             raise RolloutError(
                 f"the rollout controller was not there for {what} for {waited_s:.0f} s: {problem} "
                 "(fix: see logs/controller-0.log)"

@@ -34,6 +34,7 @@ from areal_lora.weight_sync.membership import RendezvousWatch
 from areal_lora.weight_sync.publisher import Publisher
 
 STARTUP_TIMEOUT_S = 900.0
+CONTROLLER_START_S = 120.0  # what a controller that was stuck for run.stall_s needs to be there again
 CONTROL_TIMEOUT_S = 7200.0  # rank 0 may wait this long for rollouts while the others wait for rank 0
 
 
@@ -49,7 +50,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
         engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.steps, config.run.seed)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     resume(engine, tenants, config, run_folder, control)
-    client = _controller(run_folder, tenants) if rank == 0 else None
+    client = _controller(config, run_folder, tenants) if rank == 0 else None
     recorder = Recorder(config, run_folder, client, tenants, started_s) if client else None
     store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(store=store, config=config.checkpoint, committed=partial(_commit, client) if client else None)
@@ -67,7 +68,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     )
 
 
-def _controller(run_folder: Path, tenants: Sequence[Tenant]) -> RolloutClient:
+def _controller(config: Config, run_folder: Path, tenants: Sequence[Tenant]) -> RolloutClient:
     """A client that has said what the tenants go on from."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
@@ -77,7 +78,7 @@ def _controller(run_folder: Path, tenants: Sequence[Tenant]) -> RolloutClient:
         beat_on(run_folder, "trainer", 0)
         return read_endpoint(run_folder, "controller", 0)
 
-    client = RolloutClient(find, read_secret(run_folder))
+    client = RolloutClient(find, read_secret(run_folder), patience_s=config.run.stall_s + CONTROLLER_START_S)
     client.hello({t.name: t.version for t in tenants}, {t.name: t.ledger for t in tenants if t.ledger})
     return client
 

@@ -46,6 +46,7 @@ class Running:
     endpoint: Endpoint
     servers: tuple[FakeServer, ...]
     ended: Any  # the controller's future
+    folder: Path
 
     def activate(self, version: int) -> None:
         for server in self.servers:
@@ -78,7 +79,7 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         endpoint = wait_endpoint(tmp_path, "controller", 0, 20, lambda: not ended.done())
         client = RolloutClient(lambda: endpoint, read_secret(tmp_path))
         client.hello({NAME: 0}, {})
-        started.append(Running(client, endpoint, servers, ended))
+        started.append(Running(client, endpoint, servers, ended, tmp_path))
         return started[-1]
 
     yield start
@@ -152,6 +153,33 @@ def test_announce_from_another_thread_while_a_batch_is_awaited(controller: Calla
     timer.start()
     assert len(run.batch(0).groups) == 4
     timer.join()
+
+
+def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., Running]) -> None:
+    server = FakeServer(delay_s=lambda k: 0.5 if k < 2 else 0.0)
+    run = controller(server, steps=1, eta=0)
+    ref = AdapterRef(name=NAME, version=0)
+    run.client.request_eval(ref, "e")
+    run.activate(0)
+    while not any(isinstance(request["prompt"][0], list) for request in server.requests):
+        time.sleep(0.01)
+    before = len(server.requests)
+    other = RolloutClient(lambda: run.endpoint, read_secret(run.folder))
+    try:
+        other.hello({NAME: 0}, {})
+        other.announce(ref, {"server-0": server.url})
+        other.request_eval(ref, "e")
+        assert other.wait_eval(ref, "e").n == 40
+        evaluated = [r for r in server.requests[before:] if isinstance(r["prompt"][0], list)]
+        assert sum(len(r["prompt"]) for r in evaluated) >= 40  # not the result of what the other had asked
+        for _ in range(2):
+            other.request_eval(ref, "again")
+            time.sleep(0.3)  # it is over, and its result has not been fetched
+        assert other.wait_eval(ref, "again").n == 40
+        evaluated = [r for r in server.requests if isinstance(r["prompt"][0], list)]
+        assert sum(len(r["prompt"]) for r in evaluated) <= 3 * 40
+    finally:
+        other.close()
 
 
 def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running]) -> None:

@@ -37,7 +37,9 @@ def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    clients, sockets, tasks = [], [], []
+    clients = list[RolloutClient]()
+    sockets = list[ControlSocket]()
+    tasks = list[Any]()
 
     def make(handler: Handler) -> RolloutClient:
         async def welcoming(request: m.Request) -> m.Reply:
@@ -53,7 +55,7 @@ def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
         sockets.append(asyncio.run_coroutine_threadsafe(bind(), loop).result(5))
         tasks.append(asyncio.run_coroutine_threadsafe(serve(), loop))
         endpoint = Endpoint(host="127.0.0.1", ports={"control": sockets[0].port}, pid=0)
-        clients.append(RolloutClient(lambda: endpoint, SECRET))
+        clients.append(RolloutClient(lambda: endpoint, SECRET, patience_s=2.0))
         clients[-1].hello({NAME: 0}, {})
         return clients[-1]
 
@@ -137,6 +139,35 @@ def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], RolloutC
     assert client.poll_evals(NAME) == (result(1, "during"), result(3, "during"))
 
 
+def test_a_result_whose_reply_is_lost_is_asked_for_again(
+    connect: Callable[[Handler], RolloutClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller has handed it out and forgotten it; without another evaluation it would be waited for for ever."""
+    asked, fetched = list[m.Request](), 0
+
+    async def handler(request: m.Request) -> m.Reply:
+        nonlocal fetched
+        if isinstance(request, m.Evaluate):
+            asked.append(request)
+            return m.Done()
+        fetched += 1
+        if fetched == 1:
+            await asyncio.sleep(0.6)
+        return m.Events(events=(result(2, "after"),) if len(asked) > 1 or fetched == 1 else ())
+
+    client = connect(handler)
+    ref = AdapterRef(name=NAME, version=2)
+    client.request_eval(ref, "after")
+    monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(trainer_client, "POLL_S", 0.0)
+    found: list[m.EvalResult] = []
+    waiting = threading.Thread(target=lambda: found.append(client.wait_eval(ref, "after")), daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert found == [result(2, "after")]
+    assert len(asked) == 2
+
+
 def test_a_refusal_is_raised_with_its_reason(connect: Callable[[Handler], RolloutClient]) -> None:
     async def handler(request: m.Request) -> m.Reply:
         raise RolloutError("no such adapter")
@@ -157,7 +188,7 @@ def test_a_silent_controller_is_an_error(
 
     client = connect(handler)
     monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
-    monkeypatch.setattr(trainer_client, "CONTROLLER_WAIT_S", 0.3)
+    monkeypatch.setattr(client, "_patience_s", 0.3)
     with pytest.raises(RolloutError, match=r"not there for GetStats .* did not answer within 0 s"):
         client.stats(NAME)
     monkeypatch.setattr(trainer_client, "ANSWER_S", 5.0)
@@ -258,7 +289,7 @@ def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() ->
         m.AnnounceVersion(adapter=NAME, version=0, servers={"server-0": "http://one"}, life="1"),
         m.Evaluate(adapter=NAME, version=0, tag="owed", life="1"),
     ]
-    assert {type(request) for request in reminders[2:]} == {m.CommitStep, m.GetBatch}
+    assert {type(request) for request in reminders[2:]} - {m.Evaluate} == {m.CommitStep, m.GetBatch}
     client.close()
     run(end(*second))
     loop.call_soon_threadsafe(loop.stop)
