@@ -172,12 +172,12 @@ def test_another_database_is_left_alone(tmp_path: Path) -> None:
 def test_a_death_while_the_file_is_made_leaves_nothing_that_is_refused(
     tmp_path: Path, statements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "ledger.sqlite"
+    path, left, connect = tmp_path / "ledger.sqlite", statements - 1, sqlite3.connect
 
     class Dying(sqlite3.Connection):
         """Ends, without a word to SQLite, before one of the statements that write."""
 
-        def execute(self, sql: str, *arguments: object) -> sqlite3.Cursor:  # type: ignore[override]
+        def execute(self, sql: str, *arguments: object) -> sqlite3.Cursor:
             nonlocal left
             if sql.lstrip().startswith(("CREATE", "INSERT", "BEGIN")):
                 left -= 1
@@ -194,7 +194,6 @@ def test_a_death_while_the_file_is_made_leaves_nothing_that_is_refused(
                     cursor, statement = self.execute(statement), ""
             return cursor
 
-    left, connect = statements - 1, sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, factory=Dying, **k))
     with contextlib.suppress(KeyboardInterrupt):
         LedgerFile(path, "r").close()
