@@ -7,6 +7,7 @@ person and the console see why nothing moves yet.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -57,14 +58,22 @@ def setup_logging(role: str, index: int | None = None, level: int = logging.INFO
 
 
 def set_status(run_folder: Path | str, role: str, index: int, text: str) -> None:
-    """Replace the status line of ``role-index``: what it does or waits for, in a few words."""
+    """Replace the status line of ``role-index``: what it does or waits for, in a few words.
+
+    A disk that fails is a warning: nobody ends for want of a status.
+    """
     folder = Path(run_folder) / STATUS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{role}-{index}.txt"
     # Threads of one process may report at the same time: the id keeps their temporary files apart.
     temporary = folder / f".{target.name}.{os.getpid()}.{threading.get_ident():x}.tmp"
-    temporary.write_text(" ".join(text.split()) + "\n", encoding="utf-8")
-    temporary.replace(target)
+    try:
+        temporary.write_text(" ".join(text.split()) + "\n", encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        get_logger(__name__).warning("%s cannot be written: %s", target, error.strerror)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def read_statuses(run_folder: Path | str) -> dict[str, str]:

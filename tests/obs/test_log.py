@@ -1,6 +1,7 @@
 """Logging: one line per record whatever a message holds; statuses are replaced whole."""
 
 import logging
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,21 @@ def test_statuses_round_trip_in_name_order(tmp_path: Path) -> None:
     set_status(tmp_path, "server", 0, "waiting for\nworkers")
     set_status(tmp_path, "trainer", 1, "training")
     assert list(read_statuses(tmp_path).items()) == [("server-0", "waiting for workers"), ("trainer-1", "training")]
+
+
+@pytest.mark.usefixtures("restore_logging")
+def test_a_full_disk_keeps_a_status_back_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_status(tmp_path, "trainer", 0, "training")
+    setup_logging("trainer", 0)
+    soft_hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, soft_hard[1]))
+    try:
+        set_status(tmp_path, "trainer", 0, "waiting for rollouts")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+    assert read_statuses(tmp_path) == {"trainer-0": "training"}
+    assert [path.name for path in (tmp_path / "status").iterdir()] == ["trainer-0.txt"]
+    assert "trainer-0.txt cannot be written: File too large" in capsys.readouterr().err
 
 
 def test_a_reader_never_sees_half_a_status(tmp_path: Path) -> None:
