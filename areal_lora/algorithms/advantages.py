@@ -55,11 +55,22 @@ def per_sample(
 
     Sequences with the same entry of ``sample_ids`` [N] have the same reward and group.
     """
-    _, index = torch.unique(sample_ids, return_inverse=True)  # [N]
+    first, index = _samples(sample_ids)
+    return advantage(rewards[first], group_ids[first])[index]
+
+
+def sample_rewards(rewards: Tensor, sample_ids: Tensor) -> Tensor:
+    """Each sample's reward once, however many sequences it has. [samples]"""
+    first, _ = _samples(sample_ids)
+    return rewards[first]
+
+
+def _samples(sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The first sequence of every sample [samples], and every sequence's sample [N]."""
+    _, index = torch.unique(sample_ids, return_inverse=True)
     order = torch.arange(index.numel())
     first = order.new_full((int(index.max()) + 1,), index.numel())
-    first = first.scatter_reduce(0, index, order, reduce="amin")  # [samples]
-    return advantage(rewards[first], group_ids[first])[index]
+    return first.scatter_reduce(0, index, order, reduce="amin"), index
 
 
 def to_tokens(per_sequence: Tensor, cu_seqlens: Tensor, loss_mask: Tensor) -> Tensor:

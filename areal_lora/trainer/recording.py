@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.checkpoint.saver import Save
 from areal_lora.config.models import Config
 from areal_lora.obs.heartbeat import beat
@@ -128,11 +129,12 @@ class Recorder:
         if stats:
             rates = self._meter.step(tenant.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         seconds = spans.seconds
+        rewards = sample_rewards(batch.rewards, batch.sample_ids)
         answers = float(batch.loss_mask.sum()) / batch.n_sequences
         self._writer.write(
             StepRecord(
                 adapter=tenant.name, step=tenant.version - 1, version=tenant.version - 1, time_s=now - self._started_s,
-                reward_mean=float(batch.rewards.mean()), reward_std=float(batch.rewards.std(correction=0)),
+                reward_mean=float(rewards.mean()), reward_std=float(rewards.std(correction=0)),
                 loss=report.per_token("loss"), grad_norm=report.grad_norm, lr=report.lr,
                 clip_fraction=report.per_token("clipped"), behaviour_mean_abs=report.per_token("behaviour_abs"),
                 mismatch_fresh=_mismatch(report, "fresh"), mismatch_stale=_mismatch(report, "stale"),
