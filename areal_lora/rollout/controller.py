@@ -168,7 +168,7 @@ class Controller:
         if lease is None:
             return m.NotReady(
                 ready=stats.ready, needed=feed.budget.prompts_per_step, running=stats.running,
-                dropped=sum(stats.dropped.values()), note=feed.last_fault,
+                dropped=sum(stats.dropped.values()), note=feed.note,
             )
         return m.Batch(
             adapter=request.adapter, step=request.step, groups=lease.groups, stats=stats,

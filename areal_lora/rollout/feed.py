@@ -81,6 +81,7 @@ class AdapterFeed:
         self._ready: dict[int, Finished] = {}
         self._leases: dict[int, list[int]] = {}
         self._lost_in_a_row = 0
+        self._uniform_in_a_row = 0
         self._unserved_since: float | None = None
         self._idle_since: float | None = None
 
@@ -220,7 +221,9 @@ class AdapterFeed:
             self._drop_and_reissue(live, verdict)
         elif self._drop_uniform and len({t.reward for t in episode.group.trajectories}) == 1:
             self._ledger.drop(live.seq, NO_VARIANCE)
+            self._uniform_in_a_row += 1
         else:
+            self._uniform_in_a_row = 0
             self._ledger.finish(live.seq, finished.oldest, finished.newest, _encode(episode))
             self._ready[live.seq] = finished
         self._ledger.flush()
@@ -245,6 +248,8 @@ class AdapterFeed:
             if self._unserved_since is None:
                 self._unserved_since = self._clock()
             served = self._clock() - self._unserved_since > UNSERVED_S
+        else:
+            self._unserved_since = None
         ticket.failed += served
         ticket.resampled += resample
         if retryable and ticket.failed < MAX_TRIES:
@@ -379,6 +384,16 @@ class AdapterFeed:
     def _live(self) -> int:
         leased = sum(len(seqs) for seqs in self._leases.values())
         return len(self._waiting) + len(self._running) + len(self._ready) + leased
+
+    @property
+    def note(self) -> str:
+        """What keeps groups from becoming ready, for whoever waits for them."""
+        if self._uniform_in_a_row >= self.budget.prompts_per_step:
+            return (
+                f"the last {self._uniform_in_a_row} groups had equal rewards and were dropped; with "
+                "sampling.drop_uniform a task that is always or never solved gives no batch"
+            )
+        return f"last fault: {self.last_fault}" if self.last_fault else ""
 
     @property
     def ready(self) -> int:

@@ -194,7 +194,7 @@ class Batch(Message, frozen=True):
 
 
 class NotReady(Message, frozen=True):
-    """No full batch within the poll's time-out."""
+    """No full batch within the poll's time-out; ``note`` says what may be in the way."""
 
     ready: int
     needed: int

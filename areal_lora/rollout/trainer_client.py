@@ -121,7 +121,7 @@ class RolloutClient:
             log.info(
                 "waiting for rollout batch %d since %.0f s: %d/%d groups ready, %d running, %d dropped%s",
                 step, time.monotonic() - start, reply.ready, reply.needed, reply.running, reply.dropped,
-                f"; last fault: {reply.note}" if reply.note else "",
+                f"; {reply.note}" if reply.note else "",
             )
 
     def request_eval(self, ref: AdapterRef, tag: str) -> None:

@@ -220,6 +220,24 @@ def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> Non
     assert made.take(0, 0) is None
     assert [t.prompt.position for t in admit_all(made)] == [2, 3]
     assert made.stats().reissued == 0
+    assert "the last 2 groups had equal rewards" in made.note
+
+
+def test_a_time_without_servers_ends_when_one_answers() -> None:
+    """Two short ones far apart, with no group finished between them, are not one long one."""
+    clock = Clock()
+    made, ledger, _ = feed(eta=0, b=2, clock=clock)
+    made.announce(0)
+    one, two = admit_all(made)
+    assert made.retry(one, "connection", "refused", served=False) == UNSERVED_WAIT_S
+    assert made.retry(two, "server_error", "HTTP 503") is not None
+    clock.now += 2 * UNSERVED_S
+    for _ in range(2 * MAX_TRIES):
+        made.begin(one)
+        assert made.retry(one, "connection", "refused", served=False) == UNSERVED_WAIT_S
+    assert one.failed == 0
+    assert ledger.drop_reasons() == {}
+    assert made.note == "last fault: connection: refused"
 
 
 def test_a_second_answer_is_counted_and_ignored() -> None:

@@ -102,7 +102,7 @@ def test_waiting_is_said_and_ends(
         nonlocal asked
         asked += 1
         if asked < 3:
-            return m.NotReady(ready=40, needed=64, running=90, dropped=1, note="connection: refused")
+            return m.NotReady(ready=40, needed=64, running=90, dropped=1, note="last fault: connection: refused")
         return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
 
     with caplog.at_level(logging.INFO, "areal_lora"):
