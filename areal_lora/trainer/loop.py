@@ -63,7 +63,7 @@ def train(trainer: Trainer) -> None:
         train_step(trainer, tenant)
     for tenant in trainer.tenants:
         join_checkpoint(trainer, tenant)
-        trainer.publishing.join(tenant)
+        join_publish(trainer, tenant)
         export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
         if trainer.recorder:
             trainer.recorder.wait_evals(tenant)
@@ -104,7 +104,7 @@ def hand_over(trainer: Trainer, tenant: Tenant) -> None:
     with spans.span("checkpoint_copy"):
         save = trainer.checkpointing.save(tenant)
     with spans.span("publish_join"):
-        trainer.publishing.join(tenant)
+        join_publish(trainer, tenant)
     with spans.span("publish_pack"):
         trainer.publishing.publish(tenant, save)
     every, last = trainer.config.eval.every_steps, trainer.config.run.steps
@@ -127,6 +127,17 @@ def join_checkpoint(trainer: Trainer, tenant: Tenant) -> None:
     saved = trainer.checkpointing.join(tenant)
     if trainer.recorder and saved is not None:
         trainer.recorder.checkpointed(saved)
+    wait_for_rank_0(trainer)
+
+
+def join_publish(trainer: Trainer, tenant: Tenant) -> None:
+    trainer.publishing.join(tenant)
+    wait_for_rank_0(trainer)
+
+
+def wait_for_rank_0(trainer: Trainer) -> None:
+    """It alone may have waited for the controller, for longer than other collectives would wait for it."""
+    trainer.control.broadcast_bytes(b"" if trainer.control.rank == 0 else None)
 
 
 def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
@@ -146,6 +157,7 @@ def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, 
         if groups is not None:
             break
         for waiting in trainer.tenants:
+            join_publish(trainer, waiting)
             publishing.catch_up(waiting)
     batch = collate(groups)
     return batch, assert_staleness(batch, tenant.version, trainer.config.rollout.max_staleness)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from areal_lora.trainer.loop import next_batch
+import pytest
+
+from areal_lora.obs.trace import Spans
+from areal_lora.trainer.loop import hand_over, join_checkpoint, next_batch
 from areal_lora.types import TrajectoryGroup
 from areal_lora.weight_sync.exchange import SoloExchange
+from tests.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.rollout.helpers import config, episode, stream
 
 GROUPS = [episode(stream().at(p), version=3).group for p in range(4)]
@@ -35,6 +40,9 @@ class Publishing:
     def changed(self) -> bool:
         return self._changes > 0
 
+    def join(self, tenant: Tenant) -> None:
+        pass
+
     def catch_up(self, tenant: Tenant) -> None:
         self._changes -= 1
         self._log.append(f"send {tenant.name}@v{tenant.version} again")
@@ -56,3 +64,40 @@ def test_servers_that_come_or_go_while_a_batch_is_awaited_are_seen_to_before_it(
     assert trainer.log == ["wait", "send math@v3 again"] * 2 + ["wait"]
     assert batch.n_sequences == 8
     assert set(histogram) == {0}
+
+
+class Rank:
+    """A trainer rank of which rank 0 joins late: its controller is away."""
+
+    def __init__(self, exchange: ThreadExchange, log: list[str]) -> None:
+        self.config, self.control, self.recorder = config("m", eta=1), exchange, None
+        self.checkpointing: Any = self
+        self.publishing: Any = self
+        self.tenants = [self]
+        self.spans, self.name, self.version, self.ref = Spans(), "math", 3, "math@v3"
+        self._log = log
+
+    def join(self, tenant: Any) -> None:
+        if self.control.rank == 0:
+            time.sleep(0.3)
+            self._log.append("rank 0 has joined")
+
+    def save(self, tenant: Any) -> None:
+        pass
+
+    def publish(self, tenant: Any, save: Any) -> None:
+        self._log.append("goes on")
+
+
+@pytest.mark.parametrize("what", [hand_over, join_checkpoint])
+def test_no_rank_goes_on_to_other_collectives_before_rank_0_has_joined(what: Callable[..., None]) -> None:
+    """Those have bounds that are shorter than what rank 0 may wait for the controller."""
+    log: list[str] = []
+    ranks = [Rank(exchange, log) for exchange in ThreadExchange.make(2)]
+
+    def run(rank: int) -> None:
+        what(ranks[rank], ranks[rank])
+        log.append("goes on")
+
+    assert on_ranks(run) == [None, None]
+    assert log.index("rank 0 has joined") == 0
