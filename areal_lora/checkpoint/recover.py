@@ -88,11 +88,6 @@ class ResumePlan:
 
     adapters: tuple[AdapterResume, ...]
 
-    @property
-    def fresh(self) -> bool:
-        """Nothing was ever written."""
-        return all(adapter.newest is None and not adapter.broken for adapter in self.adapters)
-
     def check(self) -> None:
         """Raises CheckpointError if an adapter's checkpoints are all broken."""
         for adapter in self.adapters:

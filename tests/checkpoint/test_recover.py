@@ -101,7 +101,7 @@ def test_if_none_is_left_the_start_fails_and_names_them(tmp_path: Path) -> None:
 def test_nothing_was_ever_written(tmp_path: Path) -> None:
     plan = ResumePlan(adapters=(find(tmp_path, SPEC.name),))
     plan.check()
-    assert plan.fresh
+    assert (plan.adapters[0].newest, plan.adapters[0].broken) == (None, ())
     assert plan.adapters[0].ref.version == 0
 
 
