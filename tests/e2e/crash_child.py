@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 DIARY = "diary.jsonl"
+SLOW_DISK_S = 0.05
+"""More than a publish needs: one that does not wait for its checkpoint shows."""
 
 
 def run(role: str, argv: tuple[str, ...], env: dict[str, str], fault: str, folder: Path, life: int) -> None:
@@ -46,6 +48,7 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 
 
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
+    from areal_lora.checkpoint.files import Disk
     from areal_lora.rollout.trainer_client import RolloutClient
     from areal_lora.trainer import loop, main, publishing
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
@@ -55,6 +58,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     diary = Diary(folder, life)
     collate, learn, announce = loop.collate, loop.learn, RolloutClient.announce
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
+    write = Disk.write
     groups: list[Any] = []
     sent: list[Path] = []
 
@@ -79,6 +83,10 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         diary.write(what="begun", version=int(sent[0].name[1:]), stored=sent[0].is_dir())
         reached(point)
 
+    def written(self: Any, *args: Any) -> Any:
+        time.sleep(SLOW_DISK_S)
+        return write(self, *args)
+
     def announced(self: Any, ref: Any, *args: Any) -> None:
         diary.write(what="announced", version=ref.version)
         announce(self, ref, *args)
@@ -88,6 +96,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     _replace(RolloutClient, "announce", announced)
     _replace(publishing.AdapterPublishing, "publish", sending)
     _replace(publishing, "reached", begun)
+    _replace(Disk, "write", written)
     return main.main(argv)
 
 
