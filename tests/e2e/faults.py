@@ -128,7 +128,7 @@ def main(run_folder: Path) -> None:
         )
     )
     publishing = AdapterPublishing(engine, publisher, config.weight_sync, None)
-    publishing.publish(tenant)
+    publishing.publish(tenant, None)
     verdicts = {"version 0": verdict(lambda: publishing.join(tenant))}
     generator = torch.Generator().manual_seed(3)
     shards = engine.adapter_layout(tenant.name).shards
@@ -137,7 +137,7 @@ def main(run_folder: Path) -> None:
     for name, change in FAULTS.items():
         tenant.version += 1
         publisher.change = change
-        verdicts[name] = verdict(lambda: (publishing.publish(tenant), publishing.join(tenant)))
+        verdicts[name] = verdict(lambda: (publishing.publish(tenant, None), publishing.join(tenant)))
     rows = [tokenizer.encode(f"Q: {i} + {i + 1}\nA: {2 * i + 1}", add_special_tokens=False) for i in range(8)]
     verdicts["aligned"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=False))
     verdicts["shift the loss mask by one"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=True))
