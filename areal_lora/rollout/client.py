@@ -160,8 +160,9 @@ class CompletionClient:
         except TimeoutError:
             if server is not None and server.lost:
                 raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: given up by the trainer") from None
-            if server is not None:
-                self.router.failed(server)
+            if server is None:
+                raise GenerationFault(FaultKind.CONNECTION, f"no server could be asked within {deadline_s:g} s") from None
+            self.router.failed(server)
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {deadline_s:g} s") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None

@@ -165,8 +165,8 @@ class _Child:
         reward = setup.path or setup.kind
         try:
             self._stdin.write(pack_frame(setup))
-            await self._stdin.drain()
             async with asyncio.timeout(START_DEADLINE_S):
+                await self._stdin.drain()
                 ready = _READY.decode(await self._reply())
         except TimeoutError as error:
             raise EnvironmentError_(
@@ -187,7 +187,8 @@ class _Child:
         scores: list[Score] = []
         try:
             self._stdin.write(pack_frame(list(items)))
-            await self._stdin.drain()
+            async with asyncio.timeout(self._timeout_s):
+                await self._stdin.drain()
             for index in range(len(items)):
                 async with asyncio.timeout(self._timeout_s):
                     verdict = _VERDICT.decode(await self._reply())

@@ -107,6 +107,21 @@ def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
     assert caught.value.retryable
 
 
+def test_a_request_that_no_server_ever_got_says_nothing_about_the_answer() -> None:
+    """All servers cool down until its deadline: a connection fault, after which the same answer is asked for."""
+
+    async def run() -> None:
+        router = Router()
+        router.announce(V3, {"server-0": "http://127.0.0.1:9"})
+        router.failed(router.servers["server-0"])
+        async with CompletionClient(router, "") as client:
+            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=0.1)
+
+    with pytest.raises(GenerationFault, match=r"no server could be asked within 0\.1 s") as caught:
+        asyncio.run(run())
+    assert caught.value.kind is FaultKind.CONNECTION
+
+
 def test_a_server_that_is_not_there() -> None:
     async def run() -> None:
         async with FakeServer() as gone:

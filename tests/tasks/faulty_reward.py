@@ -23,6 +23,9 @@ def reward(completion: str, gold: str) -> float:
                 pass
         case "sleep":
             time.sleep(3600)
+        case "hang_later":
+            signal.signal(signal.SIGALRM, lambda *_: time.sleep(3600))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
         case "exit":
             os._exit(3)
         case "segfault":

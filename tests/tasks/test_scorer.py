@@ -103,6 +103,17 @@ def test_a_hang_is_a_timeout_of_that_item_only(fault):
     assert time.monotonic() - began < 15
 
 
+def test_a_child_that_no_longer_reads_is_given_up():
+    async def run():
+        async with ScorerPool(faulty(timeout_s=1.0, workers=1)) as pool, asyncio.timeout(30):
+            await pool.score([item("hang_later", "7")])
+            await asyncio.sleep(0.3)
+            return await pool.score([item("7" * (1 << 20)), item("7", "7")])  # more than the pipe takes
+
+    hung, after = asyncio.run(run())
+    assert (hung.outcome, after.outcome) == (Outcome.TIMEOUT, Outcome.OK)
+
+
 def test_several_faults_in_a_row_and_at_both_ends():
     [scores] = score([item(x, "x") for x in ("raise", "exit", "x", "nan", "raise")])
     assert [s.outcome is Outcome.OK for s in scores] == [False, False, True, False, False]
