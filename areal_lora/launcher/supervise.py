@@ -22,11 +22,13 @@ from types import TracebackType
 
 import psutil
 
-from areal_lora.errors import EnvironmentError_
+from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import guardian, shared_memory
 from areal_lora.launcher.plan import ProcessSpec
 
 KILL_WAIT_S = 1.5
+KERNEL_S = 60.0
+"""A driver may need so long to take the memory of a killed process apart."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Loaded here because nothing may be loaded between fork and exec.
@@ -105,7 +107,8 @@ class Supervisor:
     def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[Ended]:
         """Wait up to ``grace_s`` for ``specs`` to end by themselves, then kill them with all they started.
 
-        Those that were still running get ``why``. What is not running is passed over.
+        Those that were still running get ``why``. What is not running is passed over. Raises ProcessFailed for one
+        that cannot be killed: a second one beside it would fight for its devices.
         """
         deadline = time.monotonic() + grace_s
         mine = [(spec, process) for spec, process in self._running if spec in specs]
@@ -113,8 +116,15 @@ class Supervisor:
             time.sleep(0.02)
         alive = {process.pid for _, process in mine if process.poll() is None}
         kill_sessions({process.pid for _, process in mine})
-        for _, process in mine:
-            process.wait()
+        deadline = time.monotonic() + KERNEL_S
+        for spec, process in mine:
+            try:
+                process.wait(max(0.01, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise ProcessFailed(
+                    f"{spec.name} is still there {KERNEL_S:g} s after SIGKILL: process {process.pid} is stuck in the "
+                    "kernel (fix: see to the device or file system that it waits for, then start the run again)"
+                ) from None
         ended = [e for e in self.poll(specs) if e.spec in specs]
         return [replace(e, why=why) if e.pid in alive else e for e in ended]
 

@@ -16,6 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_lora.errors import EnvironmentError_, ProcessFailed
+from areal_lora.launcher import supervise
+from areal_lora.launcher.plan import ProcessSpec
+from areal_lora.launcher.supervise import Supervisor
 from areal_lora.obs.events import count_restarts
 
 FOREVER = "import time; time.sleep(600)"
@@ -119,11 +123,20 @@ def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None
     assert "server-0 was killed by SIGKILL" in output
 
 
-def test_missing_interpreter_is_one_line_and_stops_the_others(tmp_path: Path) -> None:
-    from areal_lora.errors import EnvironmentError_
-    from areal_lora.launcher.plan import ProcessSpec
-    from areal_lora.launcher.supervise import Supervisor
+def test_a_process_that_outlives_sigkill_is_an_error_not_an_endless_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it were stuck in a driver: the signal does nothing."""
+    monkeypatch.setattr(supervise, "kill_sessions", lambda leaders: None)
+    monkeypatch.setattr(supervise, "KERNEL_S", 0.2, raising=False)
+    spec = ProcessSpec(role="server", index=0, argv=(sys.executable, "-c", FOREVER), env={})
+    with Supervisor(tmp_path, 3.0) as supervisor:
+        supervisor.start([spec])
+        with pytest.raises(ProcessFailed, match=r"server-0 is still there 0\.2 s after SIGKILL"):
+            supervisor.end([spec])
 
+
+def test_missing_interpreter_is_one_line_and_stops_the_others(tmp_path: Path) -> None:
     good = ProcessSpec(role="server", index=0, argv=(sys.executable, "-c", FOREVER), env={})
     bad = ProcessSpec(role="trainer", index=0, argv=("/no/such/python",), env={})
     with Supervisor(tmp_path, 3.0) as supervisor:
