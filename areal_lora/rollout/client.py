@@ -161,7 +161,8 @@ class CompletionClient:
             if server is not None and server.lost:
                 raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: given up by the trainer") from None
             if server is None:
-                raise GenerationFault(FaultKind.CONNECTION, f"no server could be asked within {deadline_s:g} s") from None
+                detail = f"no server could be asked within {deadline_s:g} s"
+                raise GenerationFault(FaultKind.CONNECTION, detail) from None
             self.router.failed(server)
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {deadline_s:g} s") from None
         except VersionRetired as error:

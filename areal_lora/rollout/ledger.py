@@ -25,6 +25,7 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.obs.log import get_logger
 from areal_lora.rollout.records import LIVE, SCHEMA_VERSION, GroupState, Head, OpenGroup, Row, Snapshot
 
+LEDGER_FILE = "ledger.sqlite"  # in the run folder
 KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far
 FOLD_EVERY = 16  # committed steps
 _SCHEMA = """

@@ -32,7 +32,7 @@ from areal_lora.rollout.controller import AdapterRuntime, Controller
 from areal_lora.rollout.evaluation import CHUNK, Evaluator
 from areal_lora.rollout.feed import AdapterFeed
 from areal_lora.rollout.gateway import AgentGateway
-from areal_lora.rollout.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger import LEDGER_FILE, Ledger, LedgerFile
 from areal_lora.rollout.loading import build_workflow
 from areal_lora.rollout.prompts import PromptStream, tokenize
 from areal_lora.rollout.routing import Router
@@ -43,7 +43,6 @@ from areal_lora.tasks.scorer import ScorerPool
 from areal_lora.types import Sample
 
 ROLE = "controller"
-LEDGER = "ledger.sqlite"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
 _PR_SET_PDEATHSIG = 1
 
@@ -117,7 +116,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
     secret = read_secret(run_folder)
     router = Router()
     async with AsyncExitStack() as stack:
-        ledger = LedgerFile(run_folder / LEDGER, config.run.name)
+        ledger = LedgerFile(run_folder / LEDGER_FILE, config.run.name)
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         gateway = None

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.rollout.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger import LEDGER_FILE, Ledger, LedgerFile
 from areal_lora.rollout.reconcile import Reconciliation, plan_for
 from areal_lora.rollout.records import Head, Snapshot, decode_snapshot
-
-LEDGER_FILE = "ledger.sqlite"
 
 
 def reconciliations(

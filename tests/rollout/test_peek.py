@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger import LedgerFile
-from areal_lora.rollout.peek import LEDGER_FILE, reconciliations
+from areal_lora.rollout.ledger import LEDGER_FILE, LedgerFile
+from areal_lora.rollout.peek import reconciliations
 
 
 def write_ledger(folder: Path) -> bytes:
