@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from areal_lora.checkpoint.store import Snapshot, Store
 from areal_lora.config.models import CheckpointConfig
-from areal_lora.errors import CheckpointError
+from areal_lora.errors import CheckpointError, PublishError
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef
 
@@ -35,13 +35,19 @@ class Save:
     settled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     failed: bool = False
+    in_doubt: bool = False  # ended before it was known whether it is durable
     write_s: float = 0.0
     nbytes: int = 0
     error: BaseException | None = None
 
     def wait_settled(self) -> None:
-        """Until it is durable, or known not to become so: what is published then can be resumed, or nothing can."""
+        """Until it is durable, or known not to become so: what is published then can be resumed, or nothing can.
+
+        Raises PublishError where neither is known, because the run is ending (see `Saver.join`).
+        """
         _wait(self.settled, f"the checkpoint of {self.ref} to be on the disk")
+        if self.in_doubt:
+            raise PublishError(f"{self.ref} is not sent, its checkpoint ended with: {self.error}") from self.error
 
 
 class Saver:
@@ -101,7 +107,7 @@ class Saver:
             try:
                 self._run(job, snapshot)
             except Exception as e:  # fault boundary: whatever it was, the main thread raises it
-                job.error = e
+                job.error, job.in_doubt = e, not job.settled.is_set()
             job.settled.set()
             job.ended.set()
             del next_one, snapshot  # as large as the adapter, and the next one may be a while

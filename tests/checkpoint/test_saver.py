@@ -13,7 +13,7 @@ from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import CheckpointConfig
-from areal_lora.errors import CheckpointError, RolloutError
+from areal_lora.errors import CheckpointError, PublishError, RolloutError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.exchange import SoloExchange
 
@@ -90,6 +90,22 @@ def test_a_full_disk_is_survived_until_it_has_failed_too_often(
     assert len(warned) == 5
     assert all("No space left on device" in w and "/checkpoints/math/.v00000" in w for w in warned)
     saving.saver.close()
+
+
+def test_the_gate_stays_shut_where_a_peer_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = Saving(tmp_path)
+    lost = PublishError("rank 1 is gone")
+
+    def gather(data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        raise lost
+
+    monkeypatch.setattr(saving.saver._store._exchange, "all_gather_bytes", gather)
+    saving.disk.go_on.set()
+    save = saving.saver.save(snapshot_of(1, 0))
+    with pytest.raises(PublishError, match="math@v1 is not sent, its checkpoint ended with: rank 1 is gone"):
+        save.wait_settled()
+    with pytest.raises(PublishError, match="rank 1 is gone"):
+        saving.saver.join(SPEC.name)
 
 
 def test_what_the_commit_raised_comes_out_of_join(tmp_path: Path) -> None:
