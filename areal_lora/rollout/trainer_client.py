@@ -134,7 +134,7 @@ class RolloutClient:
     def wait_eval(self, ref: AdapterRef, tag: str) -> m.EvalResult:
         """Block until that evaluation is over; look at ``error`` before ``accuracy``.
 
-        Results of other evaluations stay for :meth:`poll_evals` and :meth:`next_batch`.
+        Results of other evaluations stay for later calls of this and for :meth:`next_batch`.
         """
         start = time.monotonic()
         while True:
@@ -145,11 +145,6 @@ class RolloutClient:
             self._keep(reply.events)
             if not reply.events:
                 log.info("waiting for the %s evaluation of %s since %.0f s", tag, ref, time.monotonic() - start)
-
-    def poll_evals(self, adapter: str) -> tuple[m.EvalResult, ...]:
-        """Evaluation results of ``adapter`` not yet given out; does not wait."""
-        self._keep(self._ask(m.GetEvents(adapter=adapter), m.Events).events)
-        return self._give_out(lambda event: event.adapter == adapter)
 
     def stats(self, adapter: str) -> m.Stats:
         reply: m.Stats = self._ask(m.GetStats(adapter=adapter), m.Stats)
