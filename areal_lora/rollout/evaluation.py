@@ -17,6 +17,7 @@ from areal_lora.types import AdapterRef, Outcome, Sample
 CHUNK = 32  # prompts of one request
 MAX_TRIES = 5
 BACK_OFF_S = 0.2
+UNSERVED_S = 300.0  # how long a server may be gone
 N_SAMPLES = 4  # examples in a result
 
 
@@ -63,18 +64,20 @@ class Evaluator:
 
     async def _chunk(self, ref: AdapterRef, prompts: Sequence[list[int]], slots: asyncio.Semaphore) -> list[str]:
         sampling = self.sampling
-        for attempt in range(1, MAX_TRIES + 1):
+        unserved_until_s = time.monotonic() + UNSERVED_S
+        failed = 0
+        while True:
             try:
                 async with slots:
                     return await self.client.greedy(
                         ref, prompts, max_tokens=sampling.max_new_tokens, deadline_s=sampling.deadline_s
                     )
             except GenerationFault as fault:
-                # A retired version does not come back.
-                if attempt == MAX_TRIES or fault.kind is FaultKind.RETIRED or not fault.retryable:
+                # A server that is gone is started again; a retired version does not come back.
+                failed += fault.kind is not FaultKind.CONNECTION or time.monotonic() > unserved_until_s
+                if failed == MAX_TRIES or fault.kind is FaultKind.RETIRED or not fault.retryable:
                     raise
-                await asyncio.sleep(BACK_OFF_S * 2**attempt)
-        raise AssertionError("unreachable")
+                await asyncio.sleep(BACK_OFF_S * 2**failed)
 
     def _examples(self, ref: AdapterRef, texts: Sequence[str], scores: Sequence[Score]) -> tuple[RolloutSample, ...]:
         return tuple(

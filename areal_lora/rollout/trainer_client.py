@@ -132,18 +132,32 @@ class RolloutClient:
         self._ask(request, m.Done)
 
     def wait_eval(self, ref: AdapterRef, tag: str) -> m.EvalResult:
-        """Block until that evaluation is over; look at ``error`` before ``accuracy``.
+        """Block until that evaluation is over, saying every 10 s that it is waited for; look at ``error`` first."""
+        result = None
+        while result is None:
+            result = self.poll_eval(ref, tag, interrupted=lambda: False)
+        return result
+
+    def poll_eval(self, ref: AdapterRef, tag: str, *, interrupted: Callable[[], bool]) -> m.EvalResult | None:
+        """Like ``wait_eval``, but None as soon as ``interrupted()``, which is asked about every second.
 
         Results of other evaluations stay for later calls of this and for :meth:`next_batch`.
         """
         start = time.monotonic()
+        remind_at = start + POLL_S
+        request = m.GetEvents(adapter=ref.name, timeout_s=SHORT_POLL_S)
         while True:
             found = self._give_out(lambda e: (e.adapter, e.version, e.tag) == (ref.name, ref.version, tag))
             if found:
                 return found[0]
-            reply: m.Events = self._ask(m.GetEvents(adapter=ref.name, timeout_s=POLL_S), m.Events, wait_s=POLL_S)
+            reply: m.Events = self._ask(request, m.Events, wait_s=SHORT_POLL_S)
             self._keep(reply.events)
-            if not reply.events:
+            if reply.events:
+                continue
+            if interrupted():
+                return None
+            if time.monotonic() >= remind_at:
+                remind_at += POLL_S
                 log.info("waiting for the %s evaluation of %s since %.0f s", tag, ref, time.monotonic() - start)
 
     def stats(self, adapter: str) -> m.Stats:

@@ -18,18 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.engine.base import TrainEngine
 from areal_lora.obs.faults import reached
 from areal_lora.trainer.annotate import annotate
-from areal_lora.trainer.batches import share_groups
 from areal_lora.trainer.export import adapter_folder, export_adapter
 from areal_lora.trainer.learn import learn
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant
-from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.trainer.waits import catch_up, evaluated, join_checkpoint, join_publish, next_batch
+from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.exchange import Exchange
 
 
@@ -65,8 +64,8 @@ def train(trainer: Trainer) -> None:
         join_checkpoint(trainer, tenant)
         join_publish(trainer, tenant)
         export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
-        if trainer.recorder:
-            trainer.recorder.wait_evals(tenant)
+        while not evaluated(trainer, tenant):
+            catch_up(trainer)
     if trainer.recorder:
         trainer.recorder.finish(adapter_folder(trainer.run_folder, trainer.tenants[0]))
     trainer.control.all_gather_bytes(b"done")
@@ -121,43 +120,3 @@ def ask_again(trainer: Trainer, tenant: Tenant) -> None:
     if trainer.recorder:
         for version in sorted(tenant.awaited):
             trainer.recorder.request_eval(AdapterRef(name=tenant.name, version=version))
-
-
-def join_checkpoint(trainer: Trainer, tenant: Tenant) -> None:
-    saved = trainer.checkpointing.join(tenant)
-    if trainer.recorder and saved is not None:
-        trainer.recorder.checkpointed(saved)
-    wait_for_rank_0(trainer)
-
-
-def join_publish(trainer: Trainer, tenant: Tenant) -> None:
-    trainer.publishing.join(tenant)
-    wait_for_rank_0(trainer)
-
-
-def wait_for_rank_0(trainer: Trainer) -> None:
-    """It alone may have waited for the controller, for longer than other collectives would wait for it."""
-    trainer.control.broadcast_bytes(b"" if trainer.control.rank == 0 else None)
-
-
-def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
-    """The groups of the next step on every rank, and their staleness histogram in tokens.
-
-    A server that comes (back) while rollouts are waited for gets the newest versions at once, and
-    one that falls silent is given up: without either there might never be a batch.
-
-    Raises:
-        StalenessError: a token is older than ``max_staleness`` (contract C7).
-    """
-    publishing, recorder = trainer.publishing, trainer.recorder
-    while True:
-        groups = share_groups(
-            recorder.next_groups(tenant, publishing.changed) if recorder else None, trainer.control
-        )
-        if groups is not None:
-            break
-        for waiting in trainer.tenants:
-            join_publish(trainer, waiting)
-            publishing.catch_up(waiting)
-    batch = collate(groups)
-    return batch, assert_staleness(batch, tenant.version, trainer.config.rollout.max_staleness)

@@ -93,12 +93,16 @@ class Recorder:
         self._tenants[ref.name].awaited.add(ref.version)
         self._client.request_eval(ref, EVAL_TAG)
 
-    def wait_evals(self, tenant: Tenant) -> None:
-        """Until every evaluation that was asked for has an answer."""
+    def wait_evals(self, tenant: Tenant, interrupted: Callable[[], bool]) -> bool:
+        """Until every evaluation that was asked for has an answer (True), or until ``interrupted()`` (False)."""
         while tenant.awaited:
             ref = AdapterRef(name=tenant.name, version=min(tenant.awaited))
             self.status(f"waiting for the evaluation of {ref}")
-            self._record_evals([self._client.wait_eval(ref, EVAL_TAG)])
+            result = self._client.poll_eval(ref, EVAL_TAG, interrupted=interrupted)
+            if result is None:
+                return False
+            self._record_evals([result])
+        return True
 
     def published(self, tenant: Tenant, report: PublishReport) -> None:
         self._writer.write(

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.evaluation import CHUNK, Evaluator
+from areal_lora.rollout.evaluation import CHUNK, MAX_TRIES, Evaluator
 from areal_lora.rollout.messages import EvalResult
 from areal_lora.rollout.prompts import tokenize
 from areal_lora.rollout.routing import Router
@@ -74,6 +74,12 @@ def test_it_leaves_room_for_training_rollouts() -> None:
 def test_a_passing_fault_is_asked_again() -> None:
     server = FakeServer(models={str(V2)}, answer=solve, fault=lambda k: Fault(status=503) if k == 1 else None)
     assert evaluate(server).n == 90
+
+
+def test_a_server_that_is_gone_is_waited_for() -> None:
+    gone = MAX_TRIES + 3
+    server = FakeServer(models={str(V2)}, answer=solve, fault=lambda k: Fault(disconnect=True) if k < gone else None)
+    assert evaluate(server, max_chunks=1).n == 90
 
 
 def test_a_retired_version_is_an_error_and_not_accuracy_zero() -> None:

@@ -162,7 +162,7 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
     ref = AdapterRef(name=NAME, version=2)
     client.request_eval(ref, "after")
     monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
-    monkeypatch.setattr(trainer_client, "POLL_S", 0.0)
+    monkeypatch.setattr(trainer_client, "SHORT_POLL_S", 0.0)
     found: list[m.EvalResult] = []
     waiting = threading.Thread(target=lambda: found.append(client.wait_eval(ref, "after")), daemon=True)
     waiting.start()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from areal_lora.obs.trace import Spans
-from areal_lora.trainer.loop import hand_over, join_checkpoint, next_batch
+from areal_lora.trainer.loop import hand_over
+from areal_lora.trainer.waits import join_checkpoint, next_batch
 from areal_lora.types import TrajectoryGroup
 from areal_lora.weight_sync.exchange import SoloExchange
 from tests.checkpoint.helpers import ThreadExchange, on_ranks
