@@ -87,6 +87,9 @@ class Publishing:
             assert newest.manifest.version >= ref.version, "published before its checkpoint was durable"
             faults.reached("trainer.published")
 
+    def changed(self) -> bool:
+        return False  # no servers, so none that come or go
+
     def close(self) -> None:
         pass
 
