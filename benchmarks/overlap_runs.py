@@ -125,8 +125,8 @@ def settings(load: Load, steps: int, n_eval: int, root: Path, name: str) -> dict
         "run": {"root": str(root), "name": name, "steps": steps},
         "eval": {"every_steps": 0},
         "trainer": {"ep": 1},
-        # No more at once than a step's answers: what runs later starts with a newer version.
-        "rollout": {"max_model_len": MODEL_LEN, "max_num_seqs": load.prompts * load.samples},
+        # Half of a step at once: fewer are sampled faster each, and what runs later starts with a newer version.
+        "rollout": {"max_model_len": MODEL_LEN, "max_num_seqs": load.prompts * load.samples // 2},
         "adapters": [{
             "name": "gsm8k", "minibatches": 2, "workflow": workflow, "task": {"n_eval": n_eval},
             "sampling": {"prompts_per_step": load.prompts, "n_samples": load.samples, "max_new_tokens": LONGEST},

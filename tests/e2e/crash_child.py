@@ -50,13 +50,13 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
     from areal_lora.checkpoint.files import Disk
     from areal_lora.rollout.trainer_client import RolloutClient
-    from areal_lora.trainer import loop, main, publishing
+    from areal_lora.trainer import loop, main, publishing, waits
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 
     # The stand-in's log-probabilities are made up.
     ALIGNMENT_LIMITS["float32"] = math.inf
     diary = Diary(folder, life)
-    collate, learn, announce = loop.collate, loop.learn, RolloutClient.announce
+    collate, learn, announce = waits.collate, loop.learn, RolloutClient.announce
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
     write = Disk.write
     groups: list[Any] = []
@@ -91,7 +91,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         diary.write(what="announced", version=ref.version)
         announce(self, ref, *args)
 
-    _replace(loop, "collate", collated)
+    _replace(waits, "collate", collated)
     _replace(loop, "learn", learnt)
     _replace(RolloutClient, "announce", announced)
     _replace(publishing.AdapterPublishing, "publish", sending)
