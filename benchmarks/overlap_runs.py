@@ -27,16 +27,21 @@ WARM_UP, WIND_DOWN = 3, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """``cores`` are indices into the machine's cores by role; a role that is not named may use all."""
+    """``cores`` are indices into the machine's cores by role; a role that is not named may use all.
+
+    ``at_once`` is what a server samples at the same time, in steps: each variant has what is fastest for it.
+    """
 
     name: str
     overrides: tuple[str, ...]
     cores: dict[str, tuple[int, ...]]
+    at_once: float = 1.0
 
 
 def pinned(eta: int) -> Variant:
+    """Asynchronous ones do better with half a step at once: what runs later starts with a newer version."""
     return Variant(
-        name=f"eta {eta}", cores={"trainer": (0,), "server": (1,)},
+        name=f"eta {eta}", cores={"trainer": (0,), "server": (1,)}, at_once=0.5 if eta else 1.0,
         overrides=(f"rollout.max_staleness={eta}", "trainer.world_size=1"),
     )
 
@@ -98,7 +103,7 @@ class RunFailed(Exception):
 def run(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name: str) -> Measured:
     """Train ``steps`` steps under the real launcher. Raises RunFailed, SystemExit for an interrupt."""
     overlay = root / f"{name}.yaml"
-    overlay.write_text(json.dumps(settings(load, steps, n_eval, root, name)), encoding="utf-8")
+    overlay.write_text(json.dumps(settings(variant, load, steps, n_eval, root, name)), encoding="utf-8")
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml", overlay], variant.overrides
     )
@@ -116,7 +121,7 @@ def run(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name:
     return measure(variant.name, read_metrics(config.run_folder))
 
 
-def settings(load: Load, steps: int, n_eval: int, root: Path, name: str) -> dict[str, Any]:
+def settings(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name: str) -> dict[str, Any]:
     workflow = {
         "kind": "custom", "path": f"{Path(__file__).with_name('overlap_workflow.py')}:LongTail",
         "arguments": {"shortest": load.shortest, "ladder": " ".join(map(str, load.ladder))},
@@ -125,8 +130,9 @@ def settings(load: Load, steps: int, n_eval: int, root: Path, name: str) -> dict
         "run": {"root": str(root), "name": name, "steps": steps},
         "eval": {"every_steps": 0},
         "trainer": {"ep": 1},
-        # Half of a step at once: fewer are sampled faster each, and what runs later starts with a newer version.
-        "rollout": {"max_model_len": MODEL_LEN, "max_num_seqs": load.prompts * load.samples // 2},
+        "rollout": {
+            "max_model_len": MODEL_LEN, "max_num_seqs": int(load.prompts * load.samples * variant.at_once),
+        },
         "adapters": [{
             "name": "gsm8k", "minibatches": 2, "workflow": workflow, "task": {"n_eval": n_eval},
             "sampling": {"prompts_per_step": load.prompts, "n_samples": load.samples, "max_new_tokens": LONGEST},

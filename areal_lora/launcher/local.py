@@ -20,7 +20,7 @@ from areal_lora.obs.events import RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.obs.heartbeat import forget_beats, last_beats
 
 LOG_LINES = 30
-POLL_S, TICK_S, MEMORY_NOTE_S = 0.1, 0.5, 5.0
+POLL_S, TICK_S = 0.1, 0.5
 PEER_GRACE_S = 1.5
 """After one trainer rank's end the others get so long to say what they have seen; then they are killed."""
 EARLY_END_S = 30.0
@@ -65,7 +65,7 @@ class _Watch:
         self._restarts = Restarts(plan.processes, {TRAINER: trainer, CONTROLLER: trainer, SERVER: servers})
         self._pulse = Pulse(config.run.stall_s)
         self._early: list[tuple[float, Ended]] = []
-        self._next_tick = self._next_note = 0.0
+        self._next_tick = 0.0
 
     def until_end(self, interrupts: Interrupts) -> Ended | None:
         """The failure that the run cannot go on with, or None."""
@@ -143,9 +143,7 @@ class _Watch:
         self._supervisor.start(specs)
 
     def _show(self, now: float) -> None:
-        if now >= self._next_note:
-            self._supervisor.note_shared_memory()
-            self._next_note = now + MEMORY_NOTE_S
+        self._supervisor.note_shared_memory()
         if now >= self._next_tick:
             self._view.tick()
             self._next_tick = now + TICK_S

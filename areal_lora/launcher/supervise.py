@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,6 +28,8 @@ from areal_lora.launcher import guardian, shared_memory
 from areal_lora.launcher.plan import ProcessSpec
 
 KILL_WAIT_S = 1.5
+SHARED_LOOKS = 20
+"""How often a name of shared memory is looked at before it is taken for somebody else's."""
 KERNEL_S = 60.0
 """A driver may need so long to take the memory of a killed process apart."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -66,6 +69,7 @@ class Supervisor:
         self._not_ours = set(psutil.Process().children(recursive=True))
         self._shared_before = shared_memory.entries()
         self._shared_ours: set[str] = set()
+        self._shared_looks: Counter[str] = Counter()
         self._guardian: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Supervisor:
@@ -143,11 +147,19 @@ class Supervisor:
         self._running = running
         return ended
 
-    def note_shared_memory(self) -> None:
-        """Remember which shared memory our processes use, so that it can be removed if they die without doing so."""
-        new = shared_memory.used_by(self.pids()) - self._shared_before - self._shared_ours
-        self._shared_ours |= new
-        for name in new:
+    def note_shared_memory(self, looks: int = SHARED_LOOKS) -> None:
+        """Remember which shared memory our processes use, so that it can be removed if they die without doing so.
+
+        Made to be called often: who uses what is looked up while there are names that were looked at
+        fewer than ``looks`` times, which the processes of others have made after that.
+        """
+        names = shared_memory.entries() - self._shared_before - self._shared_ours
+        if all(self._shared_looks[name] >= looks for name in names):
+            return
+        self._shared_looks.update(names)
+        ours = shared_memory.used_by(self.pids()) & names
+        self._shared_ours |= ours
+        for name in ours:
             self._tell_guardian(guardian.SHARED + name)
 
     def running(self) -> list[ProcessSpec]:
@@ -163,7 +175,7 @@ class Supervisor:
         A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no
         process and no shared memory of the run is left. May be called twice.
         """
-        self.note_shared_memory()
+        self.note_shared_memory(sys.maxsize)
         signals_before = interrupted.count if interrupted else 0
         for _, process in self._running:
             # Only the process we started is asked: it knows in which order its own children must go.
@@ -174,7 +186,7 @@ class Supervisor:
             if interrupted and interrupted.count > signals_before:
                 break
             time.sleep(0.02)
-        self.note_shared_memory()
+        self.note_shared_memory(sys.maxsize)
         self._kill_rest()
         shared_memory.remove(self._shared_ours)
         self._release_guardian()
