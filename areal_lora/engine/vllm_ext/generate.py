@@ -6,6 +6,7 @@ after top-p (vLLM's ``processed_logprobs``); of a greedy request, of the plain l
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -18,10 +19,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.adapters import Lease
 from areal_lora.obs.faults import reached
+from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.transport import ServerStats
 
 CUT = "abort"  # vLLM's finish reason of a request that was ended from outside
+FOLLOW_S = 0.25  # for a sequence that was cut to ask for the rest; a reader of a stream may be slow
+
+log = get_logger(__name__)
 
 
 class BadRequest(ValueError):
@@ -72,14 +77,18 @@ class Counters:
 class Ticket:
     """One request to the engine. ``enough``: whoever reads its outputs stopped because the answer is complete.
 
-    ``arrived_s`` (``time.time``) is its place in the queue where the engine orders it by that.
+    ``arrived_s`` (``time.time``) is its place in the queue where the engine orders it by that. ``follows`` is the
+    request that was cut and goes on with this one. ``left`` is set when nobody will ask for the rest any more,
+    or somebody has.
     """
 
     request_id: str
     ref: AdapterRef | None
     arrived_s: float
+    follows: Ticket | None = None
     cut: bool = False
     enough: bool = False
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -111,14 +120,19 @@ class Generator:
         counters.begin(n)
         queue, finished = None, False
         try:
-            queue = await self.engine.add_request(
-                ticket.request_id, {"prompt_token_ids": token_ids}, params, lora_request=lease.lora,
-                arrival_time=ticket.arrived_s,
-            )
+            try:
+                queue = await self.engine.add_request(
+                    ticket.request_id, {"prompt_token_ids": token_ids}, params, lora_request=lease.lora,
+                    arrival_time=ticket.arrived_s,
+                )
+            finally:
+                if ticket.follows is not None:
+                    ticket.follows.left.set()
+                    ticket.follows = None
             if params.prompt_logprobs is None:  # not the probe's scores
                 reached("server.generating")
             if ticket.cut:  # while the engine did not know the request yet
-                await self.cut([ticket])
+                await self.engine.abort(ticket.request_id)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 assert isinstance(output, RequestOutput)
@@ -132,17 +146,28 @@ class Generator:
                 if queue is not None and not self.engine.errored:
                     await self.engine.abort(queue.request_id, internal=True)
 
-    def ticket(self, lease: Lease, arrived_s: float | None = None) -> Ticket:
+    def ticket(self, lease: Lease, arrived_s: float | None = None, follows: Ticket | None = None) -> Ticket:
         return Ticket(
-            request_id=f"{lease.name}-{next(self._ids)}", ref=lease.ref,
+            request_id=f"{lease.name}-{next(self._ids)}", ref=lease.ref, follows=follows,
             arrived_s=time.time() if arrived_s is None else arrived_s,
         )
 
     async def cut(self, tickets: Sequence[Ticket]) -> None:
-        """End requests now; each gets a last output with finish reason ``CUT`` and the tokens so far."""
+        """End requests now; each gets a last output with finish reason ``CUT`` and the tokens so far.
+
+        The engine frees their places after the rest of each was asked for: else what waits would take them.
+        """
         for ticket in tickets:
             ticket.cut = True
-        await self.engine.abort([ticket.request_id for ticket in tickets])
+        ended = self.engine.output_processor.abort_requests([ticket.request_id for ticket in tickets], False)
+        try:
+            async with asyncio.timeout(FOLLOW_S):
+                for ticket in tickets:
+                    await ticket.left.wait()
+        except TimeoutError:
+            log.warning("%d sequences that were cut did not go on within %g s", len(tickets), FOLLOW_S)
+        finally:
+            await self.engine.engine_core.abort_requests_async(ended)
 
     async def final(self, token_ids: list[int], params: SamplingParams, lease: Lease) -> RequestOutput:
         """The finished output of one prompt; ``params.output_kind`` must be FINAL_ONLY."""

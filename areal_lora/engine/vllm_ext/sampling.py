@@ -145,28 +145,33 @@ class Sampler:
         done: list[int] = []
         text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
         name, arrived_s = model, time.time()
-        while True:
-            with self._adapters.lease(name, or_newer=True) as lease:
-                ticket = self._generator.ticket(lease, arrived_s)
-                self._running.add(ticket)
-                outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, ticket)
-                try:
-                    async for output in outputs:
-                        piece = _piece(output, output.outputs[0], lease, index)
-                        if ticket.cut and piece.finish_reason == CUT:
-                            piece.finish_reason = None
-                        if text is not None:
-                            _spell(piece, text)
-                        done += piece.token_ids
-                        ticket.enough = piece.finish_reason is not None
-                        yield piece
-                        if ticket.enough:
-                            return
-                finally:
-                    self._running.discard(ticket)
-                    await outputs.aclose()
-            self._count_continuation(len(ids) + len(done))
-            name = lease.name
+        ticket: Ticket | None = None
+        try:
+            while True:
+                with self._adapters.lease(name, or_newer=True) as lease:
+                    ticket = self._generator.ticket(lease, arrived_s, follows=ticket)
+                    self._running.add(ticket)
+                    outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, ticket)
+                    try:
+                        async for output in outputs:
+                            piece = _piece(output, output.outputs[0], lease, index)
+                            if ticket.cut and piece.finish_reason == CUT:
+                                piece.finish_reason = None
+                            if text is not None:
+                                _spell(piece, text)
+                            done += piece.token_ids
+                            ticket.enough = piece.finish_reason is not None
+                            yield piece
+                            if ticket.enough:
+                                return
+                    finally:
+                        self._running.discard(ticket)
+                        await outputs.aclose()
+                self._count_continuation(len(ids) + len(done))
+                name = lease.name
+        finally:
+            if ticket is not None:
+                ticket.left.set()
 
 
 def continued(params: SamplingParams, n: int) -> SamplingParams:

@@ -27,11 +27,11 @@ SEQUENCES = 16  # at once
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("interrupt") / "run"
-    process = start(folder, tiny_model, in_flight="interrupt", max_staleness=1, max_num_seqs=SEQUENCES)
+    process = start(folder, even_model, in_flight="interrupt", max_staleness=1, max_num_seqs=SEQUENCES)
     try:
-        running = connect(folder, tiny_model, process)
+        running = connect(folder, even_model, process)
         yield running
         running.source.close()
     finally:
