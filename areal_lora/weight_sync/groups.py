@@ -4,6 +4,9 @@ Each group is a process group of its own on its own store, apart from any defaul
 that trainer and servers, which share no launcher, can meet and part at any time. The store
 lives at the source on a socket bound here: a ``TCPStore`` that binds by itself listens on all
 interfaces whatever host name it is given. Every wait has a deadline in seconds.
+
+When all have met they find out whether every receiver can read the source's memory (``same_host``).
+If so, broadcasts only tell what is ready there; if one cannot, the bytes are sent to all.
 """
 
 from __future__ import annotations
@@ -12,19 +15,27 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ConfigError, PublishError
+from areal_lora.obs.log import get_logger
+from areal_lora.weight_sync.inbox import Inbox, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.same_host import NO_CARD, Segment, readable
 from areal_lora.weight_sync.transport import SourceEndpoint
 
+SIGNALLED_BYTES = 4 << 20  # largest bucket where only signals are sent
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
 CPU = torch.device("cpu")
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +52,27 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A process group, and the device through which host memory must go; None where it sends the host's."""
+    """A process group, and the device through which host memory must go; None where it sends the host's.
+
+    ``same_host``: receivers on the source's machine may read its memory instead. A backend that
+    sends through a device has its own ways inside a machine.
+    """
 
     group: dist.ProcessGroup
     through: torch.device | None
+    same_host: bool = False
 
 
 BackendFactory = Callable[[Seat], Backend]
 """May block until all members are there. ``Work.wait`` of the group must block the host, and no longer than asked."""
 
 
-def _gloo(seat: Seat) -> Backend:
+def gloo(seat: Seat) -> Backend:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = _delta(seat.timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.bind)]
-    return Backend(dist.ProcessGroupGloo(seat.store, seat.rank, seat.world, options), None)
+    group = dist.ProcessGroupGloo(seat.store, seat.rank, seat.world, options)
+    return Backend(group, None, same_host=seat.device.type == "cpu")  # memory for devices is theirs
 
 
 def _nccl(seat: Seat) -> Backend:
@@ -73,7 +90,7 @@ def _nccl(seat: Seat) -> Backend:
     return Backend(group, seat.device)
 
 
-_BACKENDS: dict[str, BackendFactory] = {"gloo": _gloo, "nccl": _nccl}
+_BACKENDS: dict[str, BackendFactory] = {"gloo": gloo, "nccl": _nccl}
 
 
 def register_backend(name: str, factory: BackendFactory) -> None:
@@ -98,14 +115,51 @@ class Transfer:
 class BroadcastGroup:
     """Membership in the group of one source. After any failure it must be closed and made anew.
 
-    All members start the same broadcasts, of equal sizes, in the same order.
+    All members start the same broadcasts, of equal sizes, in the same order. ``bucket_bytes`` is how much
+    of a shard each speaks of, ``same_host`` whether receivers read the source's memory: both are the same
+    for all members.
     """
 
-    def __init__(self, endpoint: SourceEndpoint, rank: int, backend: Backend) -> None:
+    def __init__(self, endpoint: SourceEndpoint, rank: int, backend: Backend, device: torch.device = CPU) -> None:
         self.source, self.rank = endpoint.source, rank
-        self.bucket_bytes = endpoint.bucket_bytes
+        self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
         self._twins = _Twins(backend.through) if backend.through is not None else None
+        self._ring, self._windows = Ring(device), Windows()
+
+    def agree(self, willing: bool, deadline: float) -> None:
+        """Find out whether all receivers can read the source's memory. Called by all members before anything else.
+
+        One that is not ``willing``, or cannot, decides for all. Raises PublishError.
+        """
+        if self._twins is not None or self._group is None:
+            return
+        probe = Segment(0, CPU) if willing and self.rank == 0 else None
+        card = np.frombuffer(probe.card() if probe is not None else NO_CARD, dtype=np.uint8).copy()
+        self.start(torch.from_numpy(card), deadline).wait()
+        vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        options.timeout = _delta(deadline - time.monotonic())
+        with _named(self):
+            self._group.allreduce([vote], options).wait(_delta(deadline - time.monotonic()))
+        self.same_host = bool(vote.item())
+        if self.same_host:
+            self.bucket_bytes = min(self.bucket_bytes, SIGNALLED_BYTES)
+
+    def send(self, segment: Segment, begin: int, end: int, deadline: float) -> Transfer:
+        """Source: let all receivers have bytes ``[begin, end)`` of ``segment``, which must not change until then."""
+        if not self.same_host:
+            return self.start(torch.from_numpy(segment.bytes[begin:end]), deadline)
+        signal = bytearray(segment.signal(begin, end - begin).encode())
+        return self.start(torch.frombuffer(signal, dtype=torch.uint8), deadline)
+
+    def receive(self, sizes: Sequence[int], deadline: float) -> Inbox:
+        """Receiver: take part in that many ``send`` of these sizes (bytes). The last inbox must have been emptied."""
+        start = partial(self.start, deadline=deadline)
+        if self.same_host:
+            return WindowInbox(self._windows, sizes, start)
+        return RingInbox(self._ring, sizes, start)
 
     def start(self, flat: torch.Tensor, deadline: float) -> Transfer:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
@@ -221,6 +275,7 @@ def _member(
 ) -> BroadcastGroup:
     if endpoint.backend not in _BACKENDS:
         raise ConfigError("weight_sync", f"no broadcast backend {endpoint.backend!r}, known: {sorted(_BACKENDS)}")
+    deadline = time.monotonic() + timeout_s
     seat = Seat(
         store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=timeout_s,
         device=device,
@@ -232,7 +287,12 @@ def _member(
             f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
             f"{timeout_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
         ) from e
-    return BroadcastGroup(endpoint, rank, backend)
+    group = BroadcastGroup(endpoint, rank, backend, device)
+    group.agree(backend.same_host, deadline)
+    if rank == 0:
+        how = "read its memory" if group.same_host else "get its bytes over the network"
+        log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)
+    return group
 
 
 @contextmanager

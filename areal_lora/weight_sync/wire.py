@@ -6,6 +6,7 @@
 
 The trailer follows the tensors and holds their fingerprints, so hashing need not come first.
 A packed shard stays valid until the next ``pack``: it can be sent again to other receivers.
+Receivers on the same machine read it where it lies, so a ``pack`` begins by telling late ones.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.platforms.device import host_buffer
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
 from areal_lora.weight_sync.groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
+from areal_lora.weight_sync.same_host import Segment
 
 Pack = Callable[[np.ndarray], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
@@ -32,6 +33,7 @@ yields, as it goes, how many leading tensors of the shard are complete; the last
 It may be collective over the rank's parallel groups. A rank that owns nothing gets an empty ``flat``."""
 
 SEAL_BYTES = 16
+LINE_BYTES = 64  # of a processor's cache; fingerprints are aligned to it
 
 
 class TensorTable:
@@ -101,18 +103,19 @@ def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
 class PackedShard:
     """This rank's part of one version. ``pack`` in one thread, ``send`` in another, at the same time."""
 
-    def __init__(
-        self, layout: AdapterLayout, source: int, bucket_bytes: int, device: torch.device = CPU
-    ) -> None:
+    def __init__(self, layout: AdapterLayout, source: int, device: torch.device = CPU) -> None:
         mine = [i for i, s in enumerate(layout.shards) if s.source == source]
         self.layout = layout
         self._index = mine[0] if mine else None
         self.shard = layout.shards[mine[0]] if mine else ShardLayout(source=source, tensors=(), nbytes=0)
         self.is_source = bool(mine)
-        self._buckets = plan_buckets(self.shard, bucket_bytes)
+        self._plans: dict[int, tuple[Bucket, ...]] = {}  # by the group's bucket_bytes
         self._table = TensorTable(self.shard, layout.dtype)
-        self._flat = host_buffer(self.shard.nbytes, device)
-        self._trailer = host_buffer(trailer_bytes(self.shard), device)
+        self._trailer_at = -(-self.shard.nbytes // LINE_BYTES) * LINE_BYTES
+        self._end = self._trailer_at + trailer_bytes(self.shard)
+        self._segment = Segment(self._end, device)
+        self._flat = self._segment.bytes[: self.shard.nbytes]
+        self._trailer = self._segment.bytes[self._trailer_at :]
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
 
@@ -132,6 +135,7 @@ class PackedShard:
 
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
         """Fill the shard and let ``send`` follow. Whatever ``pack`` raises reaches both callers."""
+        self._segment.renew()
         marks = self._table.marks(self.sums)
         try:
             for done in pack(self._flat):
@@ -148,16 +152,20 @@ class PackedShard:
             raise
 
     def send(self, group: BroadcastGroup, deadline: float) -> None:
-        """Broadcast buckets as they get ready, then the trailer; all handed over when it returns.
+        """Let receivers have buckets as they get ready, then the trailer; the group is free when it returns.
+
+        Receivers on this machine may read on: until they have answered, or were given up, nothing may be packed.
 
         Raises PublishError at ``deadline`` (time.monotonic), a dead peer or a failed ``pack``.
         """
+        if group.bucket_bytes not in self._plans:
+            self._plans[group.bucket_bytes] = plan_buckets(self.shard, group.bucket_bytes)
         transfers = []
-        for bucket in self._buckets:
+        for bucket in self._plans[group.bucket_bytes]:
             self._wait(bucket.last, False, deadline)
-            transfers.append(group.start(torch.from_numpy(self._flat[bucket.begin : bucket.end]), deadline))
+            transfers.append(group.send(self._segment, bucket.begin, bucket.end, deadline))
         self._wait(len(self.shard.tensors), True, deadline)
-        transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
+        transfers.append(group.send(self._segment, self._trailer_at, self._end, deadline))
         for transfer in transfers:
             transfer.wait()
 

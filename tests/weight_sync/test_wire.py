@@ -19,10 +19,10 @@ class Line:
     """Takes the place of a group: keeps what is sent, and when."""
 
     def __init__(self):
-        self.sent = []
+        self.sent, self.bucket_bytes = [], BUCKET_BYTES
 
-    def start(self, flat, deadline):
-        self.sent.append(flat.clone())
+    def send(self, segment, begin, end, deadline):
+        self.sent.append(torch.from_numpy(segment.bytes[begin:end].copy()))
         return self
 
     def wait(self):
@@ -47,7 +47,7 @@ def test_the_wire_carries_the_tensors_then_their_fingerprints_and_the_seal():
 def test_a_bucket_is_sent_as_soon_as_it_is_packed():
     owned, aliases = share(values(1))
     layout = layout_of(owned, aliases)
-    shard, line, go = PackedShard(layout, 0, BUCKET_BYTES), Line(), threading.Event()
+    shard, line, go = PackedShard(layout, 0), Line(), threading.Event()
 
     def slowly(flat):
         steps = list(pack_of(layout, 0, dict(owned))(flat))
@@ -72,7 +72,7 @@ def test_a_bucket_is_sent_as_soon_as_it_is_packed():
 def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again():
     owned, aliases = share(values(1))
     layout = layout_of(owned, aliases)
-    shard, errors = PackedShard(layout, 0, BUCKET_BYTES), []
+    shard, errors = PackedShard(layout, 0), []
 
     def broken(flat):
         yield 1
@@ -143,7 +143,7 @@ def test_the_sum_of_a_shard_follows_the_places_of_all_names():
 
 def test_a_rank_that_owns_nothing_packs_nothing_but_takes_part():
     owned, aliases = share(values(3))
-    shard = PackedShard(layout_of(owned, aliases), 5, BUCKET_BYTES)
+    shard = PackedShard(layout_of(owned, aliases), 5)
     seen = []
     shard.pack(ref(0), lambda flat: seen.append(flat.size) or iter([0]))
     assert seen == [0]
