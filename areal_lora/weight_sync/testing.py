@@ -23,7 +23,7 @@ from areal_lora.obs.faults import reached
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import transport as tp
 from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
-from areal_lora.weight_sync.groups import gloo, register_backend
+from areal_lora.weight_sync.groups import Backend, Seat, gloo, register_backend
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.receiver import AdapterReceiver
@@ -35,7 +35,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 Score = Callable[[str | None, list[list[int]]], list[list[float]]]
 
 SOCKETS = "gloo-sockets"
-register_backend(SOCKETS, lambda seat: replace(gloo(seat), same_host=False))
+
+
+def over_sockets(seat: Seat) -> Backend:
+    """gloo as it is between machines."""
+    return replace(gloo(seat), same_host=False)
+
+
+register_backend(SOCKETS, over_sockets)
 
 
 def moe_shapes(
