@@ -6,7 +6,7 @@ lives at the source on a socket bound here: a ``TCPStore`` that binds by itself 
 interfaces whatever host name it is given. Every wait has a deadline in seconds.
 
 When all have met they find out whether every receiver can read the source's memory (``same_host``).
-If so, broadcasts only tell what is ready there; if one cannot, the bytes are sent to all.
+If so, broadcasts only tell of its versions; if one cannot, the bytes are sent to all.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.obs.log import get_logger
-from areal_lora.weight_sync.inbox import Inbox, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.same_host import NO_CARD, Segment, readable
 from areal_lora.weight_sync.transport import SourceEndpoint
 
-SIGNALLED_BYTES = 4 << 20  # largest bucket where only signals are sent
+READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
 CPU = torch.device("cpu")
 
@@ -111,6 +111,10 @@ class Transfer:
         with _named(self._group):
             self._group.land(self._work, self._flat, self._deadline)
 
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once, but for what a device does."""
+        return bool(self._work.is_completed())
+
 
 class BroadcastGroup:
     """Membership in the group of one source. After any failure it must be closed and made anew.
@@ -145,21 +149,18 @@ class BroadcastGroup:
             self._group.allreduce([vote], options).wait(_delta(deadline - time.monotonic()))
         self.same_host = bool(vote.item())
         if self.same_host:
-            self.bucket_bytes = min(self.bucket_bytes, SIGNALLED_BYTES)
+            self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
 
-    def send(self, segment: Segment, begin: int, end: int, deadline: float) -> Transfer:
-        """Source: let all receivers have bytes ``[begin, end)`` of ``segment``, which must not change until then."""
-        if not self.same_host:
-            return self.start(torch.from_numpy(segment.bytes[begin:end]), deadline)
-        signal = bytearray(segment.signal(begin, end - begin).encode())
-        return self.start(torch.frombuffer(signal, dtype=torch.uint8), deadline)
+    def signal(self, segment: Segment, deadline: float) -> Transfer:
+        """Source, where receivers read its memory: the version in ``segment`` begins, or is complete."""
+        return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
 
-    def receive(self, sizes: Sequence[int], deadline: float) -> Inbox:
-        """Receiver: take part in that many ``send`` of these sizes (bytes). The last inbox must have been emptied."""
+    def receive(self, parts: Sequence[Part], deadline: float) -> Inbox:
+        """Receiver: what the source sends of one version, or shows in its memory. The last inbox is of no use now."""
         start = partial(self.start, deadline=deadline)
         if self.same_host:
-            return WindowInbox(self._windows, sizes, start)
-        return RingInbox(self._ring, sizes, start)
+            return WindowInbox(self._windows, parts, start, deadline)
+        return RingInbox(self._ring, parts, start)
 
     def start(self, flat: torch.Tensor, deadline: float) -> Transfer:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""

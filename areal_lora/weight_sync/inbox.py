@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -16,10 +17,21 @@ from areal_lora.weight_sync.same_host import SIGNAL_BYTES, Signal, Window
 
 RING = 3  # parts of one source in flight: one being read, the others on the wire
 KEPT_WINDOWS = 16  # per group; a source has one segment for each layout
+POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # between looks at how far a source has packed
+
+
+Part = tuple[int, int]
+"""Where it begins and ends in the source's memory, bytes."""
 
 
 class Arriving(Protocol):
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Raises PublishError."""
+        ...
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+        ...
 
 
 Start = Callable[[torch.Tensor], Arriving]
@@ -55,7 +67,8 @@ class Ring:
 class RingInbox:
     """Parts arrive over the wire, each in the buffer that has been free for longest."""
 
-    def __init__(self, ring: Ring, sizes: Sequence[int], start: Start) -> None:
+    def __init__(self, ring: Ring, parts: Sequence[Part], start: Start) -> None:
+        sizes = [end - begin for begin, end in parts]
         self._start, self._ahead = start, deque(sizes)
         self._free = deque(ring.sized(max(sizes)))
         self._posted: deque[tuple[np.ndarray, int, Arriving]] = deque()
@@ -101,27 +114,35 @@ class Windows:
 
 
 class WindowInbox:
-    """Parts lie in the source's memory; the wire brings one ``Signal`` for each."""
+    """Parts lie in the source's memory, which says how far they are ready.
 
-    def __init__(self, windows: Windows, sizes: Sequence[int], start: Start) -> None:
-        self._windows = windows
-        signals = [np.zeros(SIGNAL_BYTES, dtype=np.uint8) for _ in sizes]
-        self._posted = deque(
-            (nbytes, raw, start(torch.from_numpy(raw))) for nbytes, raw in zip(sizes, signals, strict=True)
-        )
-        self._first: Signal | None = None
+    Two signals come over the wire, when the version begins and when it is complete. Until the second
+    one is here it tells of a source that has died or given up.
+    """
+
+    def __init__(self, windows: Windows, parts: Sequence[Part], start: Start, deadline: float) -> None:
+        self._windows, self._parts, self._deadline = windows, deque(parts), deadline
+        self._signal = np.zeros((2, SIGNAL_BYTES), dtype=np.uint8)
+        self._begun, self._complete = (start(torch.from_numpy(signal)) for signal in self._signal)
+        self._version: Signal | None = None
 
     def take(self) -> np.ndarray:
-        nbytes, raw, arriving = self._posted.popleft()
-        arriving.wait()
-        signal = Signal.decode(raw.tobytes())
-        self._first = self._first or signal
-        same = (self._first.nonce, self._first.generation) == (signal.nonce, signal.generation)
-        if not same or signal.nbytes != nbytes:
-            raise PublishError(f"{nbytes} bytes of the version of {self._first} were expected, the source has {signal}")
+        begin, end = self._parts.popleft()
+        if self._version is None:
+            self._begun.wait()
+            self._version = Signal.decode(self._signal[0].tobytes())
+        window = self._windows.of(self._version)
+        pause_s = POLL_S
+        while window.ready < end and not self._complete.done():
+            if time.monotonic() >= self._deadline:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
+        if window.ready < end:
+            self._complete.wait()  # raises, unless the source is at another version
         self.finish()
-        return self._windows.of(signal).view(signal)
+        return window.view(begin, end)
 
     def finish(self) -> None:
-        if self._first is not None and self._windows.of(self._first).generation != self._first.generation:
+        if self._version is not None and self._windows.of(self._version).generation != self._version.generation:
             raise PublishError("the source has gone on to another version while this one was read; it was given up")

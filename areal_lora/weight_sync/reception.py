@@ -21,7 +21,7 @@ from areal_lora.weight_sync.wire import (
     adapter_digest,
     seal,
     shard_sum,
-    trailer_bytes,
+    trailer_part,
 )
 
 OnBucket = Callable[[int, int, int, int, Marks], None]
@@ -64,7 +64,7 @@ class _Source:
         self.marks = tables.shards[index].marks()
         self.trailer = np.empty(0, dtype=np.uint8)
         self._buckets = tables.buckets(index, group.bucket_bytes)
-        self._inbox = group.receive([*(b.nbytes for b in self._buckets), trailer_bytes(self.shard)], deadline)
+        self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
 
     def arrivals(self, clock: Clock) -> Iterator[tuple[Bucket, int]]:
         """(bucket, address where the shard would begin), in order; what is there is valid until the next turn."""

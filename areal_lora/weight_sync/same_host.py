@@ -1,8 +1,10 @@
 """Memory that other processes on this machine read where it lies, so that its bytes go over no socket.
 
-    source                                      receiver on the same machine
-    Segment  generation | tensors | trailer     Window, the same pages, read-only
-             renew(), pack, signal(part)  --->  view(signal), read, still the same generation?
+    source                                               receiver on the same machine
+    Segment  generation, ready | tensors | trailer       Window, the same pages, read-only
+             renew()  signal() ---- broadcast --->       wait until ready, view, read
+             pack, advance(ready), pack ...              still the same generation?
+             signal() ---- broadcast --->
 
 A segment is a memfd: it has no name in any file system, and the kernel frees it with the last
 process that holds it, however that process ends. It is found through ``/proc``, so only a process
@@ -33,7 +35,8 @@ import torch
 from areal_lora.errors import PublishError
 from areal_lora.platforms.device import PAGE_BYTES, host_buffer
 
-_SIGNAL = struct.Struct("<qqQQQ16s")
+_SIGNAL = struct.Struct("<qqQ16s")
+_GENERATION, _READY, _HEAD = 0, 1, 2  # words of 8 bytes at a segment's start
 _PLACE_BYTES = 16
 SIGNAL_BYTES = _SIGNAL.size
 CARD_BYTES = _PLACE_BYTES + SIGNAL_BYTES
@@ -43,7 +46,7 @@ NO_CARD = bytes(CARD_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Bytes ``[begin, begin + nbytes)`` of a segment hold what was packed as ``generation``.
+    """A version is in a segment, or getting there, as its ``generation``.
 
     The segment is file descriptor ``fd`` of process ``pid``; ``nonce`` (16 bytes) tells it from whatever
     else these two numbers mean at another time or place.
@@ -52,8 +55,6 @@ class Signal:
     pid: int
     fd: int
     generation: int
-    begin: int
-    nbytes: int
     nonce: bytes
 
     def encode(self) -> bytes:
@@ -83,22 +84,27 @@ class Segment:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             pages = mmap.mmap(self._fd, PAGE_BYTES + nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             whole = np.frombuffer(pages, dtype=np.uint8)
-        self._generation = whole[:8].view(np.uint64)
+        self._head = whole[: _HEAD * 8].view(np.uint64)
         self.bytes = whole[PAGE_BYTES:]
 
     def renew(self) -> None:
         """Call before the first byte of another version is written: whoever still reads is told by it."""
-        self._generation[0] += np.uint64(1)
+        self._head[_READY] = 0  # first: who knows the new generation must not see how far the old one was
+        self._head[_GENERATION] += np.uint64(1)
 
-    def signal(self, begin: int, nbytes: int) -> Signal:
-        """That a part is ready to be read, in the present generation."""
+    def advance(self, ready: int) -> None:
+        """The first ``ready`` bytes are as they will stay."""
+        self._head[_READY] = ready
+
+    def signal(self) -> Signal:
+        """Of the present generation. Raises PublishError for memory that cannot be shared."""
         if self._fd < 0:
             raise PublishError("this shard's memory belongs to a device and cannot be read by other processes")
-        return Signal(os.getpid(), self._fd, int(self._generation[0]), begin, nbytes, self._nonce)
+        return Signal(os.getpid(), self._fd, int(self._head[_GENERATION]), self._nonce)
 
     def card(self) -> bytes:
         """``CARD_BYTES`` by which ``readable`` finds out whether its process can read segments of this one."""
-        return _place() + self.signal(0, len(self.bytes)).encode()
+        return _place() + self.signal().encode()
 
 
 class Window:
@@ -114,18 +120,23 @@ class Window:
         finally:
             os.close(fd)
         whole = np.frombuffer(pages, dtype=np.uint8)
-        self._generation, self._bytes = whole[:8].view(np.uint64), whole[PAGE_BYTES:]
+        self._head, self._bytes = whole[: _HEAD * 8].view(np.uint64), whole[PAGE_BYTES:]
 
     @property
     def generation(self) -> int:
         """The present one."""
-        return int(self._generation[0])
+        return int(self._head[_GENERATION])
 
-    def view(self, signal: Signal) -> np.ndarray:
-        """uint8 [signal.nbytes], read-only, valid as long as this is held. Raises PublishError for a part outside."""
-        part = self._bytes[signal.begin : signal.begin + signal.nbytes]
-        if len(part) != signal.nbytes:
-            raise PublishError(f"the source speaks of bytes {signal.begin} onwards of {len(self._bytes)}: {signal}")
+    @property
+    def ready(self) -> int:
+        """So many leading bytes can be read, if the generation is still the same afterwards."""
+        return int(self._head[_READY])
+
+    def view(self, begin: int, end: int) -> np.ndarray:
+        """uint8 [end - begin], read-only, valid as long as this is held. Raises PublishError for a part outside."""
+        part = self._bytes[begin:end]
+        if len(part) != end - begin:
+            raise PublishError(f"the source has {len(self._bytes)} bytes, {begin} to {end} were expected")
         return part
 
 

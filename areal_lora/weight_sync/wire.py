@@ -6,7 +6,7 @@
 
 The trailer follows the tensors and holds their fingerprints, so hashing need not come first.
 A packed shard stays valid until the next ``pack``: it can be sent again to other receivers.
-Receivers on the same machine read it where it lies, so a ``pack`` begins by telling late ones.
+Receivers on the same machine read it where it lies, following ``pack``; only two signals are sent.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class TensorTable:
         self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
         ends = np.array([*(t.offset for t in shard.tensors[1:]), shard.nbytes], dtype=np.int64)[: len(self.offsets)]
         self.sizes = (ends - self.offsets) // item
+
+    def end(self, tensors: int) -> int:
+        """Where the first ``tensors`` of the shard end, bytes."""
+        return 0 if tensors == 0 else int(self.offsets[tensors - 1] + self.sizes[tensors - 1] * ITEM_BYTES[self._dtype])
 
     def marks(self, sums: np.ndarray | None = None) -> Marks:
         """Empty ones, for one version; fingerprints go to ``sums`` (uint64 [n]) if given."""
@@ -91,6 +95,12 @@ def trailer_bytes(shard: ShardLayout) -> int:
     return 8 * len(shard.tensors) + SEAL_BYTES
 
 
+def trailer_part(shard: ShardLayout) -> tuple[int, int]:
+    """Where the trailer begins and ends in the memory of a packed shard, after the tensors."""
+    begin = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
+    return begin, begin + trailer_bytes(shard)
+
+
 def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
     """Digest of an adapter's names and values, independent of how the trainer was sharded (contract C4).
 
@@ -111,11 +121,9 @@ class PackedShard:
         self.is_source = bool(mine)
         self._plans: dict[int, tuple[Bucket, ...]] = {}  # by the group's bucket_bytes
         self._table = TensorTable(self.shard, layout.dtype)
-        self._trailer_at = -(-self.shard.nbytes // LINE_BYTES) * LINE_BYTES
-        self._end = self._trailer_at + trailer_bytes(self.shard)
+        begin, self._end = trailer_part(self.shard)
         self._segment = Segment(self._end, device)
-        self._flat = self._segment.bytes[: self.shard.nbytes]
-        self._trailer = self._segment.bytes[self._trailer_at :]
+        self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[begin:]
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
 
@@ -130,12 +138,15 @@ class PackedShard:
         return 0 if self._index is None else shard_sum(self.layout, self._index, self.sums)
 
     def reset(self) -> None:
-        """Call before ``pack`` and ``send`` of a version begin; no earlier ``send`` may be under way."""
+        """Call before ``pack`` and ``send`` of a version begin; no earlier ``send`` may be under way.
+
+        Receivers that still read the version before, late on this machine, are told by it.
+        """
+        self._segment.renew()
         self._done, self._sealed, self._failed = 0, False, False
 
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
         """Fill the shard and let ``send`` follow. Whatever ``pack`` raises reaches both callers."""
-        self._segment.renew()
         marks = self._table.marks(self.sums)
         try:
             for done in pack(self._flat):
@@ -158,18 +169,25 @@ class PackedShard:
 
         Raises PublishError at ``deadline`` (time.monotonic), a dead peer or a failed ``pack``.
         """
-        if group.bucket_bytes not in self._plans:
-            self._plans[group.bucket_bytes] = plan_buckets(self.shard, group.bucket_bytes)
         transfers = []
-        for bucket in self._plans[group.bucket_bytes]:
-            self._wait(bucket.last, False, deadline)
-            transfers.append(group.send(self._segment, bucket.begin, bucket.end, deadline))
+        if group.same_host:
+            transfers.append(group.signal(self._segment, deadline))
+        else:
+            if group.bucket_bytes not in self._plans:
+                self._plans[group.bucket_bytes] = plan_buckets(self.shard, group.bucket_bytes)
+            for bucket in self._plans[group.bucket_bytes]:
+                self._wait(bucket.last, False, deadline)
+                transfers.append(group.start(torch.from_numpy(self._flat[bucket.begin : bucket.end]), deadline))
         self._wait(len(self.shard.tensors), True, deadline)
-        transfers.append(group.send(self._segment, self._trailer_at, self._end, deadline))
+        if group.same_host:
+            transfers.append(group.signal(self._segment, deadline))
+        else:
+            transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
         for transfer in transfers:
             transfer.wait()
 
     def _advance(self, done: int, sealed: bool = False) -> None:
+        self._segment.advance(self._end if sealed else self._table.end(done))
         with self._changed:
             self._done, self._sealed = done, sealed
             self._changed.notify_all()

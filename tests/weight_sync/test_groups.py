@@ -182,23 +182,29 @@ def test_closing_one_member_wakes_the_other_before_the_deadline():
 
 
 def let_have(members, sizes):
-    """What every receiver finds of a segment of which rank 0 sends parts of these sizes."""
+    """What every receiver finds of a segment that rank 0 sends, or shows, in parts of these sizes."""
     segment = Segment(sum(sizes), groups.CPU)
     g = torch.Generator().manual_seed(1)
     segment.bytes[:] = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, generator=g).numpy()
-    inboxes = [m.receive(sizes, soon()) for m in members[1:]]
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    sends = [members[0].send(segment, end - n, end, soon()) for end, n in zip(ends, sizes, strict=True)]
+    parts = [(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+    inboxes = [m.receive(parts, soon()) for m in members[1:]]
+    segment.advance(segment.bytes.size)
+    if members[0].same_host:
+        sends = [members[0].signal(segment, soon()) for _ in range(2)]
+    else:
+        sends = [members[0].start(torch.from_numpy(segment.bytes[a:b]), soon()) for a, b in parts]
 
     def empty(inbox):
-        parts = [inbox.take().copy() for _ in sizes]
+        taken = [inbox.take().copy() for _ in sizes]
         inbox.finish()
-        return parts
+        return taken
 
     with ThreadPoolExecutor(len(inboxes)) as pool:  # some get their bytes through others
         got = list(pool.map(empty, inboxes))
     for send in sends:
         send.wait()
+        assert send.done()
     return segment.bytes, got
 
 
@@ -206,7 +212,7 @@ def let_have(members, sizes):
 def test_receivers_on_the_same_machine_find_the_same_parts_as_others(backend, reads):
     members = meet(4, backend=backend, bucket_bytes=1 << 30)
     assert [m.same_host for m in members] == [reads] * 4
-    assert {m.bucket_bytes for m in members} == {groups.SIGNALLED_BYTES if reads else 1 << 30}
+    assert {m.bucket_bytes for m in members} == {groups.READ_BYTES if reads else 1 << 30}
     for sizes in ([5000, 1, 4096, 70_000, 24], [24]):
         sent, got = let_have(members, sizes)
         for parts in got:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Line:
-    """Takes the place of a group's broadcasts: ``sent`` arrives, in order, when it is waited for."""
+    """Takes the place of a group's broadcasts: what is in ``sent`` has arrived, what is not yet never will."""
 
     def __init__(self, sent=()):
         self.sent, self.posted = list(sent), 0
@@ -27,7 +28,12 @@ class Line:
         line, index, self.posted = self, self.posted, self.posted + 1
 
         class Work:
+            def done(self):
+                return index < len(line.sent)
+
             def wait(self):
+                if index >= len(line.sent) or line.sent[index] is None:
+                    raise PublishError("the source is gone")
                 flat[:] = torch.frombuffer(bytearray(line.sent[index]), dtype=torch.uint8)
 
         return Work()
@@ -35,30 +41,29 @@ class Line:
 
 def test_a_ring_posts_ahead_what_it_has_buffers_for_and_reuses_each_after_its_turn():
     line = Line(bytes([i]) * (10 + i) for i in range(7))
-    inbox = RingInbox(Ring(CPU), [10 + i for i in range(7)], line.start)
+    inbox = RingInbox(Ring(CPU), [(0, 10 + i) for i in range(7)], line.start)
     for i in range(7):
         assert line.posted == min(RING + max(i - 1, 0), 7)
-        part = inbox.take()
-        assert part.tobytes() == line.sent[i]
+        assert inbox.take().tobytes() == line.sent[i]
     inbox.finish()
 
 
-def signals(segment, *sizes):
-    ends = np.cumsum(sizes)
-    return [segment.signal(int(end) - n, n).encode() for end, n in zip(ends, sizes, strict=True)]
-
-
-def segment_of(nbytes=100):
+def segment_of(nbytes=100, ready=None):
     segment = Segment(nbytes, CPU)
     segment.bytes[:] = np.arange(nbytes)
+    segment.advance(nbytes if ready is None else ready)
     return segment
 
 
-def test_parts_lie_where_the_signals_say_until_the_next_version():
+def window_inbox(line, *parts, seconds=5.0):
+    return WindowInbox(Windows(), parts, line.start, time.monotonic() + seconds)
+
+
+def test_parts_that_are_ready_are_read_with_the_first_signal_alone():
     segment = segment_of()
-    line = Line(signals(segment, 10, 60, 30))
-    inbox = WindowInbox(Windows(), [10, 60, 30], line.start)
-    assert line.posted == 3
+    line = Line([segment.signal().encode()])
+    inbox = window_inbox(line, (0, 10), (10, 70), (70, 100))
+    assert line.posted == 2
     assert [inbox.take().tobytes() for _ in range(3)] == [bytes(range(10)), bytes(range(10, 70)), bytes(range(70, 100))]
     inbox.finish()
     segment.renew()
@@ -66,47 +71,67 @@ def test_parts_lie_where_the_signals_say_until_the_next_version():
         inbox.finish()
 
 
+def test_a_part_that_is_being_packed_is_waited_for():
+    segment = segment_of(ready=10)
+    inbox = window_inbox(Line([segment.signal().encode()]), (0, 10), (10, 100))
+    inbox.take()
+    began = time.monotonic()
+    threading.Timer(0.2, segment.advance, [99]).start()
+    threading.Timer(0.4, segment.advance, [100]).start()
+    assert inbox.take().size == 90
+    assert 0.3 < time.monotonic() - began < 3
+
+
+def test_a_source_that_dies_while_it_packs_is_noticed_before_the_deadline():
+    segment = segment_of(ready=10)
+    line = Line([segment.signal().encode()])
+    inbox = window_inbox(line, (0, 10), (10, 100), seconds=30)
+    inbox.take()
+    began = time.monotonic()
+    threading.Timer(0.2, line.sent.append, [None]).start()
+    with pytest.raises(PublishError, match="gone"):
+        inbox.take()
+    assert time.monotonic() - began < 3
+
+
+def test_a_source_that_never_gets_ready_is_waited_for_until_the_deadline():
+    segment = segment_of(ready=10)
+    inbox = window_inbox(Line([segment.signal().encode()]), (0, 11), seconds=0.3)
+    began = time.monotonic()
+    with pytest.raises(PublishError):
+        inbox.take()
+    assert 0.2 < time.monotonic() - began < 3
+
+
 def test_a_version_that_is_gone_already_is_not_begun():
     segment = segment_of()
-    inbox = WindowInbox(Windows(), [10], Line(signals(segment, 10)).start)
+    inbox = window_inbox(Line([segment.signal().encode()]), (0, 10))
     segment.renew()
+    segment.advance(100)
     with pytest.raises(PublishError, match="another version"):
         inbox.take()
 
 
-@pytest.mark.parametrize("wrong", ["size", "generation", "segment"])
-def test_parts_that_do_not_belong_together_are_refused(wrong):
-    segment, other = segment_of(), segment_of()
-    sent = signals(segment, 10, 60)
-    if wrong == "size":
-        sent[1] = segment.signal(10, 59).encode()
-    if wrong == "generation":
-        segment.renew()
-        sent[1] = segment.signal(10, 60).encode()
-    if wrong == "segment":
-        sent[1] = other.signal(10, 60).encode()
-    inbox = WindowInbox(Windows(), [10, 60], Line(sent).start)
-    with pytest.raises(PublishError):
-        [inbox.take() for _ in range(2)]
+def test_a_part_that_the_source_has_not_got_is_an_error():
+    segment = segment_of(ready=200)
+    with pytest.raises(PublishError, match="100 bytes"):
+        window_inbox(Line([segment.signal().encode()]), (10, 101)).take()
 
 
 def test_the_memory_of_a_source_that_has_ended_is_an_error():
     segment = segment_of()
-    inbox = WindowInbox(Windows(), [10], Line(signals(segment, 10)).start)
+    line = Line([segment.signal().encode()])
     del segment
     with pytest.raises(PublishError, match="no longer be read"):
-        inbox.take()
+        window_inbox(line, (0, 10)).take()
 
 
 class Lent:
     """An inbox over a shard's memory, whose owner does something when it is told that all was read."""
 
-    def __init__(self, shard, sizes, at_end):
+    def __init__(self, shard, parts, at_end):
         self._memory = shard._segment.bytes.copy()
-        ends = np.cumsum(sizes[:-1])
-        self._parts = [self._memory[e - n : e] for e, n in zip(ends, sizes[:-1], strict=True)]
-        self._parts.append(self._memory[len(self._memory) - sizes[-1] :])
-        self._at_end = at_end
+        self._parts, self._at_end = [self._memory[begin:end] for begin, end in parts], at_end
 
     def take(self):
         return self._parts.pop(0)
@@ -124,8 +149,8 @@ class Group:
     def __init__(self, shard, at_end):
         self._shard, self._at_end = shard, at_end
 
-    def receive(self, sizes, deadline):
-        return Lent(self._shard, sizes, self._at_end)
+    def receive(self, parts, deadline):
+        return Lent(self._shard, parts, self._at_end)
 
 
 def received(at_end):

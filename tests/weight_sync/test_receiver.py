@@ -297,6 +297,10 @@ def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
     last = len(shard.shard.tensors)
     sent, packing, done = threading.Event(), threading.Event(), threading.Event()
 
+    def next_version():
+        shard.reset()
+        shard.pack(ref(1), overwrite)
+
     def overwrite(flat):
         flat[:] = 7
         packing.set()
@@ -311,7 +315,7 @@ def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
             assert packing.wait(10)
         plan.copy(base, bench.writer._images[slot].ctypes.data, tensors=(first, end))
 
-    packer = threading.Thread(target=shard.pack, args=(ref(1), overwrite))
+    packer = threading.Thread(target=next_version)
     bench.writer.write = write
     bench.receiver.begin(announcement.manifest, announcement.layout, 0, 10.0)
     shard.send(bench.group, time.monotonic() + 10.0)
