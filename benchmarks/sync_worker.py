@@ -20,7 +20,8 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from areal_lora.engine.vllm_ext.compat import adapter_manager
 from areal_lora.engine.vllm_ext.worker_extension import AdapterWorkerExtension
-from areal_lora.weight_sync.groups import BroadcastGroup, join_group, register_backend
+from areal_lora.weight_sync.backends import register_backend
+from areal_lora.weight_sync.groups import BroadcastGroup, join_group
 from areal_lora.weight_sync.testing import SOCKETS, over_sockets
 from areal_lora.weight_sync.transport import SourceEndpoint
 

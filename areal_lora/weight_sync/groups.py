@@ -11,14 +11,11 @@ If so, broadcasts only tell of its versions; if one cannot, the bytes are sent t
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -27,75 +24,15 @@ import torch.distributed as dist
 
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.obs.log import get_logger
+from areal_lora.weight_sync.backends import Backend, Seat, backend_of, delta
 from areal_lora.weight_sync.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.same_host import NO_CARD, Segment, readable
 from areal_lora.weight_sync.transport import SourceEndpoint
 
 READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
-_MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
 CPU = torch.device("cpu")
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """One member's place in a group to be. ``bind`` is its own address, ``device`` what it computes on."""
-
-    store: dist.Store
-    rank: int
-    world: int
-    bind: str
-    timeout_s: float
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A process group, and the device through which host memory must go; None where it sends the host's.
-
-    ``same_host``: receivers on the source's machine may read its memory instead. A backend that
-    sends through a device has its own ways inside a machine.
-    """
-
-    group: dist.ProcessGroup
-    through: torch.device | None
-    same_host: bool = False
-
-
-BackendFactory = Callable[[Seat], Backend]
-"""May block until all members are there. ``Work.wait`` of the group must block the host, and no longer than asked."""
-
-
-def gloo(seat: Seat) -> Backend:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = _delta(seat.timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.bind)]
-    group = dist.ProcessGroupGloo(seat.store, seat.rank, seat.world, options)
-    return Backend(group, None, same_host=seat.device.type == "cpu")  # memory for devices is theirs
-
-
-def _nccl(seat: Seat) -> Backend:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _delta(seat.timeout_s)
-    # Read by the constructor. Else waiting would return at once, and a lost peer would end this process.
-    before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    try:
-        group = dist.ProcessGroupNCCL(seat.store, seat.rank, seat.world, options)
-    finally:
-        del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-        if before is not None:
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-    return Backend(group, seat.device)
-
-
-_BACKENDS: dict[str, BackendFactory] = {"gloo": gloo, "nccl": _nccl}
-
-
-def register_backend(name: str, factory: BackendFactory) -> None:
-    """Add a backend of a platform (for example HCCL), on both sides, before groups are made."""
-    _BACKENDS[name] = factory
 
 
 class Transfer:
@@ -144,9 +81,9 @@ class BroadcastGroup:
         vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        options.timeout = _delta(deadline - time.monotonic())
+        options.timeout = delta(deadline - time.monotonic())
         with _named(self):
-            self._group.allreduce([vote], options).wait(_delta(deadline - time.monotonic()))
+            self._group.allreduce([vote], options).wait(delta(deadline - time.monotonic()))
         self.same_host = bool(vote.item())
         if self.same_host:
             self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
@@ -179,7 +116,7 @@ class BroadcastGroup:
 
     def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
         """Wait for a broadcast; what was received through a device is on the host afterwards."""
-        left = _delta(deadline - time.monotonic())
+        left = delta(deadline - time.monotonic())
         if self._twins is None:
             work.wait(left)
             return
@@ -199,7 +136,7 @@ class BroadcastGroup:
     def _options(deadline: float) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = _delta(deadline - time.monotonic())
+        options.timeout = delta(deadline - time.monotonic())
         return options
 
 
@@ -241,7 +178,7 @@ class GroupListener:
             listener.listen(max(128, world))
             port = listener.getsockname()[1]
             self._store = dist.TCPStore(
-                bind, port, None, True, _delta(timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
+                bind, port, None, True, delta(timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
             )
         self.endpoint = SourceEndpoint(
             source=source, host=bind, port=port, world=world, token=secrets.token_hex(16),
@@ -262,7 +199,7 @@ def join_group(
     """
     _check_bind(bind)
     try:
-        store = dist.TCPStore(endpoint.host, endpoint.port, None, False, _delta(timeout_s), wait_for_workers=False)
+        store = dist.TCPStore(endpoint.host, endpoint.port, None, False, delta(timeout_s), wait_for_workers=False)
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
@@ -274,15 +211,14 @@ def join_group(
 def _member(
     store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, device: torch.device
 ) -> BroadcastGroup:
-    if endpoint.backend not in _BACKENDS:
-        raise ConfigError("weight_sync", f"no broadcast backend {endpoint.backend!r}, known: {sorted(_BACKENDS)}")
+    factory = backend_of(endpoint.backend)
     deadline = time.monotonic() + timeout_s
     seat = Seat(
         store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=timeout_s,
         device=device,
     )
     try:
-        backend = _BACKENDS[endpoint.backend](seat)
+        backend = factory(seat)
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
@@ -311,7 +247,3 @@ def _named(group: BroadcastGroup) -> Iterator[None]:
 def _check_bind(bind: str) -> None:
     if bind in ("", "0.0.0.0", "::"):
         raise ConfigError("cluster.bind", f"{bind!r} would listen on all interfaces", "give this machine's own address")
-
-
-def _delta(seconds: float) -> timedelta:
-    return timedelta(seconds=max(seconds, _MIN_TIMEOUT_S))

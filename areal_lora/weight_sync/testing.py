@@ -22,8 +22,8 @@ from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.obs.faults import reached
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import transport as tp
+from areal_lora.weight_sync.backends import Backend, Seat, gloo, register_backend
 from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
-from areal_lora.weight_sync.groups import Backend, Seat, gloo, register_backend
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.receiver import AdapterReceiver

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError, PublishError
-from areal_lora.weight_sync import groups, same_host
-from areal_lora.weight_sync.groups import Backend, GroupListener, join_group
+from areal_lora.weight_sync import backends, groups, same_host
+from areal_lora.weight_sync.backends import Backend
+from areal_lora.weight_sync.groups import GroupListener, join_group
 from areal_lora.weight_sync.same_host import Segment
 from areal_lora.weight_sync.testing import SOCKETS
 
@@ -53,9 +54,9 @@ def test_a_broadcast_reaches_everybody(nbytes):
 
 def test_a_backend_that_cannot_send_host_memory_goes_through_a_device(monkeypatch):
     def through(seat):
-        return Backend(groups.gloo(seat).group, seat.device)
+        return Backend(backends.gloo(seat).group, seat.device)
 
-    monkeypatch.setitem(groups._BACKENDS, "through", through)
+    monkeypatch.setitem(backends._BACKENDS, "through", through)
     members = meet(3, backend="through")
     g = torch.Generator().manual_seed(1)
     flat = torch.randint(0, 256, (9000,), dtype=torch.uint8, generator=g)
