@@ -4,81 +4,35 @@ Each group is a process group of its own on its own store, apart from any defaul
 that trainer and servers, which share no launcher, can meet and part at any time. The store
 lives at the source on a socket bound here: a ``TCPStore`` that binds by itself listens on all
 interfaces whatever host name it is given. Every wait has a deadline in seconds.
+
+When all have met they find out whether every receiver can read the source's memory (``same_host``).
+If so, broadcasts only tell of its versions; if one cannot, the bytes are sent to all.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ConfigError, PublishError
+from areal_lora.obs.log import get_logger
+from areal_lora.weight_sync.backends import Backend, Seat, backend_of, delta
+from areal_lora.weight_sync.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.same_host import NO_CARD, Segment, readable
 from areal_lora.weight_sync.transport import SourceEndpoint
 
-_MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
+READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
 CPU = torch.device("cpu")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """One member's place in a group to be. ``bind`` is its own address, ``device`` what it computes on."""
-
-    store: dist.Store
-    rank: int
-    world: int
-    bind: str
-    timeout_s: float
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A process group, and the device through which host memory must go; None where it sends the host's."""
-
-    group: dist.ProcessGroup
-    through: torch.device | None
-
-
-BackendFactory = Callable[[Seat], Backend]
-"""May block until all members are there. ``Work.wait`` of the group must block the host, and no longer than asked."""
-
-
-def _gloo(seat: Seat) -> Backend:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = _delta(seat.timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.bind)]
-    return Backend(dist.ProcessGroupGloo(seat.store, seat.rank, seat.world, options), None)
-
-
-def _nccl(seat: Seat) -> Backend:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _delta(seat.timeout_s)
-    # Read by the constructor. Else waiting would return at once, and a lost peer would end this process.
-    before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    try:
-        group = dist.ProcessGroupNCCL(seat.store, seat.rank, seat.world, options)
-    finally:
-        del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-        if before is not None:
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-    return Backend(group, seat.device)
-
-
-_BACKENDS: dict[str, BackendFactory] = {"gloo": _gloo, "nccl": _nccl}
-
-
-def register_backend(name: str, factory: BackendFactory) -> None:
-    """Add a backend of a platform (for example HCCL), on both sides, before groups are made."""
-    _BACKENDS[name] = factory
+log = get_logger(__name__)
 
 
 class Transfer:
@@ -94,18 +48,56 @@ class Transfer:
         with _named(self._group):
             self._group.land(self._work, self._flat, self._deadline)
 
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once, but for what a device does."""
+        return bool(self._work.is_completed())
+
 
 class BroadcastGroup:
     """Membership in the group of one source. After any failure it must be closed and made anew.
 
-    All members start the same broadcasts, of equal sizes, in the same order.
+    All members start the same broadcasts, of equal sizes, in the same order. ``bucket_bytes`` is how much
+    of a shard each speaks of, ``same_host`` whether receivers read the source's memory: both are the same
+    for all members.
     """
 
-    def __init__(self, endpoint: SourceEndpoint, rank: int, backend: Backend) -> None:
+    def __init__(self, endpoint: SourceEndpoint, rank: int, backend: Backend, device: torch.device = CPU) -> None:
         self.source, self.rank = endpoint.source, rank
-        self.bucket_bytes = endpoint.bucket_bytes
+        self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
         self._twins = _Twins(backend.through) if backend.through is not None else None
+        self._ring, self._windows = Ring(device), Windows()
+
+    def agree(self, willing: bool, deadline: float) -> None:
+        """Find out whether all receivers can read the source's memory. Called by all members before anything else.
+
+        One that is not ``willing``, or cannot, decides for all. Raises PublishError.
+        """
+        if self._twins is not None or self._group is None:
+            return
+        probe = Segment(0, CPU) if willing and self.rank == 0 else None
+        card = np.frombuffer(probe.card() if probe is not None else NO_CARD, dtype=np.uint8).copy()
+        self.start(torch.from_numpy(card), deadline).wait()
+        vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        options.timeout = delta(deadline - time.monotonic())
+        with _named(self):
+            self._group.allreduce([vote], options).wait(delta(deadline - time.monotonic()))
+        self.same_host = bool(vote.item())
+        if self.same_host:
+            self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
+
+    def signal(self, segment: Segment, deadline: float) -> Transfer:
+        """Source, where receivers read its memory: the version in ``segment`` begins, or is complete."""
+        return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
+
+    def receive(self, parts: Sequence[Part], deadline: float) -> Inbox:
+        """Receiver: what the source sends of one version, or shows in its memory. The last inbox is of no use now."""
+        start = partial(self.start, deadline=deadline)
+        if self.same_host:
+            return WindowInbox(self._windows, parts, start, deadline)
+        return RingInbox(self._ring, parts, start)
 
     def start(self, flat: torch.Tensor, deadline: float) -> Transfer:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
@@ -124,7 +116,7 @@ class BroadcastGroup:
 
     def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
         """Wait for a broadcast; what was received through a device is on the host afterwards."""
-        left = _delta(deadline - time.monotonic())
+        left = delta(deadline - time.monotonic())
         if self._twins is None:
             work.wait(left)
             return
@@ -144,7 +136,7 @@ class BroadcastGroup:
     def _options(deadline: float) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = _delta(deadline - time.monotonic())
+        options.timeout = delta(deadline - time.monotonic())
         return options
 
 
@@ -186,7 +178,7 @@ class GroupListener:
             listener.listen(max(128, world))
             port = listener.getsockname()[1]
             self._store = dist.TCPStore(
-                bind, port, None, True, _delta(timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
+                bind, port, None, True, delta(timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
             )
         self.endpoint = SourceEndpoint(
             source=source, host=bind, port=port, world=world, token=secrets.token_hex(16),
@@ -207,7 +199,7 @@ def join_group(
     """
     _check_bind(bind)
     try:
-        store = dist.TCPStore(endpoint.host, endpoint.port, None, False, _delta(timeout_s), wait_for_workers=False)
+        store = dist.TCPStore(endpoint.host, endpoint.port, None, False, delta(timeout_s), wait_for_workers=False)
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
@@ -219,20 +211,25 @@ def join_group(
 def _member(
     store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, device: torch.device
 ) -> BroadcastGroup:
-    if endpoint.backend not in _BACKENDS:
-        raise ConfigError("weight_sync", f"no broadcast backend {endpoint.backend!r}, known: {sorted(_BACKENDS)}")
+    factory = backend_of(endpoint.backend)
+    deadline = time.monotonic() + timeout_s
     seat = Seat(
         store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=timeout_s,
         device=device,
     )
     try:
-        backend = _BACKENDS[endpoint.backend](seat)
+        backend = factory(seat)
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
             f"{timeout_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
         ) from e
-    return BroadcastGroup(endpoint, rank, backend)
+    group = BroadcastGroup(endpoint, rank, backend, device)
+    group.agree(backend.same_host, deadline)
+    if rank == 0:
+        how = "read its memory" if group.same_host else "get its bytes over the network"
+        log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)
+    return group
 
 
 @contextmanager
@@ -250,7 +247,3 @@ def _named(group: BroadcastGroup) -> Iterator[None]:
 def _check_bind(bind: str) -> None:
     if bind in ("", "0.0.0.0", "::"):
         raise ConfigError("cluster.bind", f"{bind!r} would listen on all interfaces", "give this machine's own address")
-
-
-def _delta(seconds: float) -> timedelta:
-    return timedelta(seconds=max(seconds, _MIN_TIMEOUT_S))

@@ -140,8 +140,7 @@ class Publisher:
         )
         shard = self._shards.get(layout.digest)
         if shard is None:
-            bucket_bytes = int(self._config.bucket_mib * 2**20)
-            shard = self._shards[layout.digest] = PackedShard(layout, self._exchange.rank, bucket_bytes, self._device)
+            shard = self._shards[layout.digest] = PackedShard(layout, self._exchange.rank, self._device)
         shard.reset()
         job = Job(
             manifest=manifest, layout=layout, shard=shard, probe=probe, began_s=now,

@@ -3,10 +3,11 @@
     wire     bucket 0 | bucket 1 | bucket 2 | trailer
     thread            `-> fingerprint 0, write 0 | fingerprint 1, write 1 | ... | compare -> staged
 
-A slot that is being written serves nobody, so buckets go into it as they arrive, straight from a
-small ring of staging buffers; only when every fingerprint equals the source's is the version
-reported as staged and may be activated. The thread may run while the same process generates:
-it uses compiled loops without the GIL and no OpenMP, which would take the cores from the model.
+A slot that is being written serves nobody, so buckets go into it as they arrive, straight from
+where the group lets them be found: a small ring of staging buffers, or the source's own memory on
+the same machine. Only when every fingerprint equals the source's is the version reported as staged
+and may be activated. The thread may run while the same process generates: it uses compiled loops
+without the GIL and no OpenMP, which would take the cores from the model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.manifest import check_layout, check_successor
-from areal_lora.weight_sync.reception import Clock, Reception, Ring
+from areal_lora.weight_sync.reception import Clock, Reception
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import SourceEndpoint, StageResult
 from areal_lora.weight_sync.wire import LayoutTables
@@ -117,7 +117,6 @@ class AdapterReceiver:
         self._current: dict[str, AdapterRef] = {}
         self._previous: dict[str, AdapterRef | None] = {}
         self._groups: dict[int, BroadcastGroup] = {}
-        self._rings: defaultdict[int, Ring] = defaultdict(partial(Ring, device))
         self._known: dict[str, _Known] = {}
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -160,7 +159,7 @@ class AdapterReceiver:
         begun: _Begun | Exception
         try:
             known = self._layout(manifest, layout)
-            reception = Reception(known.tables, groups, self._rings, time.monotonic() + deadline_s, clock)
+            reception = Reception(known.tables, groups, time.monotonic() + deadline_s, clock)
             begun = _Begun(known, reception)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are
             begun = e
@@ -223,7 +222,6 @@ class AdapterReceiver:
         except ManifestError as e:
             result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
-            self._rings.clear()  # a late operation may still write into the old buffers
             for group in groups.values():
                 group.close()  # tells the other members at once; the trainer connects anew
             result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))

@@ -1,21 +1,17 @@
-"""Taking one version off the wire: buckets of all sources through small rings of staging buffers."""
+"""Taking one version from all its sources, bucket by bucket, wherever their groups let it be found."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from areal_lora.errors import ManifestError
 from areal_lora.obs.faults import reached
-from areal_lora.platforms.device import host_buffer
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import Marks
-from areal_lora.weight_sync.groups import BroadcastGroup, Transfer
+from areal_lora.weight_sync.groups import BroadcastGroup
 from areal_lora.weight_sync.layout import Bucket
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import StageResult
@@ -25,10 +21,8 @@ from areal_lora.weight_sync.wire import (
     adapter_digest,
     seal,
     shard_sum,
-    trailer_bytes,
+    trailer_part,
 )
-
-RING = 3  # buckets of one source in flight: one being read, the others on the wire
 
 OnBucket = Callable[[int, int, int, int, Marks], None]
 """``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: a bucket has
@@ -61,70 +55,26 @@ class Clock:
         )
 
 
-class Ring:
-    """Staging memory for one source, grown when needed, then reused."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[np.ndarray] = [np.empty(0, dtype=np.uint8)] * RING
-        self._trailer = self._buffers[0]
-
-    def sized(self, nbytes: int) -> list[np.ndarray]:
-        """``RING`` buffers of at least ``nbytes``; earlier views become invalid."""
-        if self._buffers[0].size < nbytes:
-            self._buffers = [host_buffer(nbytes, self._device) for _ in range(RING)]
-        return self._buffers
-
-    def trailer(self, nbytes: int) -> np.ndarray:
-        """For the last broadcast of the source; earlier ones become invalid."""
-        if self._trailer.size < nbytes:
-            self._trailer = host_buffer(nbytes, self._device)
-        return self._trailer[:nbytes]
-
-
-@dataclass(slots=True)
-class _Arrival:
-    bucket: Bucket | None  # None: the trailer
-    buffer: np.ndarray
-    transfer: Transfer
-
-
 class _Source:
-    """One shard under way: up to ``RING`` broadcasts posted ahead."""
+    """One shard under way."""
 
-    def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, ring: Ring, deadline: float) -> None:
+    def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, deadline: float) -> None:
         self.index, self.shard = index, tables.layout.shards[index]
         self._layout = tables.layout
         self.marks = tables.shards[index].marks()
-        self.trailer = ring.trailer(trailer_bytes(self.shard))
-        self._group, self._deadline = group, deadline
-        buckets = tables.buckets(index, group.bucket_bytes)
-        self._free = deque(ring.sized(max((b.nbytes for b in buckets), default=0)))
-        self._ahead: deque[Bucket | None] = deque([*buckets, None])
-        self._posted: deque[_Arrival] = deque()
-        while self._post():
-            pass
-
-    def _post(self) -> bool:
-        """Post the next broadcast if there is a buffer for it."""
-        if not self._ahead or (self._ahead[0] is not None and not self._free):
-            return False
-        bucket = self._ahead.popleft()
-        buffer = self.trailer if bucket is None else self._free.popleft()
-        flat = torch.from_numpy(buffer if bucket is None else buffer[: bucket.nbytes])
-        self._posted.append(_Arrival(bucket, buffer, self._group.start(flat, self._deadline)))
-        return True
+        self.trailer = np.empty(0, dtype=np.uint8)
+        self._buckets = tables.buckets(index, group.bucket_bytes)
+        self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
 
     def arrivals(self, clock: Clock) -> Iterator[tuple[Bucket, int]]:
-        """(bucket, address where the shard would begin), in order; a buffer is reused after its turn."""
-        while self._posted:
-            arrival = self._posted.popleft()
+        """(bucket, address where the shard would begin), in order; what is there is valid until the next turn."""
+        for bucket in self._buckets:
             with clock.phase("wire"):
-                arrival.transfer.wait()
-            if arrival.bucket is not None:
-                yield arrival.bucket, arrival.buffer.ctypes.data - arrival.bucket.begin
-                self._free.append(arrival.buffer)
-            self._post()
+                part = self._inbox.take()
+            yield bucket, part.ctypes.data - bucket.begin
+        with clock.phase("wire"):
+            self.trailer = self._inbox.take().copy()
+        self._inbox.finish()  # all was read: from here on only own memory counts
 
     def verify(self, ref: AdapterRef) -> int:
         """The shard's sum if what arrived is what was sent, finite, and meant for this version, else ManifestError."""
@@ -154,12 +104,11 @@ class Reception:
     """All shards of one version. Receives are posted at once: the sources may already be sending."""
 
     def __init__(
-        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], rings: Mapping[int, Ring], deadline: float,
-        clock: Clock,
+        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, clock: Clock,
     ) -> None:
         self._layout, self._clock = tables.layout, clock
         self._sources = [
-            _Source(i, tables, groups[s.source], rings[s.source], deadline)
+            _Source(i, tables, groups[s.source], deadline)
             for i, s in enumerate(tables.layout.shards)
             if s.source in groups
         ]

@@ -1,6 +1,7 @@
 """A rollout server without a model, for tests of whatever publishes: real groups, real receivers.
 
-``MemoryServer`` answers the admin plane on loopback and stages versions into dictionaries.
+``MemoryServer`` answers the admin plane on loopback and stages versions into dictionaries. The backend
+``SOCKETS`` sends bytes as between machines, where gloo would have receivers read the source's memory.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -20,6 +22,7 @@ from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.obs.faults import reached
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import transport as tp
+from areal_lora.weight_sync.backends import Backend, Seat, gloo, register_backend
 from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Announcement, decode
@@ -30,6 +33,16 @@ from areal_lora.weight_sync.wire import Pack
 
 Shapes = Mapping[str, tuple[int, ...]]
 Score = Callable[[str | None, list[list[int]]], list[list[float]]]
+
+SOCKETS = "gloo-sockets"
+
+
+def over_sockets(seat: Seat) -> Backend:
+    """gloo as it is between machines."""
+    return replace(gloo(seat), same_host=False)
+
+
+register_backend(SOCKETS, over_sockets)
 
 
 def moe_shapes(

@@ -6,6 +6,7 @@
 
 The trailer follows the tensors and holds their fingerprints, so hashing need not come first.
 A packed shard stays valid until the next ``pack``: it can be sent again to other receivers.
+Receivers on the same machine read it where it lies, following ``pack``; only two signals are sent.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.platforms.device import host_buffer
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
 from areal_lora.weight_sync.groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
+from areal_lora.weight_sync.same_host import Segment
 
 Pack = Callable[[np.ndarray], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
@@ -32,6 +33,7 @@ yields, as it goes, how many leading tensors of the shard are complete; the last
 It may be collective over the rank's parallel groups. A rank that owns nothing gets an empty ``flat``."""
 
 SEAL_BYTES = 16
+LINE_BYTES = 64  # of a processor's cache; fingerprints are aligned to it
 
 
 class TensorTable:
@@ -43,6 +45,10 @@ class TensorTable:
         self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
         ends = np.array([*(t.offset for t in shard.tensors[1:]), shard.nbytes], dtype=np.int64)[: len(self.offsets)]
         self.sizes = (ends - self.offsets) // item
+
+    def end(self, tensors: int) -> int:
+        """Where the first ``tensors`` of the shard end, bytes."""
+        return 0 if tensors == 0 else int(self.offsets[tensors - 1] + self.sizes[tensors - 1] * ITEM_BYTES[self._dtype])
 
     def marks(self, sums: np.ndarray | None = None) -> Marks:
         """Empty ones, for one version; fingerprints go to ``sums`` (uint64 [n]) if given."""
@@ -89,6 +95,12 @@ def trailer_bytes(shard: ShardLayout) -> int:
     return 8 * len(shard.tensors) + SEAL_BYTES
 
 
+def trailer_part(shard: ShardLayout) -> tuple[int, int]:
+    """Where the trailer begins and ends in the memory of a packed shard, after the tensors."""
+    begin = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
+    return begin, begin + trailer_bytes(shard)
+
+
 def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
     """Digest of an adapter's names and values, independent of how the trainer was sharded (contract C4).
 
@@ -101,18 +113,17 @@ def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
 class PackedShard:
     """This rank's part of one version. ``pack`` in one thread, ``send`` in another, at the same time."""
 
-    def __init__(
-        self, layout: AdapterLayout, source: int, bucket_bytes: int, device: torch.device = CPU
-    ) -> None:
+    def __init__(self, layout: AdapterLayout, source: int, device: torch.device = CPU) -> None:
         mine = [i for i, s in enumerate(layout.shards) if s.source == source]
         self.layout = layout
         self._index = mine[0] if mine else None
         self.shard = layout.shards[mine[0]] if mine else ShardLayout(source=source, tensors=(), nbytes=0)
         self.is_source = bool(mine)
-        self._buckets = plan_buckets(self.shard, bucket_bytes)
+        self._plans: dict[int, tuple[Bucket, ...]] = {}  # by the group's bucket_bytes
         self._table = TensorTable(self.shard, layout.dtype)
-        self._flat = host_buffer(self.shard.nbytes, device)
-        self._trailer = host_buffer(trailer_bytes(self.shard), device)
+        begin, self._end = trailer_part(self.shard)
+        self._segment = Segment(self._end, device)
+        self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[begin:]
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False
 
@@ -127,7 +138,11 @@ class PackedShard:
         return 0 if self._index is None else shard_sum(self.layout, self._index, self.sums)
 
     def reset(self) -> None:
-        """Call before ``pack`` and ``send`` of a version begin; no earlier ``send`` may be under way."""
+        """Call before ``pack`` and ``send`` of a version begin; no earlier ``send`` may be under way.
+
+        Receivers that still read the version before, late on this machine, are told by it.
+        """
+        self._segment.renew()
         self._done, self._sealed, self._failed = 0, False, False
 
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
@@ -148,20 +163,31 @@ class PackedShard:
             raise
 
     def send(self, group: BroadcastGroup, deadline: float) -> None:
-        """Broadcast buckets as they get ready, then the trailer; all handed over when it returns.
+        """Let receivers have buckets as they get ready, then the trailer; the group is free when it returns.
+
+        Receivers on this machine may read on: until they have answered, or were given up, nothing may be packed.
 
         Raises PublishError at ``deadline`` (time.monotonic), a dead peer or a failed ``pack``.
         """
         transfers = []
-        for bucket in self._buckets:
-            self._wait(bucket.last, False, deadline)
-            transfers.append(group.start(torch.from_numpy(self._flat[bucket.begin : bucket.end]), deadline))
+        if group.same_host:
+            transfers.append(group.signal(self._segment, deadline))
+        else:
+            if group.bucket_bytes not in self._plans:
+                self._plans[group.bucket_bytes] = plan_buckets(self.shard, group.bucket_bytes)
+            for bucket in self._plans[group.bucket_bytes]:
+                self._wait(bucket.last, False, deadline)
+                transfers.append(group.start(torch.from_numpy(self._flat[bucket.begin : bucket.end]), deadline))
         self._wait(len(self.shard.tensors), True, deadline)
-        transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
+        if group.same_host:
+            transfers.append(group.signal(self._segment, deadline))
+        else:
+            transfers.append(group.start(torch.from_numpy(self._trailer), deadline))
         for transfer in transfers:
             transfer.wait()
 
     def _advance(self, done: int, sealed: bool = False) -> None:
+        self._segment.advance(self._end if sealed else self._table.end(done))
         with self._changed:
             self._done, self._sealed = done, sealed
             self._changed.notify_all()

@@ -62,6 +62,6 @@ def announce(layout, *, version=0, parent=None, run=RUN, base=BASE, known=False)
 def packed(owned, aliases=(), *, version=0, parent=None, s=None, dtype="float32", run=RUN, base=BASE, source=0):
     """(packed shard, announcement) of a single source."""
     layout = layout_of(owned, aliases, s=s, dtype=dtype, source=source)
-    shard = PackedShard(layout, source, BUCKET_BYTES)
+    shard = PackedShard(layout, source)
     shard.pack(ref(version), pack_of(layout, source, dict(owned)))
     return shard, announce(layout, version=version, parent=parent, run=run, base=base)

@@ -123,7 +123,9 @@ class Rank:
     def announce_slowly(self, seconds: float) -> None:
         self.announce_s = seconds
 
-    def open(self, sources: tuple[int, ...], servers: list[ServerEndpoint], config: dict[str, Any]) -> None:
+    def open(
+        self, sources: tuple[int, ...], servers: list[ServerEndpoint], config: dict[str, Any], backend: str
+    ) -> None:
         if self.publisher is not None:
             self.publisher.close()
         self.sources = sources
@@ -133,7 +135,15 @@ class Rank:
             coordinator = Coordinator(
                 run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.announce
             )
-        self.publisher = Publisher(run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator)
+        self.publisher = Publisher(
+            run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator, backend=backend
+        )
+
+    def reads(self) -> bool:
+        """Whether the receivers of this rank's group read its memory."""
+        assert self.publisher is not None
+        assert self.publisher._group is not None
+        return self.publisher._group.same_host
 
     def changed(self) -> bool:
         assert self.publisher is not None

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError, PublishError
-from areal_lora.weight_sync import groups
-from areal_lora.weight_sync.groups import Backend, GroupListener, join_group
+from areal_lora.weight_sync import backends, groups, same_host
+from areal_lora.weight_sync.backends import Backend
+from areal_lora.weight_sync.groups import GroupListener, join_group
+from areal_lora.weight_sync.same_host import Segment
+from areal_lora.weight_sync.testing import SOCKETS
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +54,9 @@ def test_a_broadcast_reaches_everybody(nbytes):
 
 def test_a_backend_that_cannot_send_host_memory_goes_through_a_device(monkeypatch):
     def through(seat):
-        return Backend(groups._gloo(seat).group, seat.device)
+        return Backend(backends.gloo(seat).group, seat.device)
 
-    monkeypatch.setitem(groups._BACKENDS, "through", through)
+    monkeypatch.setitem(backends._BACKENDS, "through", through)
     members = meet(3, backend="through")
     g = torch.Generator().manual_seed(1)
     flat = torch.randint(0, 256, (9000,), dtype=torch.uint8, generator=g)
@@ -177,3 +180,81 @@ def test_closing_one_member_wakes_the_other_before_the_deadline():
         transfer.wait()
     assert time.monotonic() - began < 8.0
     receiver.close()
+
+
+def let_have(members, sizes):
+    """What every receiver finds of a segment that rank 0 sends, or shows, in parts of these sizes."""
+    segment = Segment(sum(sizes), groups.CPU)
+    g = torch.Generator().manual_seed(1)
+    segment.bytes[:] = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, generator=g).numpy()
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = [(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+    inboxes = [m.receive(parts, soon()) for m in members[1:]]
+    segment.advance(segment.bytes.size)
+    if members[0].same_host:
+        sends = [members[0].signal(segment, soon()) for _ in range(2)]
+    else:
+        sends = [members[0].start(torch.from_numpy(segment.bytes[a:b]), soon()) for a, b in parts]
+
+    def empty(inbox):
+        taken = [inbox.take().copy() for _ in sizes]
+        inbox.finish()
+        return taken
+
+    with ThreadPoolExecutor(len(inboxes)) as pool:  # some get their bytes through others
+        got = list(pool.map(empty, inboxes))
+    for send in sends:
+        send.wait()
+        assert send.done()
+    return segment.bytes, got
+
+
+@pytest.mark.parametrize(("backend", "reads"), [("gloo", True), (SOCKETS, False)])
+def test_receivers_on_the_same_machine_find_the_same_parts_as_others(backend, reads):
+    members = meet(4, backend=backend, bucket_bytes=1 << 30)
+    assert [m.same_host for m in members] == [reads] * 4
+    assert {m.bucket_bytes for m in members} == {groups.READ_BYTES if reads else 1 << 30}
+    for sizes in ([5000, 1, 4096, 70_000, 24], [24]):
+        sent, got = let_have(members, sizes)
+        for parts in got:
+            assert [len(p) for p in parts] == sizes
+            assert b"".join(p.tobytes() for p in parts) == sent.tobytes()
+    for m in members:
+        m.close()
+
+
+@pytest.mark.parametrize("who", ["a receiver elsewhere", "a receiver that may not look", "a source elsewhere"])
+def test_one_member_that_cannot_read_the_source_has_the_bytes_sent_to_all(monkeypatch, who):
+    """Each member is a thread here; one of them is told that it is at another place, or may not open the memory."""
+    chosen, place, window = threading.local(), same_host._place, same_host.Window
+
+    def other_place():
+        return b"another machine!" if vars(chosen) and who != "a receiver that may not look" else place()
+
+    def closed_window(signal):
+        if vars(chosen) and who == "a receiver that may not look":
+            raise PermissionError(13, "not yours")
+        return window(signal)
+
+    monkeypatch.setattr(same_host, "_place", other_place)
+    monkeypatch.setattr(same_host, "Window", closed_window)
+
+    def join(rank):
+        chosen.it = True
+        return join_group(listener.endpoint, rank, "127.0.0.1", 10.0)
+
+    listener = listen(4)
+    with ThreadPoolExecutor(1) as odd, ThreadPoolExecutor(3) as pool:
+        if who == "a source elsewhere":
+            joins = [pool.submit(join_group, listener.endpoint, r, "127.0.0.1", 10.0) for r in (1, 2, 3)]
+            chosen.it = True
+        else:
+            joins = [pool.submit(join_group, listener.endpoint, r, "127.0.0.1", 10.0) for r in (1, 2)]
+            joins.append(odd.submit(join, 3))
+        members = [listener.accept(), *(j.result() for j in joins)]
+    assert [m.same_host for m in members] == [False] * 4
+    assert {m.bucket_bytes for m in members} == {1000}
+    sent, got = let_have(members, [500, 1000])
+    assert all(b"".join(p.tobytes() for p in parts) == sent.tobytes() for parts in got)
+    for m in members:
+        m.close()

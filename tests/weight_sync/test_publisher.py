@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.weight_sync.testing import SOCKETS
 from areal_lora.weight_sync.wire import adapter_digest
 
 from . import processes as ps
@@ -41,7 +42,7 @@ class Cluster:
         self.servers = {name: self.start(name) for name in WORKERS}
         self.endpoints = {name: s.answer() for name, s in self.servers.items()}
         self.watch.show(self.endpoints.values())
-        self.version = -1
+        self.version, self.backend = -1, ""
 
     def start(self, name):
         return ps.start(ps.serve, name, WORKERS[name], CONFIG.attempt_s)
@@ -67,9 +68,11 @@ class Cluster:
         self.begin(*command)
         return self.end()
 
-    def open(self, sources=(0, 1), **config):
-        answers = self.all("open", sources, list(self.endpoints.values()), {"deadline_s": DEADLINE_S} | config)
+    def open(self, sources=(0, 1), backend="gloo", **config):
+        config = {"deadline_s": DEADLINE_S} | config
+        answers = self.all("open", sources, list(self.endpoints.values()), config, backend)
         assert answers[0][0] == "ok", answers
+        self.backend = backend
 
     def publish(self, version, seed, fault=""):
         return self.all("publish", version, seed, fault)
@@ -118,6 +121,17 @@ def cluster(tmp_path_factory):
         c.stop()
 
 
+@pytest.fixture(params=[pytest.param("gloo", id="memory"), pytest.param(SOCKETS, id="sockets")])
+def each_way(request, cluster):
+    """Servers read the trainer's memory, or get the bytes as between machines."""
+    if cluster.backend != request.param:
+        cluster.open(backend=request.param)
+    yield request.param
+    assert [a[1] for a in cluster.all("reads")] == [request.param == "gloo"] * 2
+    if request.param != "gloo":
+        cluster.open()
+
+
 def names(report):
     return [ack.server.name for ack in report.acks]
 
@@ -127,7 +141,7 @@ def single_rank_digest(version, seed):
     return adapter_digest(shard.layout, [shard.sum])
 
 
-def test_versions_arrive_bit_for_bit_from_both_sources_in_many_buckets(cluster):
+def test_versions_arrive_bit_for_bit_from_both_sources_in_many_buckets(cluster, each_way):
     for seed in range(4):
         report = cluster.next(seed)
         cluster.assert_served(cluster.version, seed)
@@ -147,7 +161,7 @@ def test_versions_arrive_bit_for_bit_from_both_sources_in_many_buckets(cluster):
         ("another version", "PublishError", ""),
     ],
 )
-def test_a_broken_version_is_refused_everywhere_and_the_next_one_arrives(cluster, fault, kind, reason):
+def test_a_broken_version_is_refused_everywhere_and_the_next_one_arrives(cluster, each_way, fault, kind, reason):
     cluster.next(7)
     got, (why, text), seconds = cluster.publish(cluster.version + 1, 8, fault)[0]
     assert (got, why) == (kind, reason), text
@@ -202,7 +216,7 @@ def during_a_transfer(cluster, name, number, seed):
     return answers[0][1], max(a[2] for a in answers)
 
 
-def test_a_server_killed_during_a_transfer_is_given_up_and_comes_back_when_it_was_started_again(cluster):
+def test_a_server_killed_during_a_transfer_is_given_up_and_comes_back_when_it_was_started_again(cluster, each_way):
     cluster.next(20)
     report, seconds = during_a_transfer(cluster, "server-1", signal.SIGKILL, 21)
     print(f"\nkilled during a transfer: {seconds:.2f} s, {report.attempts} attempts, lost {report.lost}")
@@ -222,7 +236,7 @@ def test_a_server_killed_during_a_transfer_is_given_up_and_comes_back_when_it_wa
     cluster.assert_served(cluster.version, 23)
 
 
-def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_continues(cluster):
+def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_continues(cluster, each_way):
     report, seconds = during_a_transfer(cluster, "server-2", signal.SIGSTOP, 31)
     try:
         print(f"\nstopped during a transfer: {seconds:.2f} s, {report.attempts} attempts, lost {report.lost}")

@@ -11,9 +11,10 @@ import pytest
 
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.weight_sync.groups import GroupListener
+from areal_lora.weight_sync.inbox import KEPT_WINDOWS
 from areal_lora.weight_sync.receiver import AdapterReceiver
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.testing import MemoryWriter
+from areal_lora.weight_sync.testing import SOCKETS, MemoryWriter, pack_of
 from areal_lora.weight_sync.wire import adapter_digest
 
 from .helpers import BASE, BUCKET_BYTES, RUN, announce, packed, ref, shapes_of, share, spec, values
@@ -22,10 +23,17 @@ pytestmark = pytest.mark.slow
 LORA_B = "model.layers.1.mlp.experts.2.up_proj.lora_B.weight"
 
 
+@pytest.fixture(scope="module", params=["gloo", SOCKETS])
+def backend(request):
+    """The receiver reads the source's memory, or gets the bytes as between machines."""
+    return request.param
+
+
 class Bench:
     """One source and one receiver in this process, on a real gloo group."""
 
-    def __init__(self, **options):
+    def __init__(self, backend, **options):
+        self.backend = backend
         self.writer = MemoryWriter(shapes_of)
         self.results = queue.Queue()
         self.receiver = AdapterReceiver(
@@ -35,12 +43,13 @@ class Bench:
 
     def connect(self):
         listener = GroupListener(
-            source=0, bind="127.0.0.1", world=2, bucket_bytes=BUCKET_BYTES, backend="gloo", timeout_s=10.0
+            source=0, bind="127.0.0.1", world=2, bucket_bytes=BUCKET_BYTES, backend=self.backend, timeout_s=10.0
         )
         thread = threading.Thread(target=self.receiver.join, args=([listener.endpoint], 1, 10.0))
         thread.start()
         self.group = listener.accept()
         thread.join()
+        assert self.group.same_host == (self.backend == "gloo")
 
     def send(self, shard, announcement, slot=0, deadline_s=10.0):
         self.receiver.begin(announcement.manifest, announcement.layout, slot, deadline_s)
@@ -65,8 +74,8 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def shared_bench():
-    bench = Bench(declared={"a": spec()})
+def shared_bench(backend):
+    bench = Bench(backend, declared={"a": spec()})
     bench.version = 0
     yield bench
     bench.close()
@@ -172,8 +181,8 @@ def test_a_broken_publish_is_refused_and_leaves_nothing(bench, kind):
     bench.version += 1
 
 
-def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused():
-    bench = Bench()
+def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused(backend):
+    bench = Bench(backend)
     owned, aliases = share(values(1))
     shard, announcement = packed(owned, aliases)
     bench.receiver.begin(announce(shard.layout, known=True).manifest, None, 0, 5.0)
@@ -203,16 +212,16 @@ def test_a_discarded_version_may_come_again(bench):
     bench.version += 1
 
 
-def test_the_first_version_declares_the_adapter_if_the_configuration_did_not():
-    bench = Bench()
+def test_the_first_version_declares_the_adapter_if_the_configuration_did_not(backend):
+    bench = Bench(backend)
     bench.good(0)
     result = bench.send(*packed(*share(values(1)), version=1, s=spec(alpha=4.0)))
     assert result.reason == Refusal.ALPHA
     bench.close()
 
 
-def test_a_writer_that_fails_leaves_no_half_written_slot():
-    bench = Bench()
+def test_a_writer_that_fails_leaves_no_half_written_slot(backend):
+    bench = Bench(backend)
     calls = []
 
     def failing():
@@ -221,17 +230,15 @@ def test_a_writer_that_fails_leaves_no_half_written_slot():
             raise IndexError("engine says no")
 
     bench.writer.on_write = failing
-    bench.receiver.begin((announcement := packed(*share(values(1)))[1]).manifest, announcement.layout, 0, 5.0)
-    packed(*share(values(1)))[0].send(bench.group, time.monotonic() + 5.0)
-    result = bench.results.get(timeout=5.0)
+    result = bench.send(*packed(*share(values(1))))
     assert (result.ok, result.reason) == (False, Refusal.WRITE)
     assert "engine says no" in result.detail
     assert bench.writer.slots[0] == {}
     bench.close()
 
 
-def test_an_engine_that_cannot_serve_the_rank_refuses():
-    bench = Bench()
+def test_an_engine_that_cannot_serve_the_rank_refuses(backend):
+    bench = Bench(backend)
 
     def expected(s):
         raise ManifestError(Refusal.RANK, f"rank {s.rank} is above max_lora_rank 2")
@@ -241,8 +248,8 @@ def test_an_engine_that_cannot_serve_the_rank_refuses():
     bench.close()
 
 
-def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_works():
-    bench = Bench()
+def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_works(backend):
+    bench = Bench(backend)
     _, announcement = packed(*share(values(1)))
     began = time.monotonic()
     bench.receiver.begin(announcement.manifest, announcement.layout, 0, 0.5)
@@ -263,8 +270,8 @@ def test_begin_before_join_is_an_error():
         receiver.begin(packed(*share(values(1)))[1].manifest, None, 0, 1.0)
 
 
-def test_bfloat16_on_the_wire_reaches_the_writer_as_exact_float32():
-    bench = Bench()
+def test_bfloat16_on_the_wire_reaches_the_writer_as_exact_float32(backend):
+    bench = Bench(backend)
     full = values(3)
     result = bench.send(*packed(list(full.items()), dtype="bfloat16"), slot=0)
     assert result.ok
@@ -273,4 +280,69 @@ def test_bfloat16_on_the_wire_reaches_the_writer_as_exact_float32():
         got = bench.writer.slots[0][name]
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, want.bfloat16().float().numpy() * scale)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "when"), [("gloo", "between buckets"), ("gloo", "in the last bucket"), (SOCKETS, "in the last bucket")]
+)
+def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
+    """A receiver that was given up goes on while the source already packs the next version.
+
+    The last moment is the worst: fingerprints were taken before, and trailer and seal have not been touched yet.
+    """
+    bench = Bench(backend)
+    full = values(1)
+    shard, announcement = packed(list(full.items()))
+    last = len(shard.shard.tensors)
+    sent, packing, done = threading.Event(), threading.Event(), threading.Event()
+
+    def next_version():
+        shard.reset()
+        shard.pack(ref(1), overwrite)
+
+    def overwrite(flat):
+        flat[:] = 7
+        packing.set()
+        assert done.wait(10)
+        yield last
+
+    def write(plan, slot, base, first, end, marks):
+        marks.measure(base, first, end)
+        if (first == 0 and when == "between buckets") or (end == last and when == "in the last bucket"):
+            assert sent.wait(10)
+            packer.start()
+            assert packing.wait(10)
+        plan.copy(base, bench.writer._images[slot].ctypes.data, tensors=(first, end))
+
+    packer = threading.Thread(target=next_version)
+    bench.writer.write = write
+    bench.receiver.begin(announcement.manifest, announcement.layout, 0, 10.0)
+    shard.send(bench.group, time.monotonic() + 10.0)
+    sent.set()
+    result = bench.results.get(timeout=10.0)
+    done.set()
+    packer.join()
+    if backend == SOCKETS:  # these bytes are the receiver's own
+        assert result.ok
+    else:
+        assert (result.ok, result.reason) == (False, Refusal.WIRE)
+        assert "another version" in result.detail
+        assert bench.writer.slots[0] == {}
+    del bench.writer.write
+    bench.connect()
+    bench.good(3)
+    bench.close()
+
+
+def test_a_shard_is_read_again_after_many_others(backend):
+    """More segments than a group keeps: the first is found again under its old name."""
+    bench = Bench(backend)
+    shards = [packed(*share(values(v)), version=v) for v in range(KEPT_WINDOWS + 2)]
+    for shard, announcement in shards:
+        assert bench.send(shard, announcement).ok
+    shard, announcement = shards[0]
+    shard.reset()
+    shard.pack(ref(99), pack_of(shard.layout, 0, dict(share(values(99))[0])))
+    assert bench.send(shard, announce(shard.layout, version=99)).ok
     bench.close()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
+from areal_lora.weight_sync.same_host import Window
 from areal_lora.weight_sync.testing import pack_of
-from areal_lora.weight_sync.wire import PackedShard, adapter_digest, seal, shard_sum
+from areal_lora.weight_sync.wire import PackedShard, adapter_digest, seal, shard_sum, trailer_part
 
 from .helpers import BUCKET_BYTES, layout_of, packed, ref, share, values
 
@@ -19,7 +20,7 @@ class Line:
     """Takes the place of a group: keeps what is sent, and when."""
 
     def __init__(self):
-        self.sent = []
+        self.sent, self.bucket_bytes, self.same_host = [], BUCKET_BYTES, False
 
     def start(self, flat, deadline):
         self.sent.append(flat.clone())
@@ -47,7 +48,7 @@ def test_the_wire_carries_the_tensors_then_their_fingerprints_and_the_seal():
 def test_a_bucket_is_sent_as_soon_as_it_is_packed():
     owned, aliases = share(values(1))
     layout = layout_of(owned, aliases)
-    shard, line, go = PackedShard(layout, 0, BUCKET_BYTES), Line(), threading.Event()
+    shard, line, go = PackedShard(layout, 0), Line(), threading.Event()
 
     def slowly(flat):
         steps = list(pack_of(layout, 0, dict(owned))(flat))
@@ -69,10 +70,56 @@ def test_a_bucket_is_sent_as_soon_as_it_is_packed():
     assert 3 <= before < len(line.sent)
 
 
+class Reader(Line):
+    """Takes the place of a group whose receivers read the source's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.same_host = True
+
+    def signal(self, segment, deadline):
+        self.sent.append(segment.signal())
+        return self
+
+
+def test_receivers_on_this_machine_are_told_twice_and_see_how_far_packing_is():
+    owned, aliases = share(values(1))
+    layout = layout_of(owned, aliases)
+    shard, reader, go, half = PackedShard(layout, 0), Reader(), threading.Event(), threading.Event()
+    tensors = layout.shards[0].tensors
+    middle = len(tensors) // 2
+
+    def slowly(flat):
+        steps = list(pack_of(layout, 0, dict(owned))(flat))
+        yield steps[middle - 1]
+        half.set()
+        assert go.wait(5)
+        yield steps[-1]
+
+    shard.reset()
+    sender = threading.Thread(target=shard.send, args=(reader, time.monotonic() + 5))
+    packer = threading.Thread(target=shard.pack, args=(ref(0), slowly))
+    sender.start()
+    packer.start()
+    assert half.wait(5)
+    window = Window(shard._segment.signal())
+    assert window.ready == tensors[middle].offset
+    assert reader.sent == [shard._segment.signal()]
+    go.set()
+    packer.join()
+    sender.join()
+    begin, end = trailer_part(layout.shards[0])
+    assert window.ready == end
+    assert window.view(begin, end)[:-16].tobytes() == shard.sums.tobytes()
+    assert reader.sent == [shard._segment.signal()] * 2
+    shard.reset()
+    assert (window.ready, window.generation) == (0, reader.sent[0].generation + 1)
+
+
 def test_a_failed_pack_ends_the_send_at_once_and_the_shard_can_be_packed_again():
     owned, aliases = share(values(1))
     layout = layout_of(owned, aliases)
-    shard, errors = PackedShard(layout, 0, BUCKET_BYTES), []
+    shard, errors = PackedShard(layout, 0), []
 
     def broken(flat):
         yield 1
@@ -143,7 +190,7 @@ def test_the_sum_of_a_shard_follows_the_places_of_all_names():
 
 def test_a_rank_that_owns_nothing_packs_nothing_but_takes_part():
     owned, aliases = share(values(3))
-    shard = PackedShard(layout_of(owned, aliases), 5, BUCKET_BYTES)
+    shard = PackedShard(layout_of(owned, aliases), 5)
     seen = []
     shard.pack(ref(0), lambda flat: seen.append(flat.size) or iter([0]))
     assert seen == [0]

@@ -143,7 +143,7 @@ class Source:
     ) -> PublishReply:
         """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers."""
         group = self.connect()
-        shard = PackedShard(layout, 0, self.bucket_bytes)
+        shard = PackedShard(layout, 0)
         shard.pack(ref, pack_of(layout, 0, tensors))
         if damage is not None:
             damage(shard)

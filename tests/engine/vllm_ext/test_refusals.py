@@ -194,7 +194,7 @@ def test_a_source_that_dies_midway_is_a_broken_wire(server: RunningServer, good:
 
     thread = threading.Thread(target=post)
     thread.start()
-    shard = PackedShard(layout, 0, server.source.bucket_bytes)
+    shard = PackedShard(layout, 0)
     packing = pack_of(layout, 0, tensors)
 
     def half(flat: Any) -> Iterator[int]:
