@@ -3,6 +3,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
+from areal_lora.rollout import routing
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.evaluation import CHUNK, MAX_TRIES, Evaluator
 from areal_lora.rollout.messages import EvalResult
@@ -76,7 +79,8 @@ def test_a_passing_fault_is_asked_again() -> None:
     assert evaluate(server).n == 90
 
 
-def test_a_server_that_is_gone_is_waited_for() -> None:
+def test_a_server_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "COOL_DOWN_S", 0.01)
     gone = MAX_TRIES + 3
     server = FakeServer(models={str(V2)}, answer=solve, fault=lambda k: Fault(disconnect=True) if k < gone else None)
     assert evaluate(server, max_chunks=1).n == 90

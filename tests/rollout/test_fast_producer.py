@@ -21,7 +21,7 @@ from tests.rollout.test_controller import Running, controller
 __all__ = ["controller"]
 
 STEPS, WARM_UP, ETA, B = 800, 100, 4, 4
-SECONDS = float(os.environ.get("AREAL_LORA_PRODUCER_S", "40"))
+SECONDS = float(os.environ.get("AREAL_LORA_PRODUCER_S", "20"))
 
 
 class LastOnly(list[dict[str, Any]]):
