@@ -29,7 +29,7 @@ from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.manifest import check_layout, check_successor
-from areal_lora.weight_sync.reception import Clock, Reception
+from areal_lora.weight_sync.reception import Clock, Pace, Reception
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import SourceEndpoint, StageResult
 from areal_lora.weight_sync.wire import LayoutTables
@@ -140,14 +140,16 @@ class AdapterReceiver:
             raise
 
     def begin(
-        self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, deadline_s: float
+        self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, deadline_s: float,
+        share: float = 1.0,
     ) -> None:
         """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.
 
         The first receives are posted before this returns: the sources send only when they are.
         The thread that stages is a child of the first caller's and shares its cores and priority.
-        ``layout`` may be None if this worker has been given it before. Without a slot (none is
-        free, or the version is active already) the transfer is taken off the wire and refused.
+        At most ``share`` of the time goes into writing. ``layout`` may be None if this worker has been
+        given it before. Without a slot (none is free, or the version is active already) the transfer is
+        taken off the wire and refused.
         Raises PublishError if the last ``begin`` is still under way or no group was joined.
         """
         if not self._idle.is_set():
@@ -159,7 +161,7 @@ class AdapterReceiver:
         begun: _Begun | Exception
         try:
             known = self._layout(manifest, layout)
-            reception = Reception(known.tables, groups, time.monotonic() + deadline_s, clock)
+            reception = Reception(known.tables, groups, time.monotonic() + deadline_s, clock, Pace(share))
             begun = _Begun(known, reception)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are
             begun = e

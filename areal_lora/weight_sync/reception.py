@@ -29,6 +29,28 @@ OnBucket = Callable[[int, int, int, int, Marks], None]
 arrived; its tensors must be measured into ``marks``."""
 
 
+FREE_S, LONGEST_REST_S = 1e-3, 0.5
+
+
+class Pace:
+    """Rests after each piece of work, so that no more than ``share`` of the time goes into it.
+
+    Not for the first ``FREE_S``, which nobody notices, and for at most ``LONGEST_REST_S`` altogether:
+    neither a small nor a large version must wait without need.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._rest_per_work, self._free_s, self._left_s = 1.0 / share - 1.0, FREE_S, LONGEST_REST_S
+
+    def rest(self, worked_s: float) -> None:
+        free_s = min(worked_s, self._free_s)
+        self._free_s -= free_s
+        rest_s = min((worked_s - free_s) * self._rest_per_work, self._left_s)
+        self._left_s -= rest_s
+        if rest_s > 0:
+            time.sleep(rest_s)
+
+
 class Clock:
     """Seconds per phase of one staging."""
 
@@ -105,8 +127,9 @@ class Reception:
 
     def __init__(
         self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, clock: Clock,
+        pace: Pace,
     ) -> None:
-        self._layout, self._clock = tables.layout, clock
+        self._layout, self._clock, self._pace = tables.layout, clock, pace
         self._sources = [
             _Source(i, tables, groups[s.source], deadline)
             for i, s in enumerate(tables.layout.shards)
@@ -124,8 +147,10 @@ class Reception:
             try:
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
+                began_s = time.perf_counter()
                 with self._clock.phase("write"):
                     on_bucket(source.index, base, bucket.first, bucket.last, source.marks)
+                self._pace.rest(time.perf_counter() - began_s)
             except Exception:  # fault boundary: other servers may get their bytes through this one
                 self.drain()
                 raise

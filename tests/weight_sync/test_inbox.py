@@ -9,7 +9,7 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.inbox import RING, Ring, RingInbox, WindowInbox, Windows
-from areal_lora.weight_sync.reception import Clock, Reception
+from areal_lora.weight_sync.reception import Clock, Pace, Reception
 from areal_lora.weight_sync.same_host import Segment
 from areal_lora.weight_sync.wire import LayoutTables, adapter_digest
 
@@ -156,7 +156,7 @@ class Group:
 def received(at_end):
     shard, _ = packed(*share(values(1)))
     tables = LayoutTables(shard.layout)
-    reception = Reception(tables, {0: Group(shard, at_end)}, time.monotonic() + 5, Clock())
+    reception = Reception(tables, {0: Group(shard, at_end)}, time.monotonic() + 5, Clock(), Pace())
 
     def on_bucket(index, base, first, last, marks):
         marks.measure(base, first, last)

@@ -60,10 +60,11 @@ class ServedAdapters:
 
     def __init__(
         self, workers: Workers, channel: WorkerChannel, *, n_workers: int, n_slots: int, resident: int,
-        deadline_s: float,
+        deadline_s: float, generating: Callable[[], bool],
     ) -> None:
         self._workers, self._channel = workers, channel
         self._n_workers, self._deadline_s = n_workers, deadline_s
+        self._generating = generating
         self._slots, self._keep = SlotTable(n_slots), resident - 1  # the incoming version needs the last one
         self._loras: dict[AdapterRef, LoRARequest] = {}
         self._replies: dict[AdapterRef, PublishReply] = {}
@@ -187,7 +188,9 @@ class ServedAdapters:
     async def _begin(self, body: bytes, ref: AdapterRef, slot: int, deadline: float) -> list[StageResult]:
         left = deadline - time.monotonic()
         active = tuple(map(str, self._slots.active()))
-        begin = Begin(announcement=body, ref=str(ref), slot=slot, deadline_s=left, active=active)
+        begin = Begin(
+            announcement=body, ref=str(ref), slot=slot, deadline_s=left, active=active, generating=self._generating()
+        )
         return [a.result for a in await self._channel.ask(begin, Staged, left + GRACE_S)]
 
     async def _stage(self, body: bytes, ref: AdapterRef, slot: int, deadline: float) -> list[StageResult]:

@@ -119,14 +119,14 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     ]
     first = described[0]
     await channel.connect(len(described))
+    counters = Counters(max_num_seqs(config))
     adapters = ServedAdapters(
         engine, channel, n_workers=len(described), n_slots=n_slots(config), resident=config.rollout.resident_versions,
-        deadline_s=config.weight_sync.attempt_s,
+        deadline_s=config.weight_sync.attempt_s, generating=lambda: counters.in_flight > 0,
     )
     model = engine.model_config
     generator = Generator(
-        engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size(),
-        counters=Counters(max_num_seqs(config)),
+        engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size(), counters=counters
     )
     await generator.score([0, 0], Lease(name=BASE, ref=None, lora=None))  # the first request takes seconds
     info = InfoReply(

@@ -40,13 +40,16 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """``announcement`` as ``manifest.encode`` made it. ``slot`` is negative where none is free. ``active`` are the
-    versions that can be requested: what a worker has staged and is not among them was given up."""
+    versions that can be requested: what a worker has staged and is not among them was given up. ``generating``:
+    sequences run.
+    """
 
     announcement: bytes
     ref: str
     slot: int
     deadline_s: float
     active: tuple[str, ...]
+    generating: bool
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):

@@ -58,6 +58,10 @@ some milliseconds later costs nothing, because the trainer does not wait for it.
 Threads that run Python keep theirs. One that holds the interpreter's lock and does not get a core would make
 generation wait for both.
 """
+STAGING_SHARE = 0.03
+"""Of a core's time for writing a version while sequences run, where the model computes on the same cores: nobody
+waits for the version, and a burst would show between two tokens. Without sequences it is written at once.
+"""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +125,8 @@ class _WorkerAdapters:
         try:
             announcement = decode(command.announcement)
             slot = command.slot if command.slot >= 0 else None
-            self._receiver.begin(announcement.manifest, announcement.layout, slot, command.deadline_s)
+            share = STAGING_SHARE if command.generating and self.writer.device.type == "cpu" else 1.0
+            self._receiver.begin(announcement.manifest, announcement.layout, slot, command.deadline_s, share)
         except ManifestError as e:
             self._answer(_unstaged(command, e.reason, e.detail))
         except PublishError as e:

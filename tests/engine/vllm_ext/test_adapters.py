@@ -121,7 +121,8 @@ async def bench(resident: int = 3, names: int = 1, deadline_s: float = 1.0, spar
     await channel.connect(WORKERS)
     engine = Engine()
     served = ServedAdapters(
-        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, deadline_s=deadline_s
+        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, deadline_s=deadline_s,
+        generating=lambda: False,
     )
     try:
         yield Bench(engine, workers, served)

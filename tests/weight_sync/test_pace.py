@@ -1,0 +1,34 @@
+"""Staging rests between buckets, so that it takes a share of the time and not all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_lora.weight_sync import reception
+from areal_lora.weight_sync.reception import FREE_S, LONGEST_REST_S, Pace
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    rests: list[float] = []
+    monkeypatch.setattr(reception.time, "sleep", rests.append)
+    return rests
+
+
+def test_work_takes_its_share_of_the_time(rests: list[float]) -> None:
+    pace = Pace(0.04)
+    for _ in range(4):
+        pace.rest(FREE_S)
+    assert rests == pytest.approx([24 * FREE_S] * 3), "the first is free"
+
+
+def test_without_a_share_it_never_rests(rests: list[float]) -> None:
+    Pace().rest(1.0)
+    assert rests == []
+
+
+def test_a_large_version_does_not_wait_for_ever(rests: list[float]) -> None:
+    pace = Pace(0.01)
+    for _ in range(100):
+        pace.rest(0.1)
+    assert sum(rests) == pytest.approx(LONGEST_REST_S)
