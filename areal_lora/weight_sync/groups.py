@@ -76,7 +76,7 @@ class BroadcastGroup:
         if self._twins is not None or self._group is None:
             return
         probe = Segment(0, CPU) if willing and self.rank == 0 else None
-        card = np.frombuffer(probe.card() if probe is not None else NO_CARD, dtype=np.uint8).copy()
+        card = np.frombuffer(probe.card() if probe is not None and probe.shared else NO_CARD, dtype=np.uint8).copy()
         self.start(torch.from_numpy(card), deadline).wait()
         vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
         options = dist.AllreduceOptions()

@@ -127,6 +127,8 @@ class WindowInbox:
         self._version: Signal | None = None
 
     def take(self) -> np.ndarray:
+        if time.monotonic() >= self._deadline:
+            raise PublishError("the deadline has passed, the version was given up")  # others may want the slot
         begin, end = self._parts.popleft()
         if self._version is None:
             self._begun.wait()

@@ -161,7 +161,8 @@ class AdapterReceiver:
         begun: _Begun | Exception
         try:
             known = self._layout(manifest, layout)
-            reception = Reception(known.tables, groups, time.monotonic() + deadline_s, clock, Pace(share))
+            deadline = time.monotonic() + deadline_s
+            reception = Reception(known.tables, groups, deadline, clock, Pace(share, deadline))
             begun = _Begun(known, reception)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are
             begun = e
@@ -198,6 +199,7 @@ class AdapterReceiver:
                 stage()
             except Exception:  # fault boundary: the next version must find a thread that stages it
                 log.exception("reporting a staged version")
+            del stage  # or it would hold on to groups that are left meanwhile, with their memory and connections
 
     def _stage(
         self, manifest: ShardManifest, slot: int | None, groups: _Groups, begun: _Begun | Exception, clock: Clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -36,16 +37,19 @@ class Pace:
     """Rests after each piece of work, so that no more than ``share`` of the time goes into it.
 
     Not for the first ``FREE_S``, which nobody notices, and for at most ``LONGEST_REST_S`` altogether:
-    neither a small nor a large version must wait without need.
+    neither a small nor a large version must wait without need. Close to ``deadline`` (time.monotonic)
+    rests get short.
     """
 
-    def __init__(self, share: float = 1.0) -> None:
+    def __init__(self, share: float = 1.0, deadline: float = math.inf) -> None:
         self._rest_per_work, self._free_s, self._left_s = 1.0 / share - 1.0, FREE_S, LONGEST_REST_S
+        self._deadline = deadline
 
     def rest(self, worked_s: float) -> None:
         free_s = min(worked_s, self._free_s)
         self._free_s -= free_s
-        rest_s = min((worked_s - free_s) * self._rest_per_work, self._left_s)
+        until_s = (self._deadline - time.monotonic()) / 4
+        rest_s = max(min((worked_s - free_s) * self._rest_per_work, self._left_s, until_s), 0.0)
         self._left_s -= rest_s
         if rest_s > 0:
             time.sleep(rest_s)

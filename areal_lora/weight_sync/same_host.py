@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from areal_lora.errors import PublishError
+from areal_lora.obs.log import get_logger
 from areal_lora.platforms.device import PAGE_BYTES, host_buffer
 
 _SIGNAL = struct.Struct("<qqQ16s")
@@ -42,6 +43,8 @@ SIGNAL_BYTES = _SIGNAL.size
 CARD_BYTES = _PLACE_BYTES + SIGNAL_BYTES
 NO_CARD = bytes(CARD_BYTES)
 """Of a source whose memory nobody else can read."""
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +72,16 @@ class Signal:
 class Segment:
     """Memory of a packed shard: ``bytes`` is uint8 [nbytes] and begins on a page.
 
-    Where ``device`` is the CPU, receivers on this machine can map it; else it is page-locked and private.
+    Where ``device`` is the CPU, receivers on this machine can map it; else it is page-locked and private. It is
+    private, too, where the system has or allows no memfd.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nonce, self._fd = secrets.token_bytes(16), -1
-        if device.type != "cpu" or sys.platform != "linux":
+        self._nonce = secrets.token_bytes(16)
+        self._fd = _memfd(_name(self._nonce)) if device.type == "cpu" else -1
+        if not self.shared:
             whole = host_buffer(PAGE_BYTES + nbytes, device)
         else:
-            self._fd = os.memfd_create(_name(self._nonce), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, self._fd)
             os.ftruncate(self._fd, PAGE_BYTES + nbytes)
             # A reader of pages that were cut off would be killed (SIGBUS).
@@ -86,6 +90,11 @@ class Segment:
             whole = np.frombuffer(pages, dtype=np.uint8)
         self._head = whole[: _HEAD * 8].view(np.uint64)
         self.bytes = whole[PAGE_BYTES:]
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes could map it."""
+        return self._fd >= 0
 
     def renew(self) -> None:
         """Call before the first byte of another version is written: whoever still reads is told by it."""
@@ -98,8 +107,8 @@ class Segment:
 
     def signal(self) -> Signal:
         """Of the present generation. Raises PublishError for memory that cannot be shared."""
-        if self._fd < 0:
-            raise PublishError("this shard's memory belongs to a device and cannot be read by other processes")
+        if not self.shared:
+            raise PublishError("this shard's memory is private and cannot be read by other processes")
         return Signal(os.getpid(), self._fd, int(self._head[_GENERATION]), self._nonce)
 
     def card(self) -> bytes:
@@ -162,6 +171,17 @@ def _place() -> bytes:
     except OSError:
         return secrets.token_bytes(_PLACE_BYTES)
     return hashlib.blake2b(boot + namespace.encode(), digest_size=_PLACE_BYTES).digest()
+
+
+def _memfd(name: str) -> int:
+    """-1 where the system does not have them, or refuses one."""
+    if sys.platform != "linux":
+        return -1
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as e:
+        log.warning("no memory to share with servers on this machine, versions go over the network: %s", e)
+        return -1
 
 
 def _name(nonce: bytes) -> str:

@@ -103,6 +103,12 @@ def test_a_source_that_never_gets_ready_is_waited_for_until_the_deadline():
     assert 0.2 < time.monotonic() - began < 3
 
 
+def test_a_receiver_that_is_late_reads_nothing_although_all_is_ready():
+    inbox = window_inbox(Line([segment_of(ready=100).signal().encode()]), (0, 10), seconds=0.0)
+    with pytest.raises(PublishError, match="given up"):
+        inbox.take()
+
+
 def test_a_version_that_is_gone_already_is_not_begun():
     segment = segment_of()
     inbox = window_inbox(Line([segment.signal().encode()]), (0, 10))

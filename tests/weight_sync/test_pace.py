@@ -32,3 +32,12 @@ def test_a_large_version_does_not_wait_for_ever(rests: list[float]) -> None:
     for _ in range(100):
         pace.rest(0.1)
     assert sum(rests) == pytest.approx(LONGEST_REST_S)
+
+
+def test_it_does_not_rest_over_the_deadline(rests: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception.time, "monotonic", lambda: 10.0)
+    pace = Pace(0.01, deadline=10.4)
+    pace.rest(1.0)
+    monkeypatch.setattr(reception.time, "monotonic", lambda: 11.0)
+    pace.rest(1.0)
+    assert rests == pytest.approx([0.1])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 
 from areal_lora.errors import ManifestError, PublishError
+from areal_lora.weight_sync import same_host
 from areal_lora.weight_sync.groups import GroupListener
 from areal_lora.weight_sync.inbox import KEPT_WINDOWS
 from areal_lora.weight_sync.receiver import AdapterReceiver
@@ -32,8 +35,8 @@ def backend(request):
 class Bench:
     """One source and one receiver in this process, on a real gloo group."""
 
-    def __init__(self, backend, **options):
-        self.backend = backend
+    def __init__(self, backend, shares=True, **options):
+        self.backend, self.shares = backend, shares and backend == "gloo"
         self.writer = MemoryWriter(shapes_of)
         self.results = queue.Queue()
         self.receiver = AdapterReceiver(
@@ -49,7 +52,7 @@ class Bench:
         thread.start()
         self.group = listener.accept()
         thread.join()
-        assert self.group.same_host == (self.backend == "gloo")
+        assert self.group.same_host == self.shares
 
     def send(self, shard, announcement, slot=0, deadline_s=10.0):
         self.receiver.begin(announcement.manifest, announcement.layout, slot, deadline_s)
@@ -261,6 +264,26 @@ def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_wo
     assert not bench.writer.slots[0]
     bench.connect()
     bench.good(0)
+    bench.close()
+
+
+def test_where_memory_cannot_be_shared_the_bytes_are_sent(monkeypatch):
+    monkeypatch.setattr(same_host, "_memfd", lambda name: -1)
+    bench = Bench("gloo", shares=False)
+    bench.good(0)
+    bench.close()
+
+
+def test_groups_that_were_left_are_let_go_while_nothing_is_staged(backend):
+    bench = Bench(backend)
+    bench.good(0)
+    left = [weakref.ref(group) for group in bench.receiver._groups.values()]
+    bench.connect()
+    deadline = time.monotonic() + 5.0
+    while any(group() is not None for group in left):
+        assert time.monotonic() < deadline, "their memory and connections would stay"
+        gc.collect()
+        time.sleep(0.01)
     bench.close()
 
 

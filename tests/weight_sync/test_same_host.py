@@ -80,8 +80,21 @@ def test_memory_for_a_device_is_nobody_elses(monkeypatch):
     segment = Segment(100, torch.device("cuda"))
     segment.renew()
     assert len(segment.bytes) == 100
-    with pytest.raises(PublishError, match="device"):
+    assert not segment.shared
+    with pytest.raises(PublishError, match="private"):
         segment.signal()
+
+
+def test_a_system_that_refuses_memfds_gets_private_memory(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(same_host.os, "memfd_create", refuse)
+    segment = segment_of()
+    segment.renew()
+    segment.advance(100)
+    assert not segment.shared
+    assert len(segment.bytes) == 5000
 
 
 def test_another_process_is_read_until_it_is_killed_and_leaves_nothing():

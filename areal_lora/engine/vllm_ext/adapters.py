@@ -146,6 +146,8 @@ class ServedAdapters:
                 # A worker that is late has passed its own deadline by now and writes no more.
                 if reply is None and slot is not None:
                     self._slots.abort(ref)
+            if self.on_active is not None:
+                await self.on_active(ref)
         phases = " ".join(f"{k} {v:.1f} ms" for k, v in reply.phases.items())
         log.info("%s is live in slot %d: %s", ref, slot, phases)
         return reply
@@ -228,8 +230,6 @@ class ServedAdapters:
         self._loras[ref] = LoRARequest(lora_name=str(ref), lora_int_id=lora_id, lora_path=f"xccl://{ref}")
         self._replies[ref] = PublishReply(ref=str(ref), digest=staged[0].digest, phases=phases)
         reached("server.activated")
-        if self.on_active is not None:
-            await self.on_active(ref)
         return self._replies[ref]
 
     async def _retire(self, refs: list[AdapterRef]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -107,10 +108,15 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], temperature: floa
 
 
 class Source:
-    """One trainer rank by hand: a real group, a real admin client, and whatever bytes a test wants to send."""
+    """One trainer rank by hand: a real group, a real admin client, and whatever bytes a test wants to send.
 
-    def __init__(self, admin: AdminClient, run: str = "test", bucket_bytes: int = 65536) -> None:
-        self.admin, self.run, self.bucket_bytes = admin, run, bucket_bytes
+    With the backend ``SOCKETS`` it lets nobody read its memory, as a trainer on another machine.
+    """
+
+    def __init__(
+        self, admin: AdminClient, run: str = "test", bucket_bytes: int = 65536, backend: str = "gloo"
+    ) -> None:
+        self.admin, self.run, self.bucket_bytes, self.backend = admin, run, bucket_bytes, backend
         self._group: BroadcastGroup | None = None
         self._told: set[str] = set()  # layouts the server was sent
 
@@ -118,11 +124,12 @@ class Source:
         if self._group is None:
             workers = self.admin.server.workers
             listener = GroupListener(
-                source=0, bind="127.0.0.1", world=1 + workers, bucket_bytes=self.bucket_bytes, backend="gloo",
-                timeout_s=timeout_s,
+                source=0, bind="127.0.0.1", world=1 + workers, bucket_bytes=self.bucket_bytes,
+                backend=self.backend, timeout_s=timeout_s,
             )
+            endpoint = msgspec.structs.replace(listener.endpoint, backend="gloo")
             request = JoinRequest(
-                run=self.run, endpoints=[listener.endpoint], ranks=list(range(1, 1 + workers)), timeout_s=timeout_s
+                run=self.run, endpoints=[endpoint], ranks=list(range(1, 1 + workers)), timeout_s=timeout_s
             )
             thread = threading.Thread(target=self.admin.join, args=(request, timeout_s))
             thread.start()
@@ -255,7 +262,7 @@ def start(
         )
 
 
-def connect(folder: Path, model: Path, process: subprocess.Popen[bytes]) -> RunningServer:
+def connect(folder: Path, model: Path, process: subprocess.Popen[bytes], backend: str = "gloo") -> RunningServer:
     endpoint = wait_endpoint(folder, "server", 0, 300.0, still_alive=lambda: process.poll() is None)
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     server = ServerEndpoint(
@@ -264,7 +271,8 @@ def connect(folder: Path, model: Path, process: subprocess.Popen[bytes]) -> Runn
     )
     admin = AdminClient(server, read_secret(folder))
     return RunningServer(
-        folder=folder, model=model, config=config, process=process, endpoint=endpoint, source=Source(admin), admin=admin
+        folder=folder, model=model, config=config, process=process, endpoint=endpoint, admin=admin,
+        source=Source(admin, backend=backend),
     )
 
 

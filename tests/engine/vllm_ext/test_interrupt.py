@@ -1,4 +1,7 @@
-"""Policy ``interrupt`` on a real server: sequences go on with newer versions, and say which token is of which."""
+"""Policy ``interrupt`` on a real server: sequences go on with newer versions, and say which token is of which.
+
+Versions come over sockets here, as between machines; the other tests' trainers are on the server's machine.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from transformers import AutoTokenizer
 from areal_lora.engine.vllm_ext.sampling import continuation_seed
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.testing import SOCKETS
 from areal_lora.weight_sync.transport import ServerStats
 
 from .serving import PROMPT, RunningServer, Tensors, connect, hf_logits, start
@@ -31,7 +35,8 @@ def server(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("interrupt") / "run"
     process = start(folder, even_model, in_flight="interrupt", max_staleness=1, max_num_seqs=SEQUENCES)
     try:
-        running = connect(folder, even_model, process)
+        running = connect(folder, even_model, process, SOCKETS)
+        assert not running.source.connect().same_host
         yield running
         running.source.close()
     finally:
