@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -30,6 +32,7 @@ from areal_lora.weight_sync.same_host import NO_CARD, Segment, readable
 from areal_lora.weight_sync.transport import SourceEndpoint
 
 READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
+REACH = 1 / 3  # of a member's time for reaching the store: torch tries for up to three times what it is given
 CPU = torch.device("cpu")
 
 log = get_logger(__name__)
@@ -187,7 +190,8 @@ class GroupListener:
 
     def accept(self) -> BroadcastGroup:
         """Block until all receivers are members. Raises PublishError at the timeout."""
-        return _member(self._store, self.endpoint, 0, self._bind, self._timeout_s, self._device)
+        deadline = time.monotonic() + self._timeout_s
+        return _member(self._store, self.endpoint, 0, self._bind, deadline, self._device)
 
 
 def join_group(
@@ -198,23 +202,49 @@ def join_group(
     Raises PublishError if the group is not complete within ``timeout_s``.
     """
     _check_bind(bind)
+    deadline = time.monotonic() + timeout_s
     try:
-        store = dist.TCPStore(endpoint.host, endpoint.port, None, False, delta(timeout_s), wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as e:
+        store = _reach(endpoint, timeout_s)
+    except (OSError, dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
             f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
         ) from e
-    return _member(store, endpoint, rank, bind, timeout_s, device)
+    return _member(store, endpoint, rank, bind, deadline, device)
+
+
+def _reach(endpoint: SourceEndpoint, timeout_s: float) -> dist.Store:
+    """The source's store. Raises what sockets and torch raise, TimeoutError for a source that stands still."""
+    # A source listens before it tells where: if nobody does, it is gone. torch would go on trying.
+    socket.create_connection((endpoint.host, endpoint.port), timeout_s * REACH).close()
+    reached: Future[dist.Store] = Future()
+
+    def reach() -> None:
+        try:
+            reached.set_result(
+                dist.TCPStore(
+                    endpoint.host, endpoint.port, None, False, delta(timeout_s * REACH), wait_for_workers=False
+                )
+            )
+        except Exception as e:  # fault boundary: the thread's error is the caller's
+            reached.set_exception(e)
+
+    # torch waits without end for the first answer of a process that was stopped: then the thread is left to it.
+    threading.Thread(target=reach, name="reach-source", daemon=True).start()
+    try:
+        return reached.result(timeout_s)
+    except TimeoutError:
+        raise TimeoutError("it listens, but does not answer") from None
 
 
 def _member(
-    store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, device: torch.device
+    store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, device: torch.device
 ) -> BroadcastGroup:
     factory = backend_of(endpoint.backend)
-    deadline = time.monotonic() + timeout_s
+    left_s = max(deadline - time.monotonic(), 0.0)
+    store.set_timeout(delta(left_s))
     seat = Seat(
-        store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=timeout_s,
+        store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=left_s,
         device=device,
     )
     try:
@@ -222,7 +252,7 @@ def _member(
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
-            f"{timeout_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
+            f"{left_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
         ) from e
     group = BroadcastGroup(endpoint, rank, backend, device)
     group.agree(backend.same_host, deadline)

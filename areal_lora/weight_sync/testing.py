@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -218,11 +219,12 @@ class MemoryServer:
             if (method, path) == ("GET", tp.PING_PATH):
                 return 200, tp.encode_message(tp.PingReply())
             if (method, path) == ("POST", tp.JOIN_PATH):
-                with self._one_publish:
-                    return 200, tp.encode_message(self._join(tp.decode_message(body, tp.JoinRequest)))
+                request = tp.decode_message(body, tp.JoinRequest)
+                with self._turn(request.timeout_s) as left_s:
+                    return 200, tp.encode_message(self._join(msgspec.structs.replace(request, timeout_s=left_s)))
             if (method, path) == ("POST", tp.PUBLISH_PATH):
-                with self._one_publish:
-                    return 200, tp.encode_message(self._publish(decode(body)))
+                with self._turn(self._deadline_s) as left_s:
+                    return 200, tp.encode_message(self._publish(decode(body), left_s))
             if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
                 self._on_shutdown()
                 return 200, tp.encode_message(tp.PingReply())
@@ -233,6 +235,17 @@ class MemoryServer:
         except (AdapterError, PublishError, msgspec.MsgspecError) as e:
             return 500, str(e).encode()
         return 404, b"no such route"
+
+    @contextlib.contextmanager
+    def _turn(self, timeout_s: float) -> Iterator[float]:
+        """Seconds that are left after waiting for the request before. Raises PublishError: what is late is not done."""
+        deadline = time.monotonic() + timeout_s
+        if not self._one_publish.acquire(timeout=timeout_s):
+            raise PublishError("came while this server was busy, and is late by now; ask again")
+        try:
+            yield max(deadline - time.monotonic(), 0.0)
+        finally:
+            self._one_publish.release()
 
     def _info(self) -> tp.InfoReply:
         refs = [str(r) for r in self.slots.active()]
@@ -260,7 +273,7 @@ class MemoryServer:
             raise failures[0]
         return tp.JoinReply(workers=len(self._receivers))
 
-    def _publish(self, announcement: Announcement) -> tp.PublishReply:
+    def _publish(self, announcement: Announcement, timeout_s: float) -> tp.PublishReply:
         manifest = announcement.manifest
         try:
             with self._slots_lock:
@@ -270,7 +283,7 @@ class MemoryServer:
         except ManifestError:
             slot = None  # resident already or full: the receivers take it off the wire and say which
         try:
-            results = self._stage(announcement, slot)
+            results = self._stage(announcement, slot, timeout_s)
         except PublishError:
             if slot is not None:
                 self.slots.abort(manifest.ref)
@@ -293,13 +306,13 @@ class MemoryServer:
         reached("server.activated")
         return reply
 
-    def _stage(self, announcement: Announcement, slot: int | None) -> list[tp.StageResult]:
+    def _stage(self, announcement: Announcement, slot: int | None, timeout_s: float) -> list[tp.StageResult]:
         """Every worker's result."""
         self._staged = [None] * len(self._receivers)
         for receiver in self._receivers:
-            receiver.begin(announcement.manifest, announcement.layout, slot, self._deadline_s)
+            receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s)
         with self._arrived:
-            if not self._arrived.wait_for(lambda: all(self._staged), self._deadline_s + 1.0):
+            if not self._arrived.wait_for(lambda: all(self._staged), timeout_s + 1.0):
                 raise PublishError(f"{announcement.manifest.ref}: staging did not end")
         return [r for r in self._staged if r is not None]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,11 @@ def meet(world=2, bind="127.0.0.1", **options):
         joins = [pool.submit(join_group, listener.endpoint, r, bind, 10.0) for r in range(1, world)]
         source = listener.accept()
         return [source, *(j.result() for j in joins)]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return s.getsockname()[1]
 
 
 def soon(s=10.0):
@@ -140,6 +146,23 @@ def test_a_source_that_is_not_there_is_an_error_in_time():
     with pytest.raises(PublishError, match="cannot be reached"):
         join_group(endpoint, 1, "127.0.0.1", 1.0)
     assert time.monotonic() - began < 8.0
+
+
+def test_a_source_that_nobody_listens_for_is_an_error_at_once():
+    endpoint = msgspec.structs.replace(listen().endpoint, port=free_port())
+    began = time.monotonic()
+    with pytest.raises(PublishError, match=r"cannot be reached.*refused"):
+        join_group(endpoint, 1, "127.0.0.1", 30.0)
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_source_that_is_reached_and_says_nothing_is_an_error_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = msgspec.structs.replace(listen().endpoint, port=mute.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(PublishError, match=r"cannot be reached.*does not answer"):
+            join_group(endpoint, 1, "127.0.0.1", 1.0)
+        assert time.monotonic() - began < 3.0
 
 
 def test_who_does_not_know_the_token_is_not_a_member():

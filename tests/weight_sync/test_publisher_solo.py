@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 class LyingServer(MemoryServer):
     """Acknowledges what it was not sent, after version 0."""
 
-    def _publish(self, announcement):
-        reply = super()._publish(announcement)
+    def _publish(self, announcement, timeout_s):
+        reply = super()._publish(announcement, timeout_s)
         if announcement.manifest.ref.version == 0:
             return reply
         return tp.PublishReply(ref=reply.ref, digest="0" * 32, phases=reply.phases)
@@ -212,9 +212,9 @@ def test_servers_hear_of_a_version_before_it_is_packed():
     heard = threading.Event()
 
     class Listening(MemoryServer):
-        def _publish(self, announcement):
+        def _publish(self, announcement, timeout_s):
             heard.set()
-            return super()._publish(announcement)
+            return super()._publish(announcement, timeout_s)
 
     with serve(Listening) as server, Solo(server) as solo:
         solo.publish(0).join()

@@ -4,6 +4,7 @@ import http.client
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -155,3 +156,33 @@ def test_a_ping_does_not_wait_for_another_call():
         assert client.ping(2.0) == tp.PingReply()
         go_on.set()
         busy.join()
+
+
+def test_what_was_given_up_while_the_server_was_busy_is_not_done_late():
+    """Or a server would always be busy with what the trainer has given up, and never in time for what it wants."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of) as s,
+    ):
+        client = tp.AdminClient(s.endpoint, SECRET)
+        source = tp.SourceEndpoint(
+            source=0, host="127.0.0.1", port=mute.getsockname()[1], world=2, token="t", bucket_bytes=1, backend="gloo"
+        )
+
+        def join(timeout_s):
+            request = tp.JoinRequest(run=RUN, endpoints=[source], ranks=[1], timeout_s=timeout_s)
+            return tp.AdminClient(s.endpoint, SECRET).join(request, 20.0)
+
+        with ThreadPoolExecutor(1) as pool:
+            busy = pool.submit(join, 3.0)
+            time.sleep(0.5)
+            began = time.monotonic()
+            with pytest.raises(PublishError, match="late by now"):
+                join(0.5)
+            assert time.monotonic() - began < 2.0
+            assert not busy.done()
+            with pytest.raises(PublishError, match="cannot be reached"):
+                busy.result()
+        with pytest.raises(PublishError, match="cannot be reached"):
+            join(0.5)  # its turn comes at once
+        assert client.ping(2.0) == tp.PingReply()

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,8 +118,10 @@ class ServedAdapters:
         """Make all workers members of the trainer's groups. Raises PublishError."""
         if len(request.ranks) != self._n_workers:
             raise PublishError(f"{len(request.ranks)} ranks for {self._n_workers} workers")
-        async with self._lock:
-            answers = await self._channel.ask(Join(request=request), Done, request.timeout_s + GRACE_S)
+        deadline = time.monotonic() + request.timeout_s
+        async with self._turn("a join", deadline):
+            left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
+            answers = await self._channel.ask(Join(request=left), Done, left.timeout_s + GRACE_S)
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))
@@ -130,9 +132,9 @@ class ServedAdapters:
         The newest version again is acknowledged again: the trainer may not have heard the first time.
         """
         ref = decode(body).manifest.ref
-        async with self._lock:
+        deadline = time.monotonic() + self._deadline_s
+        async with self._turn(str(ref), deadline):
             began = time.perf_counter()
-            deadline = time.monotonic() + self._deadline_s
             if ref == self._slots.newest(ref.name):
                 return await self._again(body, ref, deadline)
             slot = await self._reserve(ref, deadline)
@@ -151,6 +153,22 @@ class ServedAdapters:
         phases = " ".join(f"{k} {v:.1f} ms" for k, v in reply.phases.items())
         log.info("%s is live in slot %d: %s", ref, slot, phases)
         return reply
+
+    @asynccontextmanager
+    async def _turn(self, what: str, deadline: float) -> AsyncIterator[None]:
+        """Wait for the request before. Raises PublishError at the deadline: whoever asked has given up by then.
+
+        What was given up must not be done late. The next one would wait for it, until it is given up, too.
+        """
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise PublishError(f"{what} came while this server was busy, and is late by now; ask again") from None
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     async def retire(self, ref: AdapterRef) -> None:
         """Free the slot of a version. Raises UnknownVersionError; ValueError if it is in use or the newest."""

@@ -229,6 +229,30 @@ def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch:
     run(test())
 
 
+def test_what_was_given_up_while_the_server_was_busy_is_not_done_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with bench(deadline_s=0.5) as b:
+            b.workers[0].answer = lambda begin: None
+            busy = asyncio.create_task(b.publish(0))  # silent until 0.5 s and the grace are over
+            await asyncio.sleep(0.05)
+            heard = [len(w.begins) for w in b.workers]
+            with pytest.raises(PublishError, match="late by now"):
+                await b.adapters.join(JoinRequest(run="r", endpoints=[], ranks=[1, 2], timeout_s=0.1))
+            with pytest.raises(PublishError, match=r"a@v1 came while .* late by now"):
+                await b.publish(1)
+            assert not busy.done()
+            assert [len(w.begins) for w in b.workers] == heard
+            with pytest.raises(PublishError, match="silent"):
+                await busy
+            b.workers[0].answer = accept
+            await b.adapters.join(JoinRequest(run="r", endpoints=[], ranks=[1, 2], timeout_s=0.1))
+            await b.publish(1)
+            assert b.holds(1)
+
+    monkeypatch.setattr(adapters, "GRACE_S", 0.5)
+    run(test())
+
+
 def test_a_straggler_keeps_its_version_and_others_make_room() -> None:
     async def test() -> None:
         async with bench(resident=3) as b:
