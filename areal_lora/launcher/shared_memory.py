@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
@@ -15,21 +15,33 @@ def entries() -> set[str]:
 
 
 def used_by(pids: Iterable[int]) -> set[str]:
-    """Names that one of ``pids`` has open or mapped."""
+    """Names of what one of ``pids`` has open or mapped.
+
+    Found by inode: a semaphore is mapped under another name than it has, because glibc makes it under a
+    temporary one and then links it.
+    """
+    inodes = {inode for pid in pids for inode in _inodes(pid)}
+    return {name for name in entries() if _inode(FOLDER / name) in inodes}
+
+
+def _inodes(pid: int) -> Iterator[int]:
     prefix = f"{FOLDER}/"
-    names: set[str] = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            names |= {line.partition(prefix)[2] for line in maps.splitlines() if prefix in line}
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                target = os.readlink(fd)
-                if target.startswith(prefix):
-                    names.add(target.removeprefix(prefix))
-        except OSError:
-            # It ended while we looked, or is not ours to look at.
-            continue
-    return names
+    try:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if prefix in line:
+                yield int(line.split(maxsplit=5)[4])
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(fd).startswith(prefix):
+                yield fd.stat().st_ino
+    except OSError:
+        return  # it ended while we looked, or is not ours to look at
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def remove(names: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,11 +44,14 @@ class Held:
         for process in held.processes:
             try:
                 connections = process.net_connections(kind="tcp")
-                maps = [m.path for m in process.memory_maps()]
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
             held.ports |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-            held.shared |= {Path(path).name for path in maps if path.startswith(f"{SHARED}/")}
+            inodes = {line.split()[4] for line in maps if f" {SHARED}/" in line}  # a semaphore's path is another one
+            for path in SHARED.iterdir():
+                with suppress(FileNotFoundError):
+                    held.shared |= {path.name} if str(path.stat().st_ino) in inodes else set()
         return held
 
     def left(self, environment: Mapping[str, str]) -> list[str]:

@@ -216,6 +216,18 @@ def test_shared_memory_of_killed_processes_is_removed(begin: Callable[..., Run])
         other.unlink(missing_ok=True)
 
 
+def test_semaphores_of_killed_processes_are_removed(begin: Callable[..., Run]) -> None:
+    """Those of multiprocessing: mapped under a name that they have no more."""
+    hold = "from multiprocessing import get_context\nlock = get_context('spawn').Lock()\nprint(lock._semlock.name)\n"
+    run = begin(("server", 0, hold + STUBBORN), ("trainer", 0, FOREVER), grace_s=0.3)
+    run.wait_for(lambda: "ready" in run.log("server-0"))
+    semaphore = Path(f"/dev/shm/sem.{run.log('server-0').splitlines()[0].removeprefix('/')}")
+    assert semaphore.exists()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert not semaphore.exists()
+
+
 def test_rank_variables_of_the_caller_do_not_leak(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_PORT", "1")
