@@ -13,6 +13,7 @@ ArealLoraError
 ├── StalenessError       a sample beyond ``max_staleness`` reached the trainer (C7)
 ├── RolloutError         the rollout plane answered with an error
 ├── CheckpointError      training states cannot be written, or none that exists can be read
+├── RecordError          records of the run cannot be written
 └── ProcessFailed        a supervised process ended
 """
 
@@ -32,15 +33,15 @@ class ExitCode(IntEnum):
     """The run's data break a contract: parity, staleness, alignment, a broken adapter."""
     MISSING = 69
     COMPONENT_FAILED = 70
-    NO_CHECKPOINT = 74
-    """Training states cannot be written or read."""
+    DISK = 74
+    """Training states or records cannot be written or read."""
     TEMPORARY = 75
     """Another process or the network was in the way."""
     INTERRUPTED = 130
 
 
 SAME_AGAIN = frozenset(
-    {ExitCode.WRONG_INPUT, ExitCode.CONTRADICTION, ExitCode.MISSING, ExitCode.NO_CHECKPOINT}
+    {ExitCode.WRONG_INPUT, ExitCode.CONTRADICTION, ExitCode.MISSING, ExitCode.DISK}
 )  # fmt: skip
 """What exits so would exit so again: it is not restarted, and the launcher exits with the same code."""
 
@@ -122,7 +123,13 @@ class RolloutError(ArealLoraError):
 class CheckpointError(ArealLoraError):
     """Training states cannot be written, or some were written and none can be read."""
 
-    exit_code = ExitCode.NO_CHECKPOINT
+    exit_code = ExitCode.DISK
+
+
+class RecordError(ArealLoraError):
+    """A record of the run cannot be written."""
+
+    exit_code = ExitCode.DISK
 
 
 class ProcessFailed(ArealLoraError):

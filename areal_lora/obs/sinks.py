@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_lora.errors import RecordError
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -25,15 +27,18 @@ class JsonlSink:
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: bytes) -> None:
-        """Append one record, or nothing: raises OSError. ``line`` holds no line break; JSON encoders escape them."""
+        """Append one record, or nothing: raises RecordError. ``line`` holds no line break: JSON escapes them."""
         left, begin = line + b"\n", os.fstat(self._file.fileno()).st_size
         try:
             while left:
                 # A disk that gets full takes a part first.
                 left = left[self._file.write(left) :]
-        except OSError:
+        except OSError as error:
             self._file.truncate(begin)
-            raise
+            raise RecordError(
+                f"{self._file.name}: a record cannot be written: {error.strerror} (fix: make room on the disk, or "
+                "repair it, then start the same command: it goes on from the newest checkpoint)"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, RecordError
 from areal_lora.obs.metrics import (
     METRICS_FILE,
     TENSORBOARD_FOLDER,
@@ -100,7 +100,7 @@ def test_a_full_disk_leaves_no_half_line_in_the_middle(tmp_path: Path) -> None:
     sink.write(msgspec.json.encode(STEP))
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, soft_hard[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(RecordError, match=f"{METRICS_FILE}: a record cannot be written: File too large"):
             sink.write(msgspec.json.encode(PUBLISH))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
