@@ -202,6 +202,7 @@ def join_group(
     Raises PublishError if the group is not complete within ``timeout_s``.
     """
     _check_bind(bind)
+    timeout_s = delta(timeout_s).total_seconds()  # sockets refuse negative ones: what is left after other groups
     deadline = time.monotonic() + timeout_s
     try:
         store = _reach(endpoint, timeout_s)

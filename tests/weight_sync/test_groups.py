@@ -156,6 +156,15 @@ def test_a_source_that_nobody_listens_for_is_an_error_at_once():
     assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
+def test_who_has_no_time_left_does_not_join(timeout_s):
+    """As for the later of several sources, when the first took all of it."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = msgspec.structs.replace(listen().endpoint, port=mute.getsockname()[1])
+        with pytest.raises(PublishError, match="cannot be reached"):
+            join_group(endpoint, 1, "127.0.0.1", timeout_s)
+
+
 def test_a_source_that_is_reached_and_says_nothing_is_an_error_in_time():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = msgspec.structs.replace(listen().endpoint, port=mute.getsockname()[1])

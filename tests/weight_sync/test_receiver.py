@@ -54,8 +54,8 @@ class Bench:
         thread.join()
         assert self.group.same_host == self.shares
 
-    def send(self, shard, announcement, slot=0, deadline_s=10.0):
-        self.receiver.begin(announcement.manifest, announcement.layout, slot, deadline_s)
+    def send(self, shard, announcement, slot=0, deadline_s=10.0, time_share=1.0):
+        self.receiver.begin(announcement.manifest, announcement.layout, slot, deadline_s, time_share)
         shard.send(self.group, time.monotonic() + deadline_s)
         return self.results.get(timeout=deadline_s)
 
@@ -264,6 +264,19 @@ def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_wo
     assert not bench.writer.slots[0]
     bench.connect()
     bench.good(0)
+    bench.close()
+
+
+def test_a_version_that_may_take_a_share_of_the_time_is_staged_that_much_later(backend):
+    bench = Bench(backend)
+    bench.writer.on_write = lambda: time.sleep(0.02)
+    took_s = []
+    for version, time_share in enumerate((1.0, 0.1)):
+        shard, announcement = packed(*share(values(9)), version=version)
+        began = time.monotonic()
+        assert bench.send(shard, announcement, slot=version, time_share=time_share).ok
+        took_s.append(time.monotonic() - began)
+    assert took_s[1] - took_s[0] > 0.1, took_s
     bench.close()
 
 
