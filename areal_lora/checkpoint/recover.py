@@ -26,7 +26,7 @@ from areal_lora.checkpoint.store import (
 )
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import CheckpointError, ConfigError
-from areal_lora.obs.metrics import METRICS_FILE, read_metrics
+from areal_lora.obs.metrics import METRICS_FILE, StepRecord, iter_metrics
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 
@@ -144,7 +144,7 @@ def check_present(run_folder: Path, config: Config) -> None:
 
 def _steps_without(run_folder: Path, adapter: str) -> list[Broken]:
     """What is wrong where there is no checkpoint: nothing before the first step, for which version 0 is written."""
-    steps = sum(step.adapter == adapter for step in read_metrics(run_folder).steps)
+    steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
     if not steps:
         return []
     reason = f"{METRICS_FILE} has {steps} steps of it and there is no checkpoint"

@@ -224,7 +224,8 @@ def _ports(config: Config) -> tuple[PortPlan, ...]:
 def _files(config: Config, folder: Path) -> tuple[str, ...]:
     names = [
         "config.json", "secret", "rendezvous/<role>-<index>.json", "status/<role>-<index>.txt",
-        "logs/<role>-<index>.log", "metrics.jsonl", "tensorboard/", "adapters/<name>/", "report.html", "summary.json",
+        "logs/<role>-<index>.log", "metrics.jsonl", "samples/", "tensorboard/", "adapters/<name>/",
+        "report.html", "summary.json",
     ]  # fmt: skip
     return tuple(str(folder / name) for name in names)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,8 +33,11 @@ from areal_lora.obs.metrics import (
 
 QUIET_S = 15.0
 """After this long without a record the process statuses are shown again."""
+PROBLEMS_SHOWN = 3
 WINDOW = 20
 """Steps and publishes that medians and the remaining time are taken over."""
+KEPT = 512
+"""The newest steps, and publishes, that the view remembers; staleness is shown over these."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -73,11 +76,12 @@ class RunView:
     """What the records seen so far add up to. Kept apart from drawing, so it can be tested alone."""
 
     def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.publishes: list[PublishRecord] = []
+        self.steps: deque[StepRecord] = deque(maxlen=KEPT)
+        self.publishes: deque[PublishRecord] = deque(maxlen=KEPT)
+        self._resumed_at = 0
         self.last_eval: EvalRecord | None = None
         self.first_eval: EvalRecord | None = None
-        self.problems: list[str] = []
+        self.problems: deque[str] = deque(maxlen=PROBLEMS_SHOWN)
 
     def add(self, record: Record) -> None:
         match record:
@@ -93,12 +97,14 @@ class RunView:
             case RolloutSampleRecord() | CheckpointRecord():
                 pass
             case ResumeRecord(adapter=name, version=version):
-                self.steps = [s for s in self.steps if s.adapter != name or s.step < version]
-                self.publishes = [p for p in self.publishes if p.adapter != name or p.version <= version]
+                self._resumed_at = version
+                steps = (s for s in self.steps if s.adapter != name or s.step < version)
+                publishes = (p for p in self.publishes if p.adapter != name or p.version <= version)
+                self.steps, self.publishes = deque(steps, maxlen=KEPT), deque(publishes, maxlen=KEPT)
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Trained tokens by versions of lag."""
+        """Trained tokens by versions of lag, of the newest steps."""
         counts: Counter[int] = Counter()
         for record in self.steps:
             counts.update(record.staleness)
@@ -106,11 +112,11 @@ class RunView:
 
     @property
     def steps_done(self) -> int:
-        return self.steps[-1].step + 1 if self.steps else 0
+        return self.steps[-1].step + 1 if self.steps else self._resumed_at
 
     def remaining_s(self, total_steps: int) -> float | None:
         """Seconds left at the pace of the last steps, from the recorded wall times; None before step 2."""
-        recent = self.steps[-WINDOW - 1 :]
+        recent = list(self.steps)[-WINDOW - 1 :]
         if len(recent) < 2:
             return None
         pace = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
@@ -118,7 +124,7 @@ class RunView:
 
     def sync_p50(self) -> tuple[float, dict[str, float]] | None:
         """Median total and median of each phase in its sequence over the last publishes, ms."""
-        recent = self.publishes[-WINDOW:]
+        recent = list(self.publishes)[-WINDOW:]
         totals = [p.total_ms for p in recent if p.total_ms is not None]
         if not totals:
             return None
@@ -149,8 +155,9 @@ class LiveConsole:
     def start(self) -> None:
         """Begin. Records already in the run folder (a resumed run) are taken in without being shown."""
         self._started = self._changed = self._clock()
-        for record in self._tail.read_new():
-            self.view.add(record)
+        while records := self._tail.read_new():
+            for record in records:
+                self.view.add(record)
         self._statuses = read_statuses(self._folder)
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -233,7 +240,7 @@ class LiveConsole:
             phases = "  ".join(f"{name} {number(ms, 1)}" for name, ms in sync[1].items())
             rows.add_row("sync", f"{number(sync[0], 1)} ms p50   {phases}")
         parts: list[RenderableType] = [rows]
-        parts += [Text(problem, style="bold red") for problem in view.problems[-3:]]
+        parts += [Text(problem, style="bold red") for problem in view.problems]
         if not view.steps or self._clock() - self._changed > QUIET_S:
             parts += [Text(""), self._status_table()]
         return Panel(Group(*parts), title=self._folder.name, title_align="left", border_style="dim")

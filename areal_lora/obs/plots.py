@@ -1,40 +1,94 @@
-"""The plots of a run as (title, note, chart), in reading order."""
+"""The plots of a run, fed one record at a time, as (title, note, chart) in reading order.
+
+Of a long run lines show the first, lowest, highest and last value of each of at most 320 stretches of
+steps, bars and the smoothed reward the means (see `curves`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from areal_lora.obs import svg
-from areal_lora.obs.metrics import CheckpointRecord, EvalRecord, PublishRecord, RunMetrics, StepRecord
+from areal_lora.obs.curves import Curve, Means, Smoothed
+from areal_lora.obs.metrics import (
+    CheckpointRecord,
+    EvalRecord,
+    PublishRecord,
+    Record,
+    ResumeRecord,
+    RolloutSampleRecord,
+    StepRecord,
+)
 
-R = TypeVar("R", StepRecord, PublishRecord, CheckpointRecord)
+R = TypeVar("R", StepRecord, PublishRecord, CheckpointRecord, EvalRecord)
 Plot = tuple[str, str, str]
+Chart = Callable[[], str]
+"""Draws what has been fed when it is called."""
+Later = tuple[str, str, Chart]
+BARS = 80
 
 
-def all_plots(metrics: RunMetrics) -> list[Plot]:
-    """Dotted vertical lines in them are the versions a resumed run went on from."""
-    resumed = [float(resume.version) for resume in metrics.resumes]
-    lines = partial(svg.line_chart, x_label="optimizer step", marks=resumed)
+class Feed(Generic[R]):
+    """Records of one kind on their way to curves."""
+
+    def __init__(self) -> None:
+        self._takers: list[Callable[[float, R], object]] = []
+
+    def each(self, take: Callable[[float, R], object]) -> None:
+        """Have ``take(x, record)`` called for every record, with its step or version as x."""
+        self._takers.append(take)
+
+    def push(self, x: float, record: R) -> None:
+        for take in self._takers:
+            take(x, record)
+
+
+class Plots:
+    """``add`` records that count (`iter_metrics`), then draw. Memory does not grow with their number."""
+
+    def __init__(self) -> None:
+        self.steps, self.publishes = Feed[StepRecord](), Feed[PublishRecord]()
+        self.checkpoints, self.evals = Feed[CheckpointRecord](), Feed[EvalRecord]()
+        self.resumed: list[float] = []
+        lines = partial(partial, svg.line_chart, x_label="optimizer step", marks=self.resumed)
+        self._plots = [
+            *_learning(self, lines), *_timing(self.steps, lines, self.resumed), *_groups(self.steps, lines),
+            *_weights(self),
+        ]  # fmt: skip
+        self._overview = [*_reward_series(self.steps), _eval_series(self.evals, colour=2)]
+
+    def add(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                self.steps.push(float(record.step), record)
+            case PublishRecord():
+                self.publishes.push(float(record.version), record)
+            case CheckpointRecord():
+                self.checkpoints.push(float(record.version), record)
+            case EvalRecord():
+                self.evals.push(float(record.step), record)
+            case ResumeRecord():
+                self.resumed.append(float(record.version))
+            case RolloutSampleRecord():
+                pass
+
+    def all(self) -> list[Plot]:
+        """Dotted vertical lines in them are the versions a resumed run went on from."""
+        return [(title, note, draw()) for title, note, draw in self._plots]
+
+    def reward_and_accuracy(self) -> str:
+        return svg.line_chart(self._overview, x_label="optimizer step", y_range=_unit_range(self._overview))
+
+
+def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
+    steps = plots.steps
+    reward, accuracy = _reward_series(steps), _eval_series(plots.evals)
     return [
-        *_learning(metrics, lines), *_timing(metrics.steps, lines, resumed), *_groups(metrics.steps, lines),
-        *_weights(metrics, resumed),
-    ]  # fmt: skip
-
-
-def reward_and_accuracy(metrics: RunMetrics) -> str:
-    series = [*_reward_series(metrics.steps), _eval_series(metrics.evals, colour=2)]
-    return svg.line_chart(series, x_label="optimizer step", y_range=_unit_range(series))
-
-
-def _learning(metrics: RunMetrics, lines: Callable[..., str]) -> list[Plot]:
-    steps = metrics.steps
-    reward, accuracy = _reward_series(steps), _eval_series(metrics.evals)
-    return [
-        ("Reward", "mean over the batch of a step", lines(reward, y_range=_unit_range(reward))),
-        ("Held-out accuracy", "greedy", lines([accuracy], y_range=_unit_range([accuracy]))),
+        ("Reward", "mean over the batch of a step", lambda: lines(reward, y_range=_unit_range(reward))()),
+        ("Held-out accuracy", "greedy", lambda: lines([accuracy], y_range=_unit_range([accuracy]))()),
         ("Staleness", "trained tokens by versions of lag", _staleness(steps)),
         ("Logprob mismatch", "mean |trainer - rollout|, nats", lines(
             [_over(steps, "older versions", lambda s: s.mismatch_stale, 1),
@@ -48,11 +102,10 @@ def _learning(metrics: RunMetrics, lines: Callable[..., str]) -> list[Plot]:
     ]  # fmt: skip
 
 
-def _timing(steps: Sequence[StepRecord], lines: Callable[..., str], resumed: Sequence[float]) -> list[Plot]:
-    places = [s.step for s in steps]
+def _timing(steps: Feed[StepRecord], lines: Callable[..., Chart], resumed: Sequence[float]) -> list[Later]:
     return [
         ("Step time", "seconds by phase",
-         svg.stacked_bars(places, _step_layers(steps), x_label="optimizer step", marks=resumed)),
+         _stacked(steps, _step_layers, x_label="optimizer step", marks=resumed)),
         ("Idle", "fraction of the time in which nothing was trained, or generated", lines(
             [_over(steps, "trainer", lambda s: s.trainer_idle, 0),
              _over(steps, "servers", lambda s: s.servers_idle, 1)], y_range=(0.0, 1.0))),
@@ -61,12 +114,9 @@ def _timing(steps: Sequence[StepRecord], lines: Callable[..., str], resumed: Seq
     ]  # fmt: skip
 
 
-def _groups(steps: Sequence[StepRecord], lines: Callable[..., str]) -> list[Plot]:
-    reasons = sorted({reason for s in steps for reason in s.dropped})
-    dropped = [
-        svg.Series(name=name, points=[(float(s.step), float(s.dropped.get(name, 0))) for s in steps], colour=i)
-        for i, name in enumerate(reasons)
-    ]
+def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]:
+    dropped = _ByName()
+    steps.each(lambda x, s: dropped.add(x, s.dropped))
     again = [
         _over(steps, "retried", lambda s: sum(s.retried.values()), 0),
         _over(steps, "re-issued", lambda s: s.reissued, 1), _over(steps, "late duplicates", lambda s: s.late, 3),
@@ -75,17 +125,18 @@ def _groups(steps: Sequence[StepRecord], lines: Callable[..., str]) -> list[Plot
         ("Groups in flight", "when a batch was handed over", lines(
             [_over(steps, "running", lambda s: s.groups_running, 0), _over(steps, "ready", lambda s: s.groups_ready, 2),
              _over(steps, "leased", lambda s: s.groups_leased, 4)], floor=0)),
-        ("Groups dropped", "by reason, since the start", lines(dropped, floor=0)),
+        ("Groups dropped", "by reason, since the start", lambda: lines(dropped.series(), floor=0)()),
         ("Groups tried again", "since the start", lines(again, floor=0)),
     ]  # fmt: skip
 
 
-def _weights(metrics: RunMetrics, resumed: Sequence[float]) -> list[Plot]:
-    publishes, written = metrics.publishes, [c for c in metrics.checkpoints if not c.failed]
-    lines = partial(svg.line_chart, x_label="version", marks=resumed)
+def _weights(plots: Plots) -> list[Later]:
+    publishes, written = plots.publishes, Feed[CheckpointRecord]()
+    plots.checkpoints.each(lambda x, c: None if c.failed else written.push(x, c))
+    lines = partial(partial, svg.line_chart, x_label="version", marks=plots.resumed)
     return [
-        ("Publish by phase", "ms", svg.stacked_bars(
-            [p.version for p in publishes], _publish_layers(publishes), x_label="version", marks=resumed)),
+        ("Publish by phase", "ms",
+         _stacked(publishes, PublishRecord.sequence_ms, x_label="version", marks=plots.resumed)),
         ("Publish, total", "ms", lines([_over(publishes, "", lambda p: p.total_ms, 1)], floor=0)),
         ("Parity probe", "|logp trainer - logp server|", lines(
             [_over(publishes, "largest", lambda p: p.probe_max_abs, 3),
@@ -95,31 +146,61 @@ def _weights(metrics: RunMetrics, resumed: Sequence[float]) -> list[Plot]:
     ]  # fmt: skip
 
 
-def _staleness(steps: Sequence[StepRecord]) -> str:
+def _staleness(steps: Feed[StepRecord]) -> Chart:
     tokens: Counter[int] = Counter()
-    for record in steps:
-        tokens.update(record.staleness)
-    bars = [(str(lag), float(n)) for lag, n in sorted(tokens.items())]
-    return svg.bar_chart(bars, x_label="versions behind at training")
+    steps.each(lambda _, s: tokens.update(s.staleness))
+
+    def draw() -> str:
+        bars = [(str(lag), float(n)) for lag, n in sorted(tokens.items())]
+        return svg.bar_chart(bars, x_label="versions behind at training")
+
+    return draw
 
 
-def _over(records: Sequence[R], name: str, read: Callable[[R], float | None], colour: int) -> svg.Series:
+def _over(records: Feed[R], name: str, read: Callable[[R], float | None], colour: int) -> svg.Series:
     """One value of each record over its step or version; what was not measured is left out."""
-    places = [r.step if isinstance(r, StepRecord) else r.version for r in records]
-    points = [(float(x), y) for x, r in zip(places, records) if (y := read(r)) is not None]
-    return svg.Series(name=name, points=points, colour=colour)
+    curve = Curve()
+
+    def take(x: float, record: R) -> None:
+        y = read(record)
+        if y is not None:
+            curve.add(x, y)
+
+    records.each(take)
+    return svg.Series(name=name, points=curve, colour=colour)
 
 
-def _reward_series(steps: Sequence[StepRecord]) -> list[svg.Series]:
-    raw = _over(steps, "reward", lambda s: s.reward_mean, 0)
-    smooth = svg.moving_mean(raw.points, max(3, len(raw.points) // 12))
-    faint = svg.Series(name="reward per step", points=raw.points, faint=True)
-    return [faint, svg.Series(name="smoothed", points=smooth)]
+def _reward_series(steps: Feed[StepRecord]) -> list[svg.Series]:
+    raw, means = _over(steps, "reward per step", lambda s: s.reward_mean, 0), Means()
+    steps.each(lambda x, s: None if s.reward_mean is None else means.add(x, [s.reward_mean]))
+    faint = svg.Series(name=raw.name, points=raw.points, faint=True)
+    return [faint, svg.Series(name="smoothed", points=Smoothed(means))]
 
 
-def _eval_series(evals: Sequence[EvalRecord], colour: int = 2) -> svg.Series:
-    points = [(float(e.step), e.accuracy) for e in evals]
-    return svg.Series(name="held-out accuracy", points=points, colour=colour, dots=True)
+def _eval_series(evals: Feed[EvalRecord], colour: int = 2) -> svg.Series:
+    line = _over(evals, "held-out accuracy", lambda e: e.accuracy, colour)
+    return svg.Series(name=line.name, points=line.points, colour=colour, dots=True)
+
+
+class _ByName:
+    """A curve per name of counts since the start; a name that was not counted yet stands at 0."""
+
+    def __init__(self) -> None:
+        self._curves: dict[str, Curve] = {}
+        self._span: tuple[float, float] | None = None
+
+    def add(self, x: float, counts: Mapping[str, int]) -> None:
+        for name in counts.keys() - self._curves.keys():
+            self._curves[name] = Curve()
+            for before in self._span or ():
+                self._curves[name].add(before, 0.0)
+        for name, curve in self._curves.items():
+            curve.add(x, float(counts.get(name, 0)))
+        self._span = (self._span[0] if self._span else x, x)
+
+    def series(self) -> list[svg.Series]:
+        ordered = sorted(self._curves.items())
+        return [svg.Series(name=name, points=curve, colour=i) for i, (name, curve) in enumerate(ordered)]
 
 
 def _unit_range(series: Sequence[svg.Series]) -> tuple[float, float] | None:
@@ -127,18 +208,32 @@ def _unit_range(series: Sequence[svg.Series]) -> tuple[float, float] | None:
     return (0.0, 1.0) if all(0 <= y <= 1 for s in series for _, y in s.points) else None
 
 
-def _step_layers(steps: Sequence[StepRecord]) -> dict[str, Sequence[float]]:
+def _stacked(
+    records: Feed[R], layers: Callable[[R], Mapping[str, float]], *, x_label: str, marks: Sequence[float]
+) -> Chart:
+    """Bars of the parts that ``layers`` gives, the same ones for every record."""
+    means, names = Means(BARS), list[str]()
+
+    def take(x: float, record: R) -> None:
+        parts = layers(record)
+        names[:] = parts
+        means.add(x, list(parts.values()))
+
+    def draw() -> str:
+        rows = means.rows()
+        columns = {name: [values[i] for _, values in rows] for i, name in enumerate(names)}
+        return svg.stacked_bars([x for x, _ in rows], columns, x_label=x_label, most=BARS, marks=marks)
+
+    records.each(take)
+    return draw
+
+
+def _step_layers(step: StepRecord) -> dict[str, float]:
     named = {
-        "wait": [s.wait_batch_s for s in steps],
-        "annotate": [s.annotate_s for s in steps],
-        "train": [s.train_s for s in steps],
-        "checkpoint": [s.checkpoint_join_s + s.checkpoint_copy_s for s in steps],
-        "publish": [s.publish_join_s + s.publish_pack_s for s in steps],
+        "wait": step.wait_batch_s,
+        "annotate": step.annotate_s,
+        "train": step.train_s,
+        "checkpoint": step.checkpoint_join_s + step.checkpoint_copy_s,
+        "publish": step.publish_join_s + step.publish_pack_s,
     }
-    measured = [sum(parts) for parts in zip(*named.values())]
-    return {**named, "other": [max(0.0, s.step_s - known) for s, known in zip(steps, measured)]}
-
-
-def _publish_layers(publishes: Sequence[PublishRecord]) -> dict[str, Sequence[float]]:
-    rows = [p.sequence_ms() for p in publishes]
-    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+    return {**named, "other": max(0.0, step.step_s - sum(named.values()))}

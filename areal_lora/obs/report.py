@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from areal_lora.obs import plots, svg
+from areal_lora.obs import svg
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.events import RestartEvent, StallEvent, read_events
-from areal_lora.obs.metrics import RolloutSampleRecord, RunMetrics, read_metrics
-from areal_lora.obs.summary import largest, read_config
+from areal_lora.obs.figures import Figures
+from areal_lora.obs.metrics import RolloutSampleRecord, iter_metrics
+from areal_lora.obs.plots import Plots
+from areal_lora.obs.samples import cut_middle
+from areal_lora.obs.summary import read_config
 
 REPORT_FILE = "report.html"
-SAMPLES_SHOWN = 4
-"""Early and late sample rollouts shown, each."""
 
 PAGE_STYLE = """
 * { box-sizing: border-box; } html { color-scheme: light dark; }
@@ -48,12 +49,15 @@ details { border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px
 def write_report(run_folder: Path | str) -> Path:
     """Write ``report.html`` from what the run folder holds now; also works on a run that is not finished."""
     folder = Path(run_folder)
-    metrics = read_metrics(folder)
     config, digest = read_config(folder)
+    metrics, plots = Figures(), Plots()
+    for record in iter_metrics(folder):
+        metrics.add(record)
+        plots.add(record)
     name = escape(config.run.name)
     subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
     resolved = escape(config.model_dump_json(indent=2))
-    figures = "".join(_figure(*plot) for plot in plots.all_plots(metrics))
+    figures = "".join(_figure(*plot) for plot in plots.all())
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
@@ -61,7 +65,7 @@ def write_report(run_folder: Path | str) -> Path:
 <div class="figures">{"".join(_headline(label, value) for label, value in _headlines(metrics))}</div>
 <h2>The run</h2><div class="plots">{figures}</div>
 {_counts(metrics)}{_resumes(metrics)}{_restarts(folder)}
-<h2>Sample rollouts</h2>{_samples(metrics.samples)}
+<h2>Sample rollouts</h2>{_samples(metrics.early, list(metrics.late))}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{resolved}</pre></details>
 </body></html>
 """
@@ -76,47 +80,43 @@ def write_plot(run_folder: Path | str, path: Path | str) -> Path:
     """Reward and held-out accuracy of a run as one SVG file."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    metrics = read_metrics(run_folder)
-    chart = plots.reward_and_accuracy(metrics)
-    target.write_text(svg.standalone(chart), encoding="utf-8")
+    plots = Plots()
+    for record in iter_metrics(run_folder):
+        plots.add(record)
+    target.write_text(svg.standalone(plots.reward_and_accuracy()), encoding="utf-8")
     return target
 
 
-def _headlines(metrics: RunMetrics) -> list[tuple[str, str]]:
-    steps, publishes, evals = metrics.steps, metrics.publishes, metrics.evals
-    totals = [p.total_ms for p in publishes if p.total_ms is not None]
-    speeds = [s.rollout_tokens_per_s for s in steps if s.rollout_tokens_per_s is not None]
-    lags = [lag for s in steps for lag, n in s.staleness.items() if n]
-    accuracy = " → ".join(f"{e.accuracy:.3f}" for e in (evals[:1] + evals[-1:] if len(evals) > 1 else evals)) or "-"
+def _headlines(metrics: Figures) -> list[tuple[str, str]]:
+    last, totals, speeds = metrics.last_step, metrics.publish_ms, metrics.speeds
+    accuracy = " → ".join(f"{e.accuracy:.3f}" for e in metrics.evals) or "-"
     return [
         ("held-out greedy accuracy", accuracy),
-        ("optimizer steps", str(len(steps))),
-        ("wall time", duration(steps[-1].time_s) if steps else "-"),
+        ("optimizer steps", str(metrics.steps)),
+        ("wall time", duration(last.time_s) if last else "-"),
         ("publish, median", f"{statistics.median(totals):.1f} ms" if totals else "-"),
-        ("largest mean probe error, nats", number(largest(p.probe_mean_abs for p in publishes), 2)),
-        ("largest staleness, versions", str(max(lags, default="-"))),
+        ("largest mean probe error, nats", number(metrics.probe_mean_abs, 2)),
+        ("largest staleness, versions", str(metrics.max_staleness) if metrics.max_staleness is not None else "-"),
         ("rollout, median", f"{svg.label(round(statistics.median(speeds)))} tok/s" if speeds else "-"),
     ]
 
 
-def _counts(metrics: RunMetrics) -> str:
+def _counts(metrics: Figures) -> str:
     """What became of the groups of each adapter, by the last record of it."""
-    last = {step.adapter: step for step in metrics.steps}
-    sizes = {c.adapter: c.nbytes for c in metrics.checkpoints if not c.failed}
-    rows = []
-    for name, step in last.items():
-        failed = sum(c.failed for c in metrics.checkpoints if c.adapter == name)
+    sizes, rows = metrics.checkpoint_bytes, []
+    for name, step in metrics.last_by_adapter.items():
         rows.append((
             name or "-", str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped),
             _listed(step.retried), str(step.reissued), str(step.late),
-            f"{sizes[name] / 2**20:.1f} MiB" if name in sizes else "-", str(failed),
+            f"{sizes[name] / 2**20:.1f} MiB" if name in sizes else "-",
+            str(metrics.checkpoints_failed[name]),
         ))  # fmt: skip
     head = ("adapter", "issued", "consumed", "dropped", "retried", "re-issued", "late duplicates", "checkpoint",
             "checkpoints failed")  # fmt: skip
     return _table("Groups and checkpoints", head, rows)
 
 
-def _resumes(metrics: RunMetrics) -> str:
+def _resumes(metrics: Figures) -> str:
     rows = [(resume.adapter or "-", f"v{resume.version}", duration(resume.time_s)) for resume in metrics.resumes]
     return _table("Resumed from a checkpoint", ("adapter", "version", "after"), rows)
 
@@ -152,11 +152,9 @@ def _figure(title: str, note: str, chart: str) -> str:
     return f"<figure><figcaption>{escape(title)} <small>{escape(note)}</small></figcaption>{chart}</figure>"
 
 
-def _samples(samples: Sequence[RolloutSampleRecord]) -> str:
-    if not samples:
+def _samples(early: Sequence[RolloutSampleRecord], late: Sequence[RolloutSampleRecord]) -> str:
+    if not early:
         return '<p class="sub">None recorded.</p>'
-    early = samples[:SAMPLES_SHOWN]
-    late = samples[max(len(early), len(samples) - SAMPLES_SHOWN) :]
     # Early and late side by side: the grid fills row by row.
     columns = [f"<div><h3>{title}</h3>{''.join(map(_sample, group))}</div>"
                for title, group in (("Early", early), ("Late", late)) if group]  # fmt: skip
@@ -171,5 +169,6 @@ def _sample(sample: RolloutSampleRecord) -> str:
     head += [f"<span>gold {escape(sample.gold)}</span>"] if sample.gold is not None else []
     return (
         f'<div class="sample"><div class="head">{"".join(head)}</div>'
-        f'<pre class="prompt">{escape(sample.prompt)}</pre><pre>{escape(sample.completion)}</pre></div>'
+        f'<pre class="prompt">{escape(cut_middle(sample.prompt))}</pre>'
+        f"<pre>{escape(cut_middle(sample.completion))}</pre></div>"
     )

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,8 @@ from rich.console import Console
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 from areal_lora.obs.events import count_restarts
-from areal_lora.obs.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
+from areal_lora.obs.figures import read_figures
+from areal_lora.obs.metrics import METRICS_FILE, TENSORBOARD_FOLDER
 
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.json"
@@ -52,39 +52,30 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     report_path: str
 
 
-def largest(values: Iterable[float | None]) -> float | None:
-    """The largest of the values that were measured; None if none was."""
-    return max((v for v in values if v is not None), default=None)
-
-
 def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path | str, report_path: Path | str) -> Path:
     """Build ``summary.json`` from the metrics and the resolved configuration in the run folder."""
     folder = Path(run_folder)
     config, digest = read_config(folder)
-    metrics = read_metrics(folder)
-    staleness: Counter[int] = Counter()
-    for step in metrics.steps:
-        staleness.update(step.staleness)
-    # Counts since the start: the last record of each adapter has them all.
+    figures = read_figures(folder)
     dropped: Counter[str] = Counter()
-    for counts in {step.adapter: step.dropped for step in metrics.steps}.values():
-        dropped.update(counts)
-    evals = metrics.evals
+    for step in figures.last_by_adapter.values():
+        dropped.update(step.dropped)
+    evals = figures.evals
     summary = Summary(
         run=config.run.name,
         model=config.model.path,
         seed=config.run.seed,
         config_sha256=digest,
-        steps=len(metrics.steps),
+        steps=figures.steps,
         wall_s=round(wall_s, 3),
         eval_before=evals[0].accuracy if evals else None,
         eval_after=evals[-1].accuracy if len(evals) > 1 else None,
-        publishes=len(metrics.publishes),
-        publishes_probed=sum(p.probe_max_abs is not None for p in metrics.publishes),
-        probe_max_abs_dlogp=largest(p.probe_max_abs for p in metrics.publishes),
-        probe_mean_abs_dlogp=largest(p.probe_mean_abs for p in metrics.publishes),
-        staleness_histogram=dict(sorted(staleness.items())),
-        max_staleness=max((lag for lag, n in staleness.items() if n), default=None),
+        publishes=figures.publishes,
+        publishes_probed=figures.publishes_probed,
+        probe_max_abs_dlogp=figures.probe_max_abs,
+        probe_mean_abs_dlogp=figures.probe_mean_abs,
+        staleness_histogram=dict(sorted(figures.staleness.items())),
+        max_staleness=figures.max_staleness,
         max_staleness_allowed=config.rollout.max_staleness,
         dropped=dict(sorted(dropped.items())),
         restarts=count_restarts(folder),

@@ -7,7 +7,7 @@ inside a page and as a file of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -34,7 +34,7 @@ class Series:
     """One line. ``points`` are (x, y); ``faint`` draws it thin, ``dots`` marks each point."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Iterable[tuple[float, float]]
     colour: int = 0
     faint: bool = False
     dots: bool = False
@@ -137,7 +137,7 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, x_label: str, colour: int = 
 
 
 def stacked_bars(
-    xs: Sequence[float], layers: dict[str, Sequence[float]], *, x_label: str, most: int = 80,
+    xs: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_label: str, most: int = 80,
     marks: Sequence[float] = (),
 ) -> str:  # fmt: skip
     """Bars at ``xs`` whose parts are the layers, bottom first. More than ``most`` are averaged together."""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from areal_lora.obs.console import LiveConsole, duration, number, publish_problem, sparkline
+from areal_lora.obs.console import KEPT, PROBLEMS_SHOWN, LiveConsole, duration, number, publish_problem, sparkline
 from areal_lora.obs.log import set_status
-from areal_lora.obs.metrics import EvalRecord, MetricsWriter, PublishRecord, StepRecord
+from areal_lora.obs.metrics import EvalRecord, MetricsWriter, PublishRecord, ResumeRecord, StepRecord
 from tests.obs.fake_run import make_run
 
 
@@ -108,6 +108,20 @@ def test_the_panel_shows_what_processes_wait_for_before_the_first_step(tmp_path:
     view.stop()
     assert "server-0" in out.getvalue()
     assert "loading [weights]" in out.getvalue()
+
+
+def test_a_long_resumed_run_is_remembered_in_part_and_counted_in_full(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for k in range(2 * KEPT):
+            writer.write(step(k, reward_mean=0.5))
+            writer.write(PublishRecord(version=k + 1, total_ms=20.0, probe_mean_abs=1e-6))
+    view, _, _ = plain(tmp_path, total=3 * KEPT)
+    assert view.view.steps_done == 2 * KEPT
+    assert (len(view.view.steps), len(view.view.publishes)) == (KEPT, KEPT)
+    assert len(view.view.problems) == PROBLEMS_SHOWN
+    assert view.view.remaining_s(3 * KEPT) == 2.0 * KEPT
+    view.view.add(ResumeRecord(version=7, time_s=1.0))  # an older checkpoint than all that is remembered
+    assert view.view.steps_done == 7
 
 
 def test_a_publish_without_a_finite_probe_is_a_problem() -> None:

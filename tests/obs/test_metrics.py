@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from areal_lora.errors import ConfigError, RecordError
+from areal_lora.obs import metrics as metrics_module
 from areal_lora.obs.metrics import (
     METRICS_FILE,
     TENSORBOARD_FOLDER,
@@ -24,7 +25,8 @@ from areal_lora.obs.metrics import (
     StepRecord,
     read_metrics,
 )
-from areal_lora.obs.sinks import JsonlSink
+from areal_lora.obs.samples import sample_files, sample_lines
+from areal_lora.obs.sinks import BLOCK_BYTES, JsonlSink
 
 STEP = StepRecord(
     step=3, version=3, time_s=9.5, adapter="toy", reward_mean=0.5, rollout_tokens_per_s=4000.0, train_s=0.8,
@@ -45,11 +47,13 @@ def test_every_record_comes_back_as_written(tmp_path: Path) -> None:
         for record in (STEP, PUBLISH, EVAL, SAMPLE):
             writer.write(record)
             # Another process sees the whole line at once, before the writer is closed.
-            assert (tmp_path / METRICS_FILE).read_bytes().endswith(b"\n")
+            path = sample_files(tmp_path)[0] if record is SAMPLE else tmp_path / METRICS_FILE
+            assert path.read_bytes().endswith(msgspec.json.encode(record) + b"\n")
     metrics = read_metrics(tmp_path)
     assert (metrics.steps, metrics.publishes, metrics.evals, metrics.samples) == ([STEP], [PUBLISH], [EVAL], [SAMPLE])
     rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
-    assert [row["kind"] for row in rows] == ["step", "publish", "eval", "sample"]
+    assert [row["kind"] for row in rows] == ["step", "publish", "eval"]
+    assert [json.loads(line)["kind"] for _, _, line in sample_lines(tmp_path)] == ["sample"]
     assert rows[0]["staleness"] == {"0": 7, "2": 1}
 
 
@@ -93,6 +97,18 @@ def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("torn", [1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])
+@pytest.mark.parametrize("before", [b"", b"{}\n", b"{}\n" * BLOCK_BYTES])
+def test_a_torn_line_of_any_length_is_cut(tmp_path: Path, before: bytes, torn: int) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(before + b"x" * torn)
+    sink = JsonlSink(path)
+    assert sink.nbytes == len(before)
+    sink.write(b"[]")
+    sink.close()
+    assert path.read_bytes() == before + b"[]\n"
+
+
 def test_a_full_disk_leaves_no_half_line_in_the_middle(tmp_path: Path) -> None:
     """The kernel takes a part of a line before it says that there is no room."""
     path, soft_hard = tmp_path / METRICS_FILE, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -131,6 +147,18 @@ def test_the_tail_reads_each_record_once_and_waits_for_the_end_of_a_line(tmp_pat
     assert tail.read_new() == []
     (tmp_path / METRICS_FILE).write_bytes(whole)
     assert tail.read_new() == [PUBLISH]
+
+
+def test_the_tail_takes_a_long_file_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "TAIL_BYTES", 2000)
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(40):
+            writer.write(StepRecord(step=step, version=step, time_s=1.0))
+    tail, pieces = MetricsTail(tmp_path), []
+    while records := tail.read_new():
+        pieces.append([r.step for r in records if isinstance(r, StepRecord)])
+    assert len(pieces) > 5
+    assert [step for piece in pieces for step in piece] == list(range(40))
 
 
 def test_the_sequence_of_a_publish_adds_up_to_its_total() -> None:

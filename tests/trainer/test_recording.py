@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from areal_lora.data.collate import collate
+from areal_lora.obs import svg
 from areal_lora.obs.metrics import read_metrics
+from areal_lora.obs.summary import read_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder
 from areal_lora.types import TrajectoryGroup
 from tests.rollout.helpers import NAME, config, stream, trajectory
+from tests.trainer.long_run import RESUMED
 
 
 class Tenant:
@@ -35,3 +43,28 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     recorder.step(tenant, collate([group]), report, {0: 8}, spans)
     [step] = read_metrics(tmp_path).steps
     assert (step.reward_mean, step.reward_std, step.n_sequences) == (0.5, 0.5, 4)
+
+
+@pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_long_run_is_opened_resumed_and_finished_in_little_memory(tmp_path: Path, steps: int) -> None:
+    command = [sys.executable, "-m", "tests.trainer.long_run", str(tmp_path), str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    cost = json.loads(done.stdout)
+    print(cost)
+    assert cost["file_bytes"] > 1200 * steps
+    assert cost["grown_bytes"] < 40 << 20
+    assert cost["opened_s"] + cost["finished_s"] < 60.0
+    kept = round(steps * RESUMED)
+    assert cost["steps_done"] == kept
+    summary = read_summary(tmp_path)
+    assert (summary.steps, summary.publishes, summary.dropped) == (kept, kept, {"stale": (kept - 1) // 7})
+    assert summary.staleness_histogram == {0: 300 * kept, 1: 700 * kept}
+    assert (summary.eval_before, summary.eval_after) == (0.0, kept / steps)
+    html = (tmp_path / "report.html").read_text()
+    assert len(html) < 1 << 20
+    # The one step of a large gradient norm is drawn at the top of its plot.
+    [chart] = [part.split("</figure>")[0] for part in html.split("<figure>") if "Entropy and gradient norm" in part]
+    norms = [float(point.split(",")[1]) for point in chart.split('points="')[2].split('"')[0].split()]
+    assert min(norms) < svg.TOP + 30
+    assert sum(norm < 150 for norm in norms) == 1

@@ -1,0 +1,157 @@
+"""Texts to read, in files of their own that are cut, rotated and bounded.
+
+    <run folder>/samples/000000.jsonl       the first file: how the run began
+                         000041.jsonl ...   the newest ``NEWEST_FILES``, the last of them being written
+
+A file has at most ``FILE_BYTES``. So all of them together have at most ``TOTAL_BYTES`` (64 MiB), however
+long the run is. The files in between are deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.obs.sinks import JsonlSink, refused, whole_lines
+
+SAMPLES_FOLDER = "samples"
+FILE_BYTES = 8 << 20
+NEWEST_FILES = 7
+TOTAL_BYTES = (1 + NEWEST_FILES) * FILE_BYTES
+TEXT_CHARS = 8000
+"""A longer text keeps its first and its last 4,000 characters."""
+_NAME = re.compile(r"\d{6,}\.jsonl")
+
+
+def cut_middle(text: str, limit: int = TEXT_CHARS) -> str:
+    """``text`` with at most ``limit`` of its characters, half from each end, and a line that counts those left out."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 2
+    head = limit - tail
+    return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[len(text) - tail :]}"
+
+
+def sample_files(run_folder: Path | str) -> list[Path]:
+    """Those that exist now, oldest first."""
+    folder = Path(run_folder) / SAMPLES_FOLDER
+    found = [path for path in folder.glob("*.jsonl") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=_number)
+
+
+def sample_lines(run_folder: Path | str) -> Iterator[tuple[Path, int, bytes]]:
+    """Every whole line with its file and its number in it, oldest first, one at a time.
+
+    A file that is rotated away meanwhile is left out.
+    """
+    for path in sample_files(run_folder):
+        try:
+            for number, line in enumerate(whole_lines(path), 1):
+                yield path, number, line
+        except FileNotFoundError:
+            continue
+
+
+class SampleFiles:
+    """Appends lines of at most ``FILE_BYTES``. One writer per run folder at a time."""
+
+    def __init__(self, run_folder: Path | str) -> None:
+        self._run_folder = Path(run_folder)
+        self._folder = self._run_folder / SAMPLES_FOLDER
+        for path in self._folder.glob(".*.tmp"):
+            path.unlink()  # of a `drop` that was killed
+        files = sample_files(run_folder)
+        self._path = files[-1] if files else self._folder / "000000.jsonl"
+        self._sink: JsonlSink | None = None
+
+    def write(self, line: bytes) -> None:
+        """Append one record, or nothing: raises RecordError. Begins the next file where this one has no room for it."""
+        with self._refusing():
+            sink = self._open()
+            if sink.nbytes and sink.nbytes + len(line) + 1 > FILE_BYTES:
+                sink = self._rotate(sink)
+        sink.write(line)
+
+    def drop(self, adapter: str, step: int) -> None:
+        """Remove the samples of ``adapter`` from step ``step`` on: a resumed run takes these steps again.
+
+        A file is replaced as a whole, so a crash leaves it as it was or as it should be. Raises RecordError.
+        """
+        self.close()
+        with self._refusing():
+            for path in sample_files(self._run_folder):
+                if not all(_stays(line, adapter, step) for line in whole_lines(path)):
+                    self._rewrite(path, adapter, step)
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
+
+    def _open(self) -> JsonlSink:
+        if self._sink is None:
+            self._sink = JsonlSink(self._path)
+        return self._sink
+
+    def _rewrite(self, path: Path, adapter: str, step: int) -> None:
+        scratch = path.with_name(f".{path.name}.tmp")
+        with scratch.open("wb") as file:
+            file.writelines(line for line in whole_lines(path) if _stays(line, adapter, step))
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        _sync_folder(self._folder)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise refused(error.filename or self._path, error) from error
+
+    def _rotate(self, full: JsonlSink) -> JsonlSink:
+        """Begin the next file. What is deleted goes last: a crash in between leaves a file too many until next time."""
+        full.sync()
+        self.close()
+        self._path = self._folder / f"{_number(self._path) + 1:06d}.jsonl"
+        sink = self._open()
+        _sync_folder(self._folder)
+        for path in sample_files(self._run_folder)[1:-NEWEST_FILES]:
+            path.unlink()
+        return sink
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What of a sample says whether it is void."""
+
+    adapter: str = ""
+    step: int = 0
+
+
+_PLACE = msgspec.json.Decoder(_Place)
+
+
+def _stays(line: bytes, adapter: str, step: int) -> bool:
+    """Whether `drop` leaves a line; one that is no record is not its affair."""
+    try:
+        place = _PLACE.decode(line)
+    except msgspec.DecodeError:
+        return True
+    return place.adapter != adapter or place.step < step
+
+
+def _number(path: Path) -> int:
+    return int(path.stem)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

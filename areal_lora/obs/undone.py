@@ -1,0 +1,76 @@
+"""Which records of a metrics file later ones have made void: found in one pass, asked for in a second one.
+
+A resumed run takes steps again: its ``resume`` record voids what earlier records say of the adapter from that
+version on. And of records that say the same thing of the same version the last counts. Memory grows with
+resumes and repeats, not with records.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+BY_STEP = frozenset({"step", "sample"})
+"""Kinds whose ``index`` is a step; that of the others is a version."""
+RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What of a record decides. ``what`` tells records of one kind and index apart; None: nothing repeats them."""
+
+    kind: str
+    adapter: str
+    index: int
+    what: Hashable | None = ""
+
+
+class Undone:
+    """First ``note`` every record with its place in the file, in order; then ask ``holds`` of the same ones."""
+
+    def __init__(self) -> None:
+        # By adapter, (place, version) of the resumes that matter, ascending in both: a later one that goes back
+        # further voids all that an earlier one does.
+        self._resumes: dict[str, list[tuple[int, int]]] = {}
+        self._highest: dict[tuple[str, str, Hashable], int] = {}
+        self._last: dict[tuple[str, str, Hashable, int], int] = {}
+
+    def note(self, place: int, mark: Mark) -> None:
+        if mark.kind == RESUME:
+            self._resume(place, mark)
+        elif mark.what is not None:
+            key = (mark.kind, mark.adapter, mark.what)
+            highest = self._highest.get(key)
+            if highest is None or mark.index > highest:
+                self._highest[key] = mark.index  # nothing has spoken of it yet, or what has is void
+            else:
+                self._last[*key, mark.index] = place
+
+    @property
+    def nothing(self) -> bool:
+        return not self._resumes and not self._last
+
+    def holds(self, place: int, mark: Mark) -> bool:
+        """Whether the record at ``place`` still counts. A resume always does."""
+        if mark.kind == RESUME:
+            return True
+        resumes = self._resumes.get(mark.adapter, [])
+        later = bisect_right(resumes, place, key=lambda entry: entry[0])
+        if later < len(resumes) and mark.index > _last_valid(mark.kind, resumes[later][1]):
+            return False
+        return self._last.get((mark.kind, mark.adapter, mark.what, mark.index), place) <= place
+
+    def _resume(self, place: int, mark: Mark) -> None:
+        resumes = self._resumes.setdefault(mark.adapter, [])
+        while resumes and resumes[-1][1] >= mark.index:
+            resumes.pop()
+        resumes.append((place, mark.index))
+        for key, highest in self._highest.items():
+            if key[1] == mark.adapter:
+                self._highest[key] = min(highest, _last_valid(key[0], mark.index))
+
+
+def _last_valid(kind: str, version: int) -> int:
+    """The last index that a resume from ``version`` leaves."""
+    return version - 1 if kind in BY_STEP else version
