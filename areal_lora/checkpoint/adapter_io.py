@@ -7,6 +7,7 @@ with the prefix ``base_model.model.``. Values are unscaled: the reader applies a
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -16,7 +17,6 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from areal_lora.config.peft_folder import (
     CONFIG_FILE,
@@ -30,38 +30,103 @@ from areal_lora.config.peft_folder import (
 from areal_lora.errors import AdapterError
 from areal_lora.types import AdapterSpec
 
+Shape = tuple[int, ...]
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class PeftWriter:
+    """An adapter folder that is written tensor by tensor, in any order.
+
+    A crash leaves either no folder or a whole one. Where every tensor lies in the file follows from names and shapes: stock safetensors would write the same.
+
+    Example::
+
+        with PeftWriter(folder, spec, {name: (8, 64), ...}, "path/of/the/base") as writer:
+            for name, tensor in tensors:
+                writer.write(name, tensor)
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], spec: AdapterSpec, shapes: Mapping[str, Shape], base_model_path: str,
+        aliases: Mapping[str, str] | None = None, *, dtype: torch.dtype = torch.float32, replace: bool = False,
+    ) -> None:  # fmt: skip
+        """``shapes`` by wire name: lora_A [r, in] and lora_B [out, r]. ``aliases`` (full name to wire name) are
+        written out as tensors of their own, because readers may scale in place. ``replace`` an earlier folder.
+
+        Raises AdapterError if the folder exists, a lora_A or lora_B lacks its partner, or a shape does not fit
+        ``spec.rank``.
+        """
+        self._target, self._spec, self._base, self._dtype = Path(folder), spec, base_model_path, dtype
+        self._shapes = dict(shapes)
+        full = {FILE_PREFIX + name: tuple(shape) for name, shape in shapes.items()}
+        full |= {FILE_PREFIX + name: tuple(shapes[wire]) for name, wire in (aliases or {}).items()}
+        self._modules = checked_modules(spec.rank, full)
+        if self._target.exists() and not replace:
+            raise AdapterError(f"{self._target} exists; adapter folders are written once, choose another name")
+        self._header, offsets = _header(spec, full, dtype)
+        self._places = {name: [offsets[FILE_PREFIX + name]] for name in shapes}
+        for name, wire in (aliases or {}).items():
+            self._places[wire].append(offsets[FILE_PREFIX + name])
+
+    def __enter__(self) -> PeftWriter:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix=f".{self._target.name}.", dir=self._target.parent))
+        self._scratch.chmod(0o755)
+        self._fd = os.open(self._scratch / TENSOR_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor by its wire name, once. Raises AdapterError if it is not one of those announced."""
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(self._shapes.get(name, ())), self._dtype):
+            raise AdapterError(f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}, announced was another one")
+        if name not in self._places:
+            raise AdapterError(f"{name} comes twice")
+        data = memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1))
+        for place in self._places.pop(name):
+            self._put(data, place)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            os.close(self._fd)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _finish(self) -> None:
+        if self._places:
+            raise AdapterError(f"{len(self._places)} tensors were not written, first {next(iter(self._places))}")
+        self._put(self._header, 0)
+        config = json.dumps(_config(self._spec, self._modules, self._base), indent=2) + "\n"
+        (self._scratch / CONFIG_FILE).write_text(config)
+        for path in (self._scratch / TENSOR_FILE, self._scratch / CONFIG_FILE, self._scratch):
+            _fsync(path)
+        if not self._target.exists():
+            self._scratch.rename(self._target)
+            _fsync(self._target.parent)
+            return
+        earlier = self._scratch.with_name(f"{self._scratch.name}.earlier")
+        self._target.rename(earlier)
+        self._scratch.rename(self._target)
+        _fsync(self._target.parent)
+        shutil.rmtree(earlier, ignore_errors=True)
+
+    def _put(self, data: bytes | memoryview, at: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], at + done)
+
 
 def save_peft(
     folder: str | os.PathLike[str], spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], base_model_path: str,
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Write an adapter so that a crash leaves either no folder or a whole one.
-
-    ``tensors`` maps wire names to lora_A [r, in] and lora_B [out, r]; ``aliases`` (full name to
-    wire name) are written out as tensors of their own, because readers may scale in place.
-    Raises AdapterError if the folder exists, a lora_A or lora_B lacks its partner, or a
-    shape does not fit ``spec.rank``.
-    """
-    target = Path(folder)
-    full = {FILE_PREFIX + name: _owned(t) for name, t in tensors.items()}
-    full.update((FILE_PREFIX + name, _owned(tensors[wire])) for name, wire in (aliases or {}).items())
-    modules = checked_modules(spec.rank, {name: tuple(t.shape) for name, t in full.items()})
-    if target.exists():
-        raise AdapterError(f"{target} exists; adapter folders are written once, choose another name")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        scratch.chmod(0o755)
-        metadata = {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()}
-        save_file(full, scratch / TENSOR_FILE, metadata=metadata)
-        (scratch / CONFIG_FILE).write_text(json.dumps(_config(spec, modules, base_model_path), indent=2) + "\n")
-        for path in (scratch / TENSOR_FILE, scratch / CONFIG_FILE, scratch):
-            _fsync(path)
-        scratch.rename(target)
-        _fsync(target.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    """Write an adapter that is in memory, all tensors of one dtype; see `PeftWriter`."""
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    dtype = next((t.dtype for t in tensors.values()), torch.float32)
+    with PeftWriter(folder, spec, shapes, base_model_path, aliases, dtype=dtype) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
 
 
 def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, torch.Tensor]]:
@@ -83,8 +148,18 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, to
     return spec, {wire_name(source, name): t for name, t in full.items()}
 
 
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def _header(spec: AdapterSpec, full: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
+    """The head of a safetensors file with these tensors back to back by name, and where in the file each begins."""
+    metadata = {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()}
+    header: dict[str, object] = {"__metadata__": metadata}
+    offsets, at = {}, 0
+    for name, shape in sorted(full.items()):
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, end)}
+        offsets[name], at = at, end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in offsets.items()}
 
 
 def _config(spec: AdapterSpec, modules: list[str], base_model_path: str) -> dict[str, object]:

@@ -115,8 +115,12 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def export_adapter(self, adapter: str) -> list[tuple[str, torch.Tensor]]:
-        """The wire tensors this rank owns: whole, contiguous fp32 copies, in `adapter_layout` order."""
+    def export_adapter(self, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The wire tensors this rank owns: whole, contiguous fp32 copies, in `adapter_layout` order.
+
+        They are made while the iterator runs, a few MiB at a time. Collective like `pack_adapter`: every rank
+        must begin at once and run the iterator to its end before the weights change.
+        """
         ...
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -143,13 +143,9 @@ class MegatronEngine:
     def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
         return self._adapter(adapter).memory.pack(dtype, flat, self._groups)
 
-    def export_adapter(self, adapter: str) -> list[tuple[str, Tensor]]:
+    def export_adapter(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
         memory = self._adapter(adapter).memory
-        values, shard = torch.from_numpy(memory.export(memory.weights, self._groups)), memory.shard("float32")
-        return [
-            (t.name, values[t.offset // 4 : t.offset // 4 + math.prod(t.shape)].view(t.shape))
-            for t in (shard.tensors if shard else ())
-        ]
+        return memory.tensors(memory.weights, self._groups)
 
     def load_adapter(self, adapter: str, tensors: Mapping[str, Tensor]) -> None:
         memory = self._adapter(adapter).memory

@@ -1,16 +1,32 @@
-"""The trained adapter as a PEFT folder that stock peft, transformers and vLLM load."""
+"""The trained adapter as a PEFT folder that stock peft, transformers and vLLM load.
+
+Its tensors go one after another to rank 0, which knows from the layout where each lies in the file::
+
+    source rank:  sections of its shard -> a chunk -> rank 0 -> place in the file;  fsync, rename at the end
+
+So no rank holds more than a chunk of it beyond what it trains. The source ranks take turns.
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors.torch import load, save
+import numpy as np
+import torch
+from torch import Tensor
 
-from areal_lora.checkpoint.adapter_io import save_peft
+from areal_lora.checkpoint.adapter_io import PeftWriter
 from areal_lora.engine.base import TrainEngine
+from areal_lora.errors import CheckpointError
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.weight_sync.exchange import Exchange
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
+
+CHUNK_BYTES = 16 << 20
+"""What is sent at once; one tensor may be larger."""
 
 
 def adapter_folder(run_folder: Path, tenant: Tenant) -> Path:
@@ -20,15 +36,57 @@ def adapter_folder(run_folder: Path, tenant: Tenant) -> Path:
 def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_folder: Path) -> Path:
     """Write ``tenant.ref`` from all source ranks; rank 0 writes. Collective over all ranks.
 
-    What an earlier end of the run has exported is replaced.
+    What an earlier end of the run has exported is replaced once the new folder is whole. Raises
+    CheckpointError if it cannot be written, and PublishError if a rank is gone.
     """
-    parts = exchange.all_gather_bytes(save(dict(engine.export_adapter(tenant.name))))
-    folder = adapter_folder(run_folder, tenant)
-    if exchange.rank == 0:
-        tensors = {name: tensor for part in parts for name, tensor in load(part).items()}
-        aliases = engine.adapter_layout(tenant.name).aliases
-        tensors |= {name: tensors[target] for name, target in aliases.items()}
-        if folder.exists():
-            shutil.rmtree(folder)
-        save_peft(folder, tenant.spec, tensors, tenant.spec.base_model)
+    folder, layout = adapter_folder(run_folder, tenant), engine.adapter_layout(tenant.name)
+    mine = engine.export_adapter(tenant.name)
+    if exchange.rank:
+        _send(mine, next((s for s in layout.shards if s.source == exchange.rank), None), exchange)
+        return folder
+    try:
+        _write(mine, tenant, layout, exchange, folder)
+    except OSError as e:
+        raise CheckpointError(
+            f"{folder}: the adapter cannot be written: {e.strerror} (fix: make room on the disk, or repair it, then "
+            "start the same command: it resumes from the newest checkpoint)"
+        ) from e
     return folder
+
+
+def _write(
+    mine: Iterator[tuple[str, Tensor]], tenant: Tenant, layout: AdapterLayout, exchange: Exchange, folder: Path
+) -> None:
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(leftover)  # of an export that a crash has ended
+    shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
+    with PeftWriter(folder, tenant.spec, shapes, tenant.spec.base_model, layout.aliases, replace=True) as writer:
+        for shard in layout.shards:
+            for name, tensor in mine if shard.source == exchange.rank else _received(shard, exchange):
+                writer.write(name, tensor)
+
+
+def _received(shard: ShardLayout, exchange: Exchange) -> Iterator[tuple[str, Tensor]]:
+    """Another rank's tensors. Each is valid until the next is asked for."""
+    buckets = plan_buckets(shard, CHUNK_BYTES)
+    room = np.empty(max(bucket.nbytes for bucket in buckets), dtype=np.uint8)
+    for bucket in buckets:
+        exchange.receive(room[: bucket.nbytes], shard.source)
+        values = torch.from_numpy(room[: bucket.nbytes]).view(torch.float32)
+        for t in shard.tensors[bucket.first : bucket.last]:
+            at = (t.offset - bucket.begin) // 4
+            yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
+
+
+def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchange: Exchange) -> None:
+    for bucket in plan_buckets(shard, CHUNK_BYTES) if shard else ():
+        chunk = np.empty(bucket.nbytes, dtype=np.uint8)
+        values, at = torch.from_numpy(chunk).view(torch.float32), 0
+        for _ in range(bucket.first, bucket.last):
+            _, tensor = next(mine)
+            values[at : at + tensor.numel()] = tensor.flatten()
+            at += tensor.numel()
+        exchange.send(chunk, 0)
+    # To the end, also on a rank without a shard: it gives its parts to the ranks that have one.
+    rest = [name for name, _ in mine]
+    assert not rest, f"{len(rest)} tensors more than the layout says"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -32,6 +33,18 @@ class Exchange(Protocol):
         ...
 
 
+    def send(self, data: np.ndarray, to: int) -> None:
+        """Give ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`. Concerns these two ranks only.
+
+        Raises PublishError if the other rank does not come.
+        """
+        ...
+
+    def receive(self, room: np.ndarray, source: int) -> None:
+        """Fill ``room`` (uint8, contiguous) with what rank ``source`` sends. Raises PublishError like `send`."""
+        ...
+
+
 class SoloExchange:
     """A trainer of one rank."""
 
@@ -43,6 +56,12 @@ class SoloExchange:
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
         assert data is not None
         return data
+
+    def send(self, data: np.ndarray, to: int) -> None:
+        raise AssertionError("a trainer of one rank has no other rank")
+
+    def receive(self, room: np.ndarray, source: int) -> None:
+        raise AssertionError("a trainer of one rank has no other rank")
 
 
 class GroupExchange:
@@ -69,6 +88,18 @@ class GroupExchange:
         if _size(head) > INLINE_BYTES:
             head = self._broadcast(_framed(data or b"", _size(head)), timeout_s)
         return _unframed(head)
+
+    def send(self, data: np.ndarray, to: int) -> None:
+        try:
+            self._group.send([torch.from_numpy(data)], to, 0).wait()
+        except RuntimeError as e:
+            raise self._lost(e) from e
+
+    def receive(self, room: np.ndarray, source: int) -> None:
+        try:
+            self._group.recv([torch.from_numpy(room)], source, 0).wait()
+        except RuntimeError as e:
+            raise self._lost(e) from e
 
     def _gather(self, mine: torch.Tensor, timeout_s: float | None) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self._world)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +104,7 @@ def nan_loss_fn(micro: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> 
     return LossSums(loss=logprobs.sum() * (float("nan") if bool((micro.group_ids == 0).any()) else 1.0))
 
 
-def numpy_of(tensors: dict[str, Tensor] | list[tuple[str, Tensor]]) -> dict[str, Any]:
+def numpy_of(tensors: dict[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
     return {n: t.detach().cpu().numpy() for n, t in dict(tensors).items()}
 
 
@@ -129,7 +130,7 @@ def export_gradients(engine: MegatronEngine) -> list[tuple[str, Tensor]]:
     optimizer._reduce(DENOMINATOR)
     weights = memory.weights.clone()
     memory.weights.copy_(memory.grads)
-    exported = engine.export_adapter("a")
+    exported = list(engine.export_adapter("a"))
     memory.weights.copy_(weights)
     memory.grads.zero_()
     return exported

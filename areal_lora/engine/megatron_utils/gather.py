@@ -9,6 +9,7 @@ Adam's moments lie like the weights, so that the same plans move them. The plans
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -79,6 +80,16 @@ class AdapterMemory:
             pass
         return values
 
+    def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
+        """What `export` gives, tensor by tensor: only a section of the copy exists at a time. Collective like `pack`."""
+        shard = self.shard("float32")
+        for first, last, section in self._packer("float32").sections(source, shard, groups):
+            assert shard is not None
+            values, begin = torch.from_numpy(section).view(torch.float32), shard.tensors[first].offset
+            for t in shard.tensors[first:last]:
+                at = (t.offset - begin) // 4
+                yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
+
     def _packer(self, dtype: str) -> _Packer:
         if dtype not in self._packers:
             self._packers[dtype] = _Packer(self, self.layout(dtype))
@@ -138,7 +149,27 @@ class _Packer:
 
     def pack(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
         """``weights`` may be any memory that lasts as long as this object."""
-        plan, blocks = self._plan, self._blocks(weights)
+        blocks = self._blocks(weights)
+        for begin, end in self._ready(weights, groups):
+            blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
+            yield end
+
+    def sections(
+        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(first tensor, last tensor, the bytes of these), each section in memory of its own. Otherwise like `pack`."""
+        blocks = self._blocks(weights)
+        for first, last in self._ready(weights, groups):
+            assert shard is not None
+            begin = shard.tensors[first].offset
+            end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
+            section = np.empty(end - begin, dtype=np.uint8)
+            blocks.copy(0, section.ctypes.data - begin, tensors=(first, last))
+            yield first, last, section
+
+    def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
+        """Move what the plan moves between ranks; (first, last) tensors of each section when all of it is here."""
+        plan = self._plan
         # Sections one by one on both sides: NCCL matches batches, not single messages.
         sent = [
             work
@@ -154,9 +185,8 @@ class _Packer:
                 work.wait()
             if self._mirror is not None:
                 self._fetch(weights, section)
-            blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
+            yield begin, end
             begin = end
-            yield end
         for work in sent:
             work.wait()
 

@@ -1,0 +1,101 @@
+"""What each rank of an export test does: an adapter's memory without a model, filled, then exported to one folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_lora.config.models import TrainerConfig
+from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.engine.megatron_utils.arena import Model, Range
+from areal_lora.engine.megatron_utils.convert import family_for
+from areal_lora.engine.megatron_utils.convert.registry import Dims
+from areal_lora.engine.megatron_utils.gather import AdapterMemory
+from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.plan import wire_layout
+from areal_lora.trainer.export import export_adapter
+from areal_lora.types import AdapterSpec, ExpertLayout
+from areal_lora.weight_sync.exchange import GroupExchange
+from areal_lora.weight_sync.layout import AdapterLayout
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+SMALL = Dims(hidden=24, heads=24, head_dim=2, ffn=24, moe_ffn=24, kv_heads=2, experts=8, dense_layers=frozenset({1}))
+LARGE = Dims(hidden=1024, heads=16, head_dim=64, ffn=2048, moe_ffn=512, kv_heads=4, experts=32)
+LAYERS = 8
+
+
+def model(dims: Dims, sizes: Mapping[str, int]) -> Model:
+    layout = Layout.of(TrainerConfig(**sizes), layers=LAYERS, experts=dims.experts)
+    return Model(family=family_for("qwen3_moe"), dims=dims, layout=layout)
+
+
+def spec(rank: int, experts: ExpertLayout) -> AdapterSpec:
+    return AdapterSpec(name="a", base_model="b", rank=rank, alpha=8.0, target_modules=TARGETS, expert_layout=experts)
+
+
+def values(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A wire tensor, by its name only."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Engine:
+    """The verbs that an export uses, on an adapter without a model."""
+
+    def __init__(self, it: Model, spec: AdapterSpec) -> None:
+        self.rank = dist.get_rank()
+        self.memory = AdapterMemory(it, spec, self.rank, torch.device("cpu"))
+        self._groups = {}
+        for part, size in ((Range.DENSE_SPLIT, it.layout.tp), (Range.EXPERT_SPLIT, it.layout.etp)):
+            for first in range(0, it.layout.world, size):
+                group = dist.new_group(list(range(first, first + size)))
+                if self.rank in range(first, first + size):
+                    self._groups[part] = group
+        shapes = {t.name: t.shape for shard in self.memory.layout("float32").shards for t in shard.tensors}
+        held = {name: values(name, shapes[name]) for name in self.memory.held_names()}
+        self.memory.load(self.memory.weights, held)
+
+    def _adapter(self, name: str) -> Any:
+        return SimpleNamespace(memory=self.memory)
+
+    def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
+        return self.memory.layout(dtype)
+
+    export_adapter = MegatronEngine.export_adapter
+
+
+def memory_bytes(key: str) -> int:
+    [line] = [row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(key)]
+    return int(line.split()[1]) * 1024
+
+
+def export_all(folder: Path, cases: list[tuple[str, Dims, dict[str, int], int, ExpertLayout]]) -> dict[str, Any]:
+    """By case, how much more memory this rank has held during the export than before it."""
+    exchange, grown = GroupExchange(timeout_s=60.0), {}
+    for name, dims, sizes, rank, experts in cases:
+        engine: Any = Engine(model(dims, sizes), spec(rank, experts))
+        tenant: Any = SimpleNamespace(name="a", spec=spec(rank, experts))
+        # As after a checkpoint: the plans of the engine exist.
+        engine.memory.export(engine.memory.weights, engine._groups)
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory_bytes("VmRSS")
+        export_adapter(engine, tenant, exchange, folder / name)
+        grown[name] = memory_bytes("VmHWM") - before
+        dist.barrier()
+    return grown
+
+
+def whole(dims: Dims, rank: int, experts: ExpertLayout) -> dict[str, Tensor]:
+    """What the file must hold, by name in it."""
+    layout = wire_layout(model(dims, {"world_size": 1}), spec(rank, experts), "float32")
+    wire = {t.name: values(t.name, t.shape) for shard in layout.shards for t in shard.tensors}
+    wire |= {name: wire[target].clone() for name, target in layout.aliases.items()}
+    return {f"base_model.model.{name}": tensor for name, tensor in wire.items()}
