@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.architectures import ModelShape, read_hf_config
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.data.collate import HOST
 from areal_lora.data.packing import plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.megatron_utils.arena import Model, Range
@@ -108,7 +109,7 @@ class MegatronEngine:
                 pieces = self._run(batch, None, temperature)
         finally:
             self._lora.set_enabled(self._model, True)
-        packed = torch.zeros(batch.n_tokens)
+        packed = torch.zeros(batch.n_tokens, device=HOST)
         bounds = batch.cu_seqlens.tolist()
         for rows, values in pieces:
             at = 0

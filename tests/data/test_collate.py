@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -103,3 +103,18 @@ def test_staleness_is_counted_per_token_and_bounded() -> None:
         assert_staleness(batch, version=6, max_staleness=1)
     with pytest.raises(StalenessError):
         assert_staleness(batch, version=5, max_staleness=2)  # a token from the future
+
+
+def test_a_batch_is_made_on_the_host_and_its_parts_where_it_is() -> None:
+    """Whatever torch's default device is: on "meta" a tensor that is made without a device holds nothing."""
+    want = [select(collate(GROUPS), [2, 0]), *split_minibatches(collate(GROUPS), 2)]
+    torch.set_default_device("meta")
+    try:
+        got = [select(collate(GROUPS), [2, 0]), *split_minibatches(collate(GROUPS), 2)]
+    finally:
+        torch.set_default_device(None)
+    for a, b in zip(want, got, strict=True):
+        for f in fields(a):
+            value = getattr(b, f.name)
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(getattr(a, f.name), value), f.name
