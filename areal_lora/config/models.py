@@ -28,7 +28,7 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Run name; also the folder below `root`.")
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
-    steps: PositiveInt = Field(description="Optimizer steps (each publishes one version).")
+    steps: PositiveInt = Field(description="Training steps: each trains on one batch and publishes one version.")
     stop_grace_s: Annotated[float, Field(gt=0, le=8)] = Field(
         8.0, description="Seconds between a polite stop and a kill; at most 8, so that a stop takes less than 10."
     )
@@ -156,9 +156,11 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
-    warmup_steps: NonNegInt = 0
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    min_lr_ratio: NonNegFloat = 0.0
+    warmup_steps: NonNegInt = Field(0, description="Training steps in which the learning rate rises linearly to `lr`.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="Learning rate from the end of the warm-up to `run.steps`, by training steps."
+    )
+    min_lr_ratio: NonNegFloat = Field(0.0, description="Where the schedule ends, as a fraction of `lr`.")
 
 
 class SamplingConfig(Section):
@@ -190,7 +192,9 @@ class AdapterConfig(Section):
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapter's input.")
     init_from: str | None = Field(None, description="PEFT LoRA folder whose adapter is version 0; a new one if unset.")
-    minibatches: PositiveInt = Field(1, description="Optimizer steps per training batch.")
+    minibatches: PositiveInt = Field(
+        1, description="Optimizer steps per training step: parts of the batch, all at one learning rate."
+    )
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflow()
     reward: RewardConfig = NumericMatchReward()

@@ -62,6 +62,23 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     )
 
 
+def check_batch(batch: TrainBatch) -> None:
+    """Contract C10 for a packed batch: mask, versions and log-probabilities name the same tokens as the model's own.
+
+    A shift of one of these arrays against the others shows here, without any model. Raises AlignmentError.
+    """
+    mask = batch.loss_mask
+    wrong = {
+        "tokens 0 of their sequences are trained on": mask[batch.cu_seqlens[:-1]],
+        "tokens have a version or are trained on, but not both": (batch.versions >= 0) != mask,
+        "tokens that are not trained on have a log-probability": (batch.rollout_logprobs != 0) & ~mask,
+        "trained tokens have a log-probability that is not finite": ~batch.rollout_logprobs.isfinite() & mask,
+    }
+    found = [f"{int(tokens.sum())} {what}" for what, tokens in wrong.items() if bool(tokens.any())]
+    if found:
+        raise AlignmentError(f"of a batch of {batch.n_tokens} tokens {'; '.join(found)}: per-token arrays are shifted")
+
+
 def host_tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=HOST)
 

@@ -47,7 +47,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tenants = [build_tenant(config, adapter, tokenizer) for adapter in config.adapters]
     for tenant in tenants:
-        engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.steps, config.run.seed)
+        engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.seed)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     resume(engine, tenants, config, run_folder, control)
     client = _controller(config, run_folder, tenants) if rank == 0 else None

@@ -22,10 +22,11 @@ from areal_lora.engine.base import TrainEngine
 from areal_lora.obs.faults import reached
 from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.export import adapter_folder, export_adapter
-from areal_lora.trainer.learn import learn
+from areal_lora.trainer.learn import count_skips, learn
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.saving import Checkpointing
+from areal_lora.trainer.schedule import learning_rate
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.trainer.waits import catch_up, evaluated, join_checkpoint, join_publish, next_batch
 from areal_lora.types import AdapterRef
@@ -83,12 +84,14 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
     with spans.span("checkpoint_join"):
         join_checkpoint(trainer, tenant)
     with spans.span("train"):
-        report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
+        lr = learning_rate(tenant.config.optimizer, tenant.version, trainer.config.run.steps)
+        report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype, lr=lr)
     reached("trainer.learned")
     tenant.version += 1
     if trainer.recorder:
         # Before the checkpoint: a resumed run strikes out records beyond it, and could not add one that is missing.
         trainer.recorder.step(tenant, batch, report, histogram, spans)
+    count_skips(tenant, report)
     hand_over(trainer, tenant)
 
 

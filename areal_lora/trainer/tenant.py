@@ -26,7 +26,7 @@ class Tenant:
     ``spans`` are the phases since the version before was made, which ends a step. ``stored`` is the newest
     version with a checkpoint, written or under way. On rank 0 only: ``ledger``, the controller's snapshot
     that belongs to ``version``; held-out ``accuracies`` by version, and the versions whose evaluation is
-    ``awaited``.
+    ``awaited``. ``skipped`` counts the training steps in a row whose gradients were not finite.
     """
 
     config: AdapterConfig
@@ -39,6 +39,7 @@ class Tenant:
     ledger: bytes = b""
     accuracies: dict[int, float] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
+    skipped: int = 0
     spans: Spans = field(default_factory=Spans)
 
     @property

@@ -27,7 +27,7 @@ def _loss(kind: type, reduction: str, minibatches: int, device: str | None) -> d
     entropy = torch.rand(batch.n_tokens, generator=torch.Generator().manual_seed(3))
     torch.set_default_device(device)
     try:
-        annotated: TrainBatch = annotate(RecordedEngine(logprobs.detach()), tenant, batch)
+        annotated: TrainBatch = annotate(RecordedEngine(logprobs.detach(), batch), tenant, batch)
         sums = make_loss(tenant, 4)(annotated, logprobs, entropy)
         sums.loss.backward()
     finally:

@@ -107,7 +107,7 @@ def shifted_mask(engine: MegatronEngine, tenant: Tenant, rows: list[list[int]], 
     if shift:
         logprobs = torch.cat([logprobs[1:], logprobs[:1]])
     batch = replace(batch, rollout_logprobs=logprobs, versions=torch.where(batch.loss_mask, tenant.version, -1))
-    learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32")
+    learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32", lr=tenant.config.optimizer.lr)
 
 
 def main(run_folder: Path) -> None:
@@ -116,7 +116,7 @@ def main(run_folder: Path) -> None:
     engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tenant = build_tenant(config, config.adapters[0], tokenizer)
-    engine.add_adapter(tenant.spec, tenant.config.optimizer, 10, 1)
+    engine.add_adapter(tenant.spec, tenant.config.optimizer, 1)
     wait_endpoint(run_folder, "server", 0, 120)
     coordinator = Coordinator(
         run=config.run.name, secret=read_secret(run_folder), servers=RendezvousWatch(run_folder, 1).present(),

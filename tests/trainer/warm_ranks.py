@@ -36,7 +36,7 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         trainer = TrainerConfig(max_tokens_per_microbatch=150, **sizes)
         engine = MegatronEngine(ModelConfig(path=model, dtype="float32"), trainer, torch.device("cpu"))
         tenant, batch, seen = tenant_of(model, folder, rank, alpha), make_batch(make_rows()), {}
-        engine.add_adapter(tenant.spec, OPTIMIZER, total_steps=10, seed=1)
+        engine.add_adapter(tenant.spec, OPTIMIZER, seed=1)
         warm_start(engine, tenant, seed=1)
         seen["state"] = engine.export_state("a").parts
         seen["wire"] = numpy_of(engine.export_adapter("a"))
@@ -46,7 +46,7 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         )
         seen["differs"] = differ(scored, base, tolerance=1e-4)
         engine.forward_backward(batch, loss_fn, need_entropy=True)
-        engine.optim_step("a", 50.0)
+        engine.optim_step("a", 50.0, OPTIMIZER.lr)
         seen["stepped"] = numpy_of(engine.export_adapter("a"))
         results[case] = seen
         forget_layout()
