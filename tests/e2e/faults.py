@@ -110,6 +110,42 @@ def shifted_mask(engine: MegatronEngine, tenant: Tenant, rows: list[list[int]], 
     learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32", lr=tenant.config.optimizer.lr)
 
 
+def small_effects(
+    config: Config, engine: MegatronEngine, tenant: Tenant, random: dict[str, Tensor]
+) -> dict[str, str]:
+    """An adapter far below the tolerance of a bf16 run: what is right, then what never reaches the sampler."""
+    loose = config.weight_sync.model_copy(update={"probe_tolerance": 0.05})
+    coordinator = Coordinator(
+        run=config.run.name, secret=read_secret(config.run_folder),
+        servers=RendezvousWatch(config.run_folder, 1).present(), config=loose,
+    )
+    publisher = Tampering(
+        Publisher(run=config.run.name, config=loose, exchange=SoloExchange(), coordinator=coordinator)
+    )
+    publishing = AdapterPublishing(engine, publisher, loose, None)
+
+    def scaled(scale: float) -> dict[str, Tensor]:
+        return {n: t * scale if ".lora_B." in n else t for n, t in random.items()}
+
+    def older(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+        return [(n, scaled(0.0012)[n]) for n, _ in owned], spec
+
+    def nothing(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+        return [(n, t * 0.0 if ".lora_B." in n else t) for n, t in owned], spec
+
+    verdicts = {}
+    for name, scale, change in (
+        ("small adapter", 0.001, FAULTS["none"]), ("small step", 0.0012, FAULTS["none"]),
+        ("small step, the version before serves", 0.0016, older), ("small adapter, the base serves", 0.002, nothing),
+    ):  # fmt: skip
+        engine.load_adapter(tenant.name, scaled(scale))
+        tenant.version += 1
+        publisher.change = change
+        verdicts[name] = verdict(lambda: (publishing.publish(tenant, None), publishing.join(tenant)))
+    publishing.close()
+    return verdicts
+
+
 def main(run_folder: Path) -> None:
     config = Config.model_validate_json((run_folder / "config.json").read_text())
     join_world(config, run_folder, 0, 1)
@@ -138,6 +174,8 @@ def main(run_folder: Path) -> None:
         tenant.version += 1
         publisher.change = change
         verdicts[name] = verdict(lambda: (publishing.publish(tenant, None), publishing.join(tenant)))
+    publishing.close()
+    verdicts |= small_effects(config, engine, tenant, random)
     rows = [tokenizer.encode(f"Q: {i} + {i + 1}\nA: {2 * i + 1}", add_special_tokens=False) for i in range(8)]
     verdicts["aligned"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=False))
     verdicts["shift the loss mask by one"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=True))
