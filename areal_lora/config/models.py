@@ -167,8 +167,12 @@ class SamplingConfig(Section):
     prompts_per_step: PositiveInt = Field(description="Prompt groups in one training step.")
     n_samples: PositiveInt = Field(description="Answers per prompt (the group size).")
     max_new_tokens: PositiveInt
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = Field(
+        1.0, description="Divides the logits, on the servers and in the trainer; vLLM samples at no less than 0.01."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Below 1 sampling leaves out the tail, log-probabilities do not: a bias, see algorithms.md."
+    )
     deadline_s: PositiveFloat = Field(600.0, description="A rollout that takes longer is a `timeout`.")
     drop_uniform: bool = Field(
         False, description="Drop groups whose answers all have the same reward, and issue further prompts instead."
