@@ -22,6 +22,7 @@ from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.learn import learn, make_loss
 from areal_lora.trainer.tenant import Tenant, scoring_batch, split_rows
 from areal_lora.types import StepStats, TrainBatch
+from areal_lora.weight_sync.exchange import SoloExchange
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 
@@ -133,6 +134,7 @@ class Trainer:
         run = SimpleNamespace(steps=steps)
         self.config = SimpleNamespace(run=run, model=SimpleNamespace(dtype="float32"))
         self.engine, self.recorder, self.publishing, self.checkpointing = engine, None, None, None
+        self.auditor, self.control = None, SoloExchange()
 
 
 def _run(
