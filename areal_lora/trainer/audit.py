@@ -60,6 +60,7 @@ class Audit:
 
     ``error`` says why the batch contradicts the policy that is said to have sampled it, ``missing`` why excerpts
     could not be compared; empty if there is nothing to say. ``silent_steps`` in a row nothing was compared.
+    ``took_s`` is what it took beside the step.
     """
 
     tokens: int = 0
@@ -67,6 +68,7 @@ class Audit:
     error: str = ""
     missing: str = ""
     silent_steps: int = 0
+    took_s: float = 0.0
 
 
 def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
@@ -152,7 +154,8 @@ def _merged(audits: Sequence[Audit]) -> Audit | None:
     total = sum(a.tokens * a.gap for a in audits if a.gap is not None)
     return Audit(
         tokens=tokens, gap=total / tokens if tokens else None, silent_steps=audits[-1].silent_steps,
-        error=next((a.error for a in audits if a.error), ""), missing="; ".join(a.missing for a in audits if a.missing),
+        took_s=sum(a.took_s for a in audits), error=next((a.error for a in audits if a.error), ""),
+        missing="; ".join(a.missing for a in audits if a.missing),
     )
 
 
@@ -203,7 +206,8 @@ class Auditor:
         self._ended.append(replace(audit, silent_steps=self._silent_steps))
 
     def _audit(self, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
-        deadline = time.monotonic() + self._timeout_s
+        began = time.monotonic()
+        deadline = began + self._timeout_s
         servers = self.servers
         for gone in self._clients.keys() - set(servers):
             self._clients.pop(gone).close()
@@ -222,4 +226,5 @@ class Auditor:
                     reasons.append(str(e))
             raise PublishError("; ".join(reasons) or f"no server could be asked within {self._timeout_s:g} s")
 
-        return audit(excerpts, score, self._limit)
+        ended = audit(excerpts, score, self._limit)
+        return replace(ended, took_s=time.monotonic() - began)
