@@ -60,6 +60,9 @@ class Tampering:
         changed = make_layout(spec, layout.dtype, {0: [(n, tuple(t.shape)) for n, t in owned]}, aliases)
         return self._publisher.publish(layout=changed, pack=pack_of(changed, 0, tensors), **rest)
 
+    def close(self) -> None:
+        self._publisher.close()
+
 
 def flip_expert(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
     return [(n, -t if n == f"{EXPERT}.down_proj.lora_B.weight" else t) for n, t in owned], spec

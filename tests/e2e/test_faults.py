@@ -57,8 +57,8 @@ def test_what_is_right_is_accepted(verdicts: dict[str, str], name: str) -> None:
         ("wrong alpha", "ManifestError: publish refused: alpha"),
         ("nan", "ManifestError: publish refused: non_finite"),
         ("shift the loss mask by one", "AlignmentError"),
-        ("small step, the version before serves", "ParityError: gsm8k@v8 on server server-0"),
-        ("small adapter, the base serves", "ParityError: gsm8k@v9 on server server-0"),
+        ("small step, the version before serves", "ParityError: gsm8k@v9 on server server-0"),
+        ("small adapter, the base serves", "ParityError: gsm8k@v10 on server server-0"),
     ],
 )
 def test_each_fault_is_noticed(verdicts: dict[str, str], name: str, noticed_by: str) -> None:
