@@ -10,6 +10,7 @@ ArealLoraError
 ├── PublishError         a publish did not reach the servers (deadline, dead peer)
 ├── ParityError          trainer and server disagree about the policy (C6)
 ├── AlignmentError       a batch breaks the alignment contract (C10)
+├── NonFiniteError       gradients were not finite, several steps in a row
 ├── StalenessError       a sample beyond ``max_staleness`` reached the trainer (C7)
 ├── RolloutError         the rollout plane answered with an error
 ├── CheckpointError      training states cannot be written, or none that exists can be read
@@ -30,7 +31,7 @@ class ExitCode(IntEnum):
     """An error that nobody raised on purpose: a traceback is in the log."""
     WRONG_INPUT = 64
     CONTRADICTION = 65
-    """The run's data break a contract: parity, staleness, alignment, a broken adapter."""
+    """The run's data break a contract: parity, staleness, alignment, a broken adapter, gradients not finite."""
     MISSING = 69
     COMPONENT_FAILED = 70
     DISK = 74
@@ -104,6 +105,12 @@ class ParityError(ArealLoraError):
 
 class AlignmentError(ArealLoraError):
     """Per-token arrays of a batch do not line up."""
+
+    exit_code = ExitCode.CONTRADICTION
+
+
+class NonFiniteError(ArealLoraError):
+    """Training steps in a row had gradients that are not finite: the run learns nothing any more."""
 
     exit_code = ExitCode.CONTRADICTION
 

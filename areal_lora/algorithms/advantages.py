@@ -16,7 +16,7 @@ def _group_moments(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, 
     """Per sequence: size of its group, sum of its group's rewards, group sum of squared deviations. Each [N]."""
     _, index = torch.unique(group_ids, return_inverse=True)  # [N]
     n_groups = int(index.max()) + 1 if index.numel() else 0
-    zeros = torch.zeros(n_groups, dtype=torch.float64)
+    zeros = torch.zeros(n_groups, dtype=torch.float64, device=rewards.device)
     values = rewards.double()
     size = zeros.clone().index_add_(0, index, torch.ones_like(values))
     total = zeros.clone().index_add_(0, index, values)
@@ -68,7 +68,7 @@ def sample_rewards(rewards: Tensor, sample_ids: Tensor) -> Tensor:
 def _samples(sample_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The first sequence of every sample [samples], and every sequence's sample [N]."""
     _, index = torch.unique(sample_ids, return_inverse=True)
-    order = torch.arange(index.numel())
+    order = torch.arange(index.numel(), device=index.device)
     first = order.new_full((int(index.max()) + 1,), index.numel())
     return first.scatter_reduce(0, index, order, reduce="amin"), index
 

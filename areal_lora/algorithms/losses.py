@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_lora.algorithms.kl import k3
+from areal_lora.algorithms.kl import k3, ratio_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ def decoupled_ppo(
     on = weights > 0
     prox = logprobs.detach() if prox_logprobs is None else prox_logprobs
     gap = torch.where(on, prox - rollout_logprobs, torch.zeros_like(prox))
-    behaviour = gap.exp()
+    behaviour = ratio_of(gap)
     kept = on & (behaviour <= terms.behaviour_cap)
     weight = torch.where(kept, weights * behaviour, torch.zeros_like(weights))
     # Masked tokens may hold anything, infinities included: they are replaced before exp, not after.
     log_ratio = torch.where(kept, logprobs - prox, torch.zeros_like(prox))
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     clipped = ratio.clamp(1.0 - terms.eps_clip, 1.0 + terms.eps_clip_high)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     loss = -(weight * objective).sum()
@@ -70,7 +70,8 @@ def decoupled_ppo(
         "behaviour_abs": gap.abs().sum(),
     }
     if ref_logprobs is not None:
-        kl = torch.where(on, k3(logprobs, ref_logprobs), torch.zeros_like(prox))
+        zeros = torch.zeros_like(prox)
+        kl = k3(torch.where(on, logprobs, zeros), torch.where(on, ref_logprobs, zeros))  # 0 where both are
         loss = loss + terms.kl_coef * (weights * kl).sum()
         stats["kl"] = kl.detach().sum()
     if entropy is not None:

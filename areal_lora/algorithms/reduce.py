@@ -16,8 +16,8 @@ def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, reduction: Reduction) -
     if reduction != "sequence":
         return mask
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    index = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)  # [T]
-    counts = torch.zeros(lengths.numel()).index_add_(0, index, mask)
+    index = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)  # [T]
+    counts = torch.zeros(lengths.numel(), device=mask.device).index_add_(0, index, mask)
     return mask / counts.clamp_min(1.0)[index]
 
 

@@ -34,7 +34,7 @@ class AdapterState:
     """The share of an adapter's training state that one rank owns, as copies on the host.
 
     ``parts`` has one flat fp32 array per name of `PARTS`, in each the tensors of ``shapes`` (by wire
-    name) back to back in that order. ``step`` counts optimizer steps: Adam's clock and the LR's position.
+    name) back to back in that order. ``step`` counts optimizer steps that were taken: Adam's clock.
     """
 
     step: int
@@ -67,7 +67,11 @@ class RankRandom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an adapter's optimizer is, and what it was told: ``settings`` are `OptimizerConfig`'s values."""
+    """Where an adapter's optimizer is, and what it was told: ``settings`` are `OptimizerConfig`'s values.
+
+    ``step`` counts the optimizer steps that were taken, ``total_steps`` the training steps of the run, which have
+    one or several. The learning rate follows from the version alone.
+    """
 
     step: int
     total_steps: int

@@ -28,7 +28,7 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Run name; also the folder below `root`.")
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
-    steps: PositiveInt = Field(description="Optimizer steps (each publishes one version).")
+    steps: PositiveInt = Field(description="Training steps: each trains on one batch and publishes one version.")
     stop_grace_s: Annotated[float, Field(gt=0, le=8)] = Field(
         8.0, description="Seconds between a polite stop and a kill; at most 8, so that a stop takes less than 10."
     )
@@ -156,17 +156,23 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
-    warmup_steps: NonNegInt = 0
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    min_lr_ratio: NonNegFloat = 0.0
+    warmup_steps: NonNegInt = Field(0, description="Training steps in which the learning rate rises linearly to `lr`.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="Learning rate from the end of the warm-up to `run.steps`, by training steps."
+    )
+    min_lr_ratio: NonNegFloat = Field(0.0, description="Where the schedule ends, as a fraction of `lr`.")
 
 
 class SamplingConfig(Section):
     prompts_per_step: PositiveInt = Field(description="Prompt groups in one training step.")
     n_samples: PositiveInt = Field(description="Answers per prompt (the group size).")
     max_new_tokens: PositiveInt
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = Field(
+        1.0, description="Divides the logits, on the servers and in the trainer; vLLM samples at no less than 0.01."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Below 1 sampling leaves out the tail, log-probabilities do not: a bias, see algorithms.md."
+    )
     deadline_s: PositiveFloat = Field(600.0, description="A rollout that takes longer is a `timeout`.")
     drop_uniform: bool = Field(
         False, description="Drop groups whose answers all have the same reward, and issue further prompts instead."
@@ -190,7 +196,9 @@ class AdapterConfig(Section):
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapter's input.")
     init_from: str | None = Field(None, description="PEFT LoRA folder whose adapter is version 0; a new one if unset.")
-    minibatches: PositiveInt = Field(1, description="Optimizer steps per training batch.")
+    minibatches: PositiveInt = Field(
+        1, description="Optimizer steps per training step: parts of the batch, all at one learning rate."
+    )
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflow()
     reward: RewardConfig = NumericMatchReward()

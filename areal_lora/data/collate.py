@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import TrainBatch, Trajectory, TrajectoryGroup
+
+HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
 
 
 def check_alignment(trajectory: Trajectory) -> None:
@@ -45,18 +48,39 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     for g, trajectory in rows:
         samples.setdefault((g, trajectory.sample), len(samples))
     check_rewards(rows)
-    lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)])
+    lengths = torch.tensor([0, *(len(t.token_ids) for _, t in rows)], device=HOST)
     return TrainBatch(
-        token_ids=torch.tensor([x for _, t in rows for x in t.token_ids], dtype=torch.int64),
+        token_ids=host_tensor([x for _, t in rows for x in t.token_ids], torch.int64),
         cu_seqlens=lengths.cumsum(0),
-        loss_mask=torch.tensor([x for _, t in rows for x in t.loss_mask], dtype=torch.bool),
-        rollout_logprobs=torch.tensor([x for _, t in rows for x in t.rollout_logprobs], dtype=torch.float32),
-        versions=torch.tensor([x for _, t in rows for x in t.versions], dtype=torch.int64),
-        rewards=torch.tensor([t.reward for _, t in rows], dtype=torch.float32),
-        group_ids=torch.tensor([g for g, _ in rows], dtype=torch.int64),
-        sample_ids=torch.tensor([samples[g, t.sample] for g, t in rows], dtype=torch.int64),
+        loss_mask=host_tensor([x for _, t in rows for x in t.loss_mask], torch.bool),
+        rollout_logprobs=host_tensor([x for _, t in rows for x in t.rollout_logprobs], torch.float32),
+        versions=host_tensor([x for _, t in rows for x in t.versions], torch.int64),
+        rewards=host_tensor([t.reward for _, t in rows], torch.float32),
+        group_ids=host_tensor([g for g, _ in rows], torch.int64),
+        sample_ids=host_tensor([samples[g, t.sample] for g, t in rows], torch.int64),
         adapters=tuple(t.adapter.name for _, t in rows),
     )
+
+
+def check_batch(batch: TrainBatch) -> None:
+    """Contract C10 for a packed batch: mask, versions and log-probabilities name the same tokens as the model's own.
+
+    A shift of one of these arrays against the others shows here, without any model. Raises AlignmentError.
+    """
+    mask = batch.loss_mask
+    wrong = {
+        "tokens 0 of their sequences are trained on": mask[batch.cu_seqlens[:-1]],
+        "tokens have a version or are trained on, but not both": (batch.versions >= 0) != mask,
+        "tokens that are not trained on have a log-probability": (batch.rollout_logprobs != 0) & ~mask,
+        "trained tokens have a log-probability that is not finite": ~batch.rollout_logprobs.isfinite() & mask,
+    }
+    found = [f"{int(tokens.sum())} {what}" for what, tokens in wrong.items() if bool(tokens.any())]
+    if found:
+        raise AlignmentError(f"of a batch of {batch.n_tokens} tokens {'; '.join(found)}: per-token arrays are shifted")
+
+
+def host_tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=HOST)
 
 
 def check_rewards(rows: Sequence[tuple[int, Trajectory]]) -> None:
@@ -73,13 +97,14 @@ def check_rewards(rows: Sequence[tuple[int, Trajectory]]) -> None:
 def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     """The given sequences, in the given order, as a batch of their own."""
     bounds = batch.cu_seqlens.tolist()
-    index = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in sequences])
-    rows = torch.tensor(list(sequences), dtype=torch.int64)
+    device = batch.token_ids.device
+    index = torch.cat([torch.arange(bounds[i], bounds[i + 1], device=device) for i in sequences])
+    rows = torch.tensor(list(sequences), dtype=torch.int64, device=device)
 
     def tokens(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[index]
 
-    lengths = torch.tensor([0, *(bounds[i + 1] - bounds[i] for i in sequences)])
+    lengths = torch.tensor([0, *(bounds[i + 1] - bounds[i] for i in sequences)], device=device)
     return replace(
         batch,
         token_ids=batch.token_ids[index], cu_seqlens=lengths.cumsum(0), loss_mask=batch.loss_mask[index],

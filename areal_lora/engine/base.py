@@ -2,10 +2,10 @@
 
 One process per rank, all ranks call the same verbs in the same order (SPMD)::
 
-    engine.add_adapter(spec, optimizer, total_steps, seed)
+    engine.add_adapter(spec, optimizer, seed)
     logp = engine.logprobs(batch, adapter="math")              # [T], whole batch, on every rank
     stats = engine.forward_backward(minibatch, loss_fn)        # sums into the adapter's gradients
-    step = engine.optim_step("math", denominator=n_tokens)     # divide, reduce, clip, Adam
+    step = engine.optim_step("math", denominator=n_tokens, lr=1e-4)  # divide, reduce, clip, Adam
     for done in engine.pack_adapter("math", "float32", flat): ...  # this rank's share of the publish
 
 A `TrainBatch` is whole and equal on every rank; the engine picks its data-parallel part, cuts
@@ -66,12 +66,12 @@ class TrainEngine(Protocol):
         """Whether this rank owns adapter tensors to publish (not collective)."""
         ...
 
-    def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, total_steps: int, seed: int) -> None:
+    def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
         """Attach a trainable adapter: lora_A kaiming-uniform, lora_B zero, all fp32.
 
         The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they
-        are equal for every layout. ``total_steps`` is the length of the LR schedule. Raises
-        ConfigError for a target module that matches nothing or a second resident adapter.
+        are equal for every layout. ``optimizer`` says how Adam updates and clips; the learning rate comes with
+        each step. Raises ConfigError for a target module that matches nothing or a second resident adapter.
         """
         ...
 
@@ -94,8 +94,8 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def optim_step(self, adapter: str, denominator: float) -> StepStats:
-        """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step.
+    def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+        """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step at ``lr``.
 
         Returns ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1.0 when a gradient was
         not finite on some rank: weights and moments are then untouched). Gradients are zero

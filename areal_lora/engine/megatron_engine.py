@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.architectures import ModelShape, read_hf_config
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.data.collate import HOST
 from areal_lora.data.packing import plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.megatron_utils.arena import Model, Range
@@ -79,7 +80,7 @@ class MegatronEngine:
     def is_source(self) -> bool:
         return self._resident is not None and self._resident.memory.shard("float32") is not None
 
-    def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, total_steps: int, seed: int) -> None:
+    def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
         if self._resident is not None:
             raise ConfigError(
                 "adapters", f"{spec.name!r} is a second adapter; the Megatron engine holds one at a time",
@@ -96,7 +97,7 @@ class MegatronEngine:
         first = {t.name: initial_tensor(t, seed) for shard in shards for t in shard.tensors if t.name in held}
         memory.load(memory.weights, first)
         self._resident = _Resident(
-            spec=spec, memory=memory, optimizer=self._optim.AdapterOptimizer(optimizer, total_steps, memory)
+            spec=spec, memory=memory, optimizer=self._optim.AdapterOptimizer(optimizer, memory)
         )
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
@@ -108,7 +109,7 @@ class MegatronEngine:
                 pieces = self._run(batch, None, temperature)
         finally:
             self._lora.set_enabled(self._model, True)
-        packed = torch.zeros(batch.n_tokens)
+        packed = torch.zeros(batch.n_tokens, device=HOST)
         bounds = batch.cu_seqlens.tolist()
         for rows, values in pieces:
             at = 0
@@ -134,8 +135,8 @@ class MegatronEngine:
             sums.update({name: float(value) for name, value in stats.items()})
         return self._sum_over_ranks(sums)
 
-    def optim_step(self, adapter: str, denominator: float) -> StepStats:
-        return self._adapter(adapter).optimizer.step(denominator)
+    def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+        return self._adapter(adapter).optimizer.step(denominator, lr)
 
     def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
         return self._adapter(adapter).memory.layout(dtype)

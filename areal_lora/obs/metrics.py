@@ -40,6 +40,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     ``retried`` (by kind of fault), ``reissued`` and ``late`` (answers to a group that had gone on without
     them) count groups since the run began.
     ``servers_idle`` is the fraction of the time since the step before in which no group was in flight.
+    ``audited_tokens`` were scored again by a server under the versions that sampled them, of this batch or the one
+    before; ``audit_gap`` is the mean difference, ``unaudited_steps`` for how many batches in a row there were none.
     """
 
     step: int
@@ -80,6 +82,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     reissued: int = 0
     late: int = 0
     servers_idle: float | None = None
+    audited_tokens: int = 0
+    audit_gap: float | None = None
+    unaudited_steps: int = 0
     extra: dict[str, float | None] = {}
 
     @property

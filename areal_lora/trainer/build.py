@@ -21,6 +21,8 @@ from areal_lora.obs.heartbeat import beat_on
 from areal_lora.obs.log import set_status
 from areal_lora.platforms.device import own_device, platform_of
 from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.trainer.audit import Auditor
+from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.loop import Trainer
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
@@ -47,16 +49,22 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tenants = [build_tenant(config, adapter, tokenizer) for adapter in config.adapters]
     for tenant in tenants:
-        engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.steps, config.run.seed)
+        engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.seed)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     resume(engine, tenants, config, run_folder, control)
     client = _controller(config, run_folder, tenants) if rank == 0 else None
     recorder = Recorder(config, run_folder, client, tenants, started_s) if client else None
     store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(store=store, config=config.checkpoint, committed=partial(_commit, client) if client else None)
+    auditor = None
+    if rank == 0:
+        auditor = Auditor(
+            read_secret(run_folder), ALIGNMENT_LIMITS[config.model.dtype], timeout_s=config.weight_sync.attempt_s,
+            max_model_len=config.rollout.max_model_len,
+        )
     publisher = Publisher(
         run=config.run.name, config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        coordinator=_coordinator(config, run_folder, client) if client else None,
+        coordinator=_coordinator(config, run_folder, client, auditor) if client and auditor else None,
         bind=reachable_host(config.cluster.bind), backend=platform_of(device).xccl, device=device,
     )
     publishing = AdapterPublishing(
@@ -65,6 +73,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     return Trainer(
         config=config, run_folder=run_folder, engine=engine, tenants=tenants,
         checkpointing=Checkpointing(config, engine, saver), publishing=publishing, recorder=recorder, control=control,
+        auditor=auditor,
     )
 
 
@@ -90,7 +99,7 @@ def _commit(client: RolloutClient, ref: AdapterRef) -> None:
         reached("trainer.committed")
 
 
-def _coordinator(config: Config, run_folder: Path, client: RolloutClient) -> Coordinator:
+def _coordinator(config: Config, run_folder: Path, client: RolloutClient, auditor: Auditor) -> Coordinator:
     """Rank 0's: knows the servers of the run folder, and tells the controller where each version serves."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
@@ -98,6 +107,7 @@ def _coordinator(config: Config, run_folder: Path, client: RolloutClient) -> Coo
         wait_endpoint(run_folder, "server", index, STARTUP_TIMEOUT_S)
 
     def announce(active: Active) -> None:
+        auditor.servers = active.servers
         client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost)
         reached("trainer.published")
 

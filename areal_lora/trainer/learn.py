@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from areal_lora.algorithms.alignment import shift_of, shift_votes
 from areal_lora.algorithms.losses import decoupled_ppo
 from areal_lora.algorithms.reduce import denominator, token_weights
-from areal_lora.data.collate import split_minibatches
+from areal_lora.data.collate import check_batch, split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
-from areal_lora.errors import AlignmentError
+from areal_lora.errors import AlignmentError, NonFiniteError
+from areal_lora.obs.log import get_logger
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch
 
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
 
+MAX_SKIPPED = 3  # training steps in a row; one batch can be unlucky, three are a broken run
+
+log = get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnReport:
-    """Sums over the batch's trained tokens (``sums``), and the last optimizer step's figures."""
+    """Sums over the batch's trained tokens (``sums``), and the last optimizer step's figures.
+
+    ``skipped`` is the fraction of the optimizer steps that were not taken because a gradient was not finite.
+    """
 
     sums: dict[str, float]
     grad_norm: float
@@ -45,7 +55,10 @@ def make_loss(tenant: Tenant, version: int) -> LossFn:
             logprobs=logprobs, prox_logprobs=micro.prox_logprobs, rollout_logprobs=micro.rollout_logprobs,
             advantages=micro.advantages, weights=weights, ref_logprobs=micro.ref_logprobs, entropy=entropy,
         )
-        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, logprobs.detach(), version)})
+        current = logprobs.detach()
+        before = current if micro.prox_logprobs is None else micro.prox_logprobs
+        votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
+        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, current, version), **votes})
 
     return loss
 
@@ -63,15 +76,18 @@ def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Te
     }
 
 
-def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype: str) -> LearnReport:
-    """Take the tenant's optimizer steps on one annotated batch. Collective over all ranks.
+def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype: str, lr: float) -> LearnReport:
+    """Take the tenant's optimizer steps on one annotated batch, all at rate ``lr``. Collective over all ranks.
 
     Raises:
-        AlignmentError: before any weight of this batch has moved, log-probabilities differ
-            from those computed for the same policy by more than rounding (contract C10).
+        AlignmentError: the batch's arrays contradict each other, its log-probabilities lie one token beside their
+            tokens, or before any weight has moved they differ from those computed for the same policy by more than
+            rounding (contract C10). No step is taken on what was found wrong.
     """
+    check_batch(batch)
     loss_fn = make_loss(tenant, tenant.version)
     totals: Counter[str] = Counter()
+    skipped: list[float] = []
     for index, minibatch in enumerate(split_minibatches(batch, tenant.config.minibatches)):
         sums = engine.forward_backward(
             minibatch, loss_fn,
@@ -79,15 +95,32 @@ def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype:
         )
         if index == 0:
             _assert_aligned(sums, ALIGNMENT_LIMITS[base_dtype])
+        _assert_not_shifted(sums)
         totals.update(sums)
         divisor = denominator(
             minibatch.loss_mask, minibatch.n_sequences,
             tenant.config.algorithm.reduction, tenant.config.sampling.max_new_tokens,
         )
-        stats = engine.optim_step(tenant.name, divisor).values
+        stats = engine.optim_step(tenant.name, divisor, lr).values
+        skipped.append(stats["skipped"])
     return LearnReport(
-        sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=stats["skipped"],
+        sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=sum(skipped) / len(skipped),
     )
+
+
+def count_skips(tenant: Tenant, report: LearnReport) -> None:
+    """Raises NonFiniteError at the ``MAX_SKIPPED``-th training step in a row of which nothing was learned."""
+    if report.skipped:
+        broken = [name for name, value in report.sums.items() if not math.isfinite(value)]
+        what = f"sums that are not finite: {', '.join(sorted(broken)) or 'none, only the gradient'}"
+        log.warning("step %d of %s: %.0f %% of its optimizer steps skipped; %s", tenant.version - 1, tenant.name,
+                    100 * report.skipped, what)
+    tenant.skipped = tenant.skipped + 1 if report.skipped == 1.0 else 0
+    if tenant.skipped >= MAX_SKIPPED:
+        raise NonFiniteError(
+            f"{tenant.name}: the gradients of {tenant.skipped} training steps in a row were not finite ({what}); "
+            "lower optimizer.lr or algorithm.kl_coef, or look at the answers of these steps"
+        )
 
 
 def _assert_aligned(sums: dict[str, float], limit: float) -> None:
@@ -100,3 +133,12 @@ def _assert_aligned(sums: dict[str, float], limit: float) -> None:
                 f"mean |logp - {name} logp| is {total / count:.3g} over {count:.0f} tokens of an unmoved policy, "
                 f"limit {limit:g}: per-token arrays are shifted, or trainer and server compute different policies"
             )
+
+
+def _assert_not_shifted(sums: dict[str, float]) -> None:
+    direction = shift_of(sums["pairs"], sums["late"], sums["early"])
+    if direction:
+        raise AlignmentError(
+            f"rollout logprobs lie one token too {direction}: {sums[direction]:.0f} of {sums['pairs']:.0f} "
+            "neighbouring tokens fit each other's record better than their own"
+        )

@@ -21,20 +21,30 @@ from areal_lora.config.models import Config
 from areal_lora.engine.base import TrainEngine
 from areal_lora.obs.faults import reached
 from areal_lora.trainer.annotate import annotate
+from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.export import adapter_folder, export_adapter
-from areal_lora.trainer.learn import learn
+from areal_lora.trainer.learn import count_skips, learn
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.saving import Checkpointing
+from areal_lora.trainer.schedule import learning_rate
 from areal_lora.trainer.tenant import Tenant
-from areal_lora.trainer.waits import catch_up, evaluated, join_checkpoint, join_publish, next_batch
+from areal_lora.trainer.waits import (
+    begin_audit,
+    catch_up,
+    collect_audit,
+    evaluated,
+    join_checkpoint,
+    join_publish,
+    next_batch,
+)
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.exchange import Exchange
 
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """What a rank holds for a whole run. ``recorder`` talks to the controller and the disk: rank 0 only."""
+    """What a rank holds for a whole run. ``recorder`` and ``auditor`` talk to others: rank 0 only."""
 
     config: Config
     run_folder: Path
@@ -44,6 +54,7 @@ class Trainer:
     publishing: AdapterPublishing
     recorder: Recorder | None
     control: Exchange
+    auditor: Auditor | None = None
 
     def close(self) -> None:
         """Say goodbye to the controller and the servers' groups."""
@@ -51,6 +62,8 @@ class Trainer:
         self.publishing.close()
         if self.recorder:
             self.recorder.close()
+        if self.auditor:
+            self.auditor.close()
 
 
 def train(trainer: Trainer) -> None:
@@ -60,6 +73,7 @@ def train(trainer: Trainer) -> None:
         hand_over(trainer, tenant)
     while (tenant := min(trainer.tenants, key=lambda t: t.version)).version < trainer.config.run.steps:
         train_step(trainer, tenant)
+    collect_audit(trainer, wait=True)
     for tenant in trainer.tenants:
         join_checkpoint(trainer, tenant)
         join_publish(trainer, tenant)
@@ -77,18 +91,22 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
     with spans.span("wait_batch"):
         batch, histogram = next_batch(trainer, tenant)
     reached("trainer.batch_received")
+    begin_audit(trainer, tenant, batch)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, tenant, batch)
     reached("trainer.annotated")
     with spans.span("checkpoint_join"):
         join_checkpoint(trainer, tenant)
     with spans.span("train"):
-        report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype)
+        lr = learning_rate(tenant.config.optimizer, tenant.version, trainer.config.run.steps)
+        report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype, lr=lr)
+    audit = collect_audit(trainer)
     reached("trainer.learned")
     tenant.version += 1
     if trainer.recorder:
         # Before the checkpoint: a resumed run strikes out records beyond it, and could not add one that is missing.
-        trainer.recorder.step(tenant, batch, report, histogram, spans)
+        trainer.recorder.step(tenant, batch, report, histogram, spans, audit)
+    count_skips(tenant, report)
     hand_over(trainer, tenant)
 
 

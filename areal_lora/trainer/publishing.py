@@ -18,7 +18,7 @@ from areal_lora.trainer.tenant import Tenant, split_rows
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.outcome import PublishReport
-from areal_lora.weight_sync.probe import ProbeExpectation, differ
+from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.publisher import Publisher, PublishHandle
 
 
@@ -34,6 +34,8 @@ class AdapterPublishing:
         self._pending: dict[str, PublishHandle] = {}
         self._layouts: dict[str, AdapterLayout] = {}
         self._base: dict[str, list[list[float]]] = {}
+        self._noise: dict[str, float] = {}
+        self._scored: dict[str, tuple[AdapterRef, list[list[float]]]] = {}
 
     def publish(self, tenant: Tenant, save: Save | None) -> None:
         """Start sending ``tenant.ref``. At most one publish per adapter is under way: call ``join`` first.
@@ -89,13 +91,15 @@ class AdapterPublishing:
         self._publisher.close()
 
     def _expected(self, tenant: Tenant) -> ProbeExpectation:
-        """What the trainer scores: the adapter now, and whether that is another policy than the base."""
-        cu_seqlens = tenant.probe.cu_seqlens
-        if tenant.name not in self._base:
-            self._base[tenant.name] = split_rows(self._engine.logprobs(tenant.probe, adapter=None), cu_seqlens)
-        scored = split_rows(self._engine.logprobs(tenant.probe, adapter=tenant.name), cu_seqlens)
+        """What the trainer scores: the adapter now, its base, and the version it published before."""
+        name, cu_seqlens = tenant.name, tenant.probe.cu_seqlens
+        if name not in self._base:
+            base, again = (self._engine.logprobs(tenant.probe, adapter=None) for _ in range(2))
+            self._base[name], self._noise[name] = split_rows(base, cu_seqlens), float((base - again).abs().max())
+        scored = split_rows(self._engine.logprobs(tenant.probe, adapter=name), cu_seqlens)
+        parent, before = self._scored.get(name, (None, None))
+        self._scored[name] = tenant.ref, scored
         return ProbeExpectation(
             token_ids=[[int(x) for x in row] for row in split_rows(tenant.probe.token_ids, cu_seqlens)],
-            logprobs=scored,
-            differs=differ(scored, self._base[tenant.name], self._config.probe_tolerance),
+            logprobs=scored, base=self._base[name], parent=parent, before=before, noise=self._noise[name],
         )

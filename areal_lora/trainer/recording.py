@@ -27,6 +27,7 @@ from areal_lora.obs.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.rollout.messages import EvalResult, RolloutSample, Stats
 from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.rates import RateMeter, Rates
 from areal_lora.trainer.tenant import Tenant
@@ -123,9 +124,14 @@ class Recorder:
         )
 
     def step(
-        self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans
+        self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans,
+        audit: Audit | None = None,
     ) -> None:
-        """Write the record of a step that has just been taken (``tenant.version`` is the new version)."""
+        """Write the record of a step that has just been taken (``tenant.version`` is the new version).
+
+        ``audit`` is what has become known during the step, of its batch or of the one before.
+        """
+        audit = audit or Audit()
         self.beat()
         stats = self._stats
         now = time.monotonic()
@@ -155,7 +161,11 @@ class Recorder:
                 dropped=stats.dropped if stats else {}, retried=stats.retried if stats else {},
                 reissued=stats.reissued if stats else 0, late=stats.late if stats else 0,
                 servers_idle=rates.servers_idle,
-                extra={"skipped": report.skipped, "capped_fraction": report.per_token("capped")},
+                audited_tokens=audit.tokens, audit_gap=audit.gap, unaudited_steps=audit.silent_steps,
+                extra={
+                    "skipped": report.skipped, "capped_fraction": report.per_token("capped"),
+                    "shift_pairs": report.sums["pairs"], "audit_s": audit.took_s,
+                },
             )
         )
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.data.collate import HOST
 from areal_lora.obs.trace import Spans
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
@@ -25,7 +26,7 @@ class Tenant:
     ``spans`` are the phases since the version before was made, which ends a step. ``stored`` is the newest
     version with a checkpoint, written or under way. On rank 0 only: ``ledger``, the controller's snapshot
     that belongs to ``version``; held-out ``accuracies`` by version, and the versions whose evaluation is
-    ``awaited``.
+    ``awaited``. ``skipped`` counts the training steps in a row whose gradients were not finite.
     """
 
     config: AdapterConfig
@@ -38,6 +39,7 @@ class Tenant:
     ledger: bytes = b""
     accuracies: dict[int, float] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
+    skipped: int = 0
     spans: Spans = field(default_factory=Spans)
 
     @property
@@ -68,16 +70,16 @@ def probe_batch(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTok
 
 def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
     """Plain sequences as a batch that is only scored: every token but each first one is on the mask."""
-    lengths = torch.tensor([0, *(len(r) for r in rows)])
-    tokens = torch.tensor([x for r in rows for x in r], dtype=torch.int64)
+    lengths = torch.tensor([0, *(len(r) for r in rows)], device=HOST)
+    tokens = torch.tensor([x for r in rows for x in r], dtype=torch.int64, device=HOST)
     cu_seqlens = lengths.cumsum(0)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[cu_seqlens[:-1]] = False
     return TrainBatch(
         token_ids=tokens, cu_seqlens=cu_seqlens, loss_mask=mask,
-        rollout_logprobs=torch.zeros(tokens.numel()), versions=torch.where(mask, 0, -1),
-        rewards=torch.zeros(len(rows)), group_ids=torch.zeros(len(rows), dtype=torch.int64),
-        sample_ids=torch.arange(len(rows)), adapters=(adapter,) * len(rows),
+        rollout_logprobs=torch.zeros(tokens.numel(), device=HOST), versions=torch.where(mask, 0, -1),
+        rewards=torch.zeros(len(rows), device=HOST), group_ids=torch.zeros(len(rows), dtype=torch.int64, device=HOST),
+        sample_ids=torch.arange(len(rows), device=HOST), adapters=(adapter,) * len(rows),
     )
 
 

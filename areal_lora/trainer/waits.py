@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from areal_lora.data.collate import assert_staleness, collate
+from areal_lora.errors import AlignmentError
+from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch, TrajectoryGroup
 from areal_lora.weight_sync.exchange import Exchange
@@ -51,6 +53,27 @@ def join_publish(trainer: Trainer, tenant: Tenant) -> None:
 def wait_for_rank_0(trainer: Trainer) -> None:
     """It alone may have waited for the controller, for longer than other collectives would wait for it."""
     trainer.control.broadcast_bytes(b"" if trainer.control.rank == 0 else None)
+
+
+def begin_audit(trainer: Trainer, tenant: Tenant, batch: TrainBatch) -> None:
+    """Rank 0 has a server confirm some of the batch; not collective."""
+    if trainer.auditor:
+        trainer.auditor.begin(tenant.name, batch, tenant.version, tenant.config.sampling.temperature)
+
+
+def collect_audit(trainer: Trainer, *, wait: bool = False) -> Audit | None:
+    """What servers have said so far about this batch and the one before, on rank 0.
+
+    Raises:
+        AlignmentError: the versions that are said to have sampled the batch contradict it; on every rank.
+    """
+    audit = trainer.auditor.collect(wait=wait) if trainer.auditor else None
+    error = trainer.control.broadcast_bytes(
+        (audit.error if audit else "").encode() if trainer.control.rank == 0 else None
+    ).decode()
+    if error:
+        raise AlignmentError(error)
+    return audit
 
 
 def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:

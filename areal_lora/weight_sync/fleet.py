@@ -40,6 +40,7 @@ class _Line:
         self.layouts: set[str] = set()  # sent since the last join
         self.checked: set[str] = set()
         self.base_logprobs: dict[str, list[list[float]]] = {}
+        self.served_logprobs: dict[str, dict[AdapterRef, list[list[float]]]] = {}  # of each probe, newest versions
 
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -143,7 +144,12 @@ class Fleet:
             if key not in line.base_logprobs:
                 line.base_logprobs[key] = line.client.score(None, expected.token_ids, _left_s(deadline))
             served = line.client.score(str(ref), expected.token_ids, _left_s(deadline))
-            return check_probe(ref, str(server), expected, served, line.base_logprobs[key], tolerance)
+            known = line.served_logprobs.setdefault(key, {})
+            before = None if expected.parent is None else known.get(expected.parent)
+            known[ref] = served
+            for old in sorted((r for r in known if r.name == ref.name), key=lambda r: r.version)[:-2]:
+                del known[old]
+            return check_probe(ref, str(server), expected, served, line.base_logprobs[key], tolerance, before)
 
         return {server: self._lines[server].thread.submit(score, server) for server in members}
 

@@ -1,4 +1,13 @@
-"""The truth check after a publish: trainer and server must score fixed sequences alike (contract C6)."""
+"""The truth check after a publish: trainer and server must score fixed sequences alike (contract C6).
+
+Two comparisons. Between trainer and server the kernels differ, and a tolerance must leave room for their
+rounding, so it cannot see an adapter whose effect is smaller. Within the server the kernels are the same and
+rounding cancels: where the trainer says that the new version answers otherwise than the base or the version
+before, the server must move, too::
+
+    trainer   v - base, v - (v-1)     where, and how much, at the tokens with the largest differences
+    server    v - base, v - (v-1)     must not be nothing there
+"""
 
 from __future__ import annotations
 
@@ -11,19 +20,29 @@ from areal_lora.types import AdapterRef
 
 Rows = Sequence[Sequence[float]]
 
+SMALLEST = 1e-5  # nats; what fp32 rounding makes of log-probabilities is a tenth of it
+CLEAR = 4.0  # times the trainer's own noise: what is a difference at all
+MOST = 32  # tokens that are looked at, those with the largest differences
+FEWEST = 16  # with fewer of them only exact equality counts
+STILL = 0.25  # a token that moved by less than this part of what the trainer says did not move
+SHARE = 0.75  # of the tokens that must not have moved; of a right server noise alone holds back at most an eighth
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeExpectation:
     """What the trainer says about N probe sequences under the version being published.
 
-    ``logprobs[n][t]`` speaks of token t given the tokens before it; entry 0 carries nothing.
-    ``differs`` says that the trainer's own adapter differs from its own base by more than the
-    tolerance: the server must then differ from its base too.
+    ``logprobs[n][t]`` speaks of token t given the tokens before it; entry 0 carries nothing. ``base`` are the
+    same under the trainer's own base, ``before`` under ``parent``, the version it published before; None where
+    that is not known. ``noise`` is how far two scorings of one thing by the trainer lie apart at most.
     """
 
     token_ids: list[list[int]]  # [N][T_n]
     logprobs: list[list[float]]  # [N][T_n]
-    differs: bool
+    base: list[list[float]]  # [N][T_n]
+    parent: AdapterRef | None = None
+    before: list[list[float]] | None = None  # [N][T_n]
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +58,18 @@ class ProbeResult:
 
 
 def check_probe(
-    ref: AdapterRef, server: str, expected: ProbeExpectation, served: Rows, base: Rows, tolerance: float
+    ref: AdapterRef, server: str, expected: ProbeExpectation, served: Rows, base: Rows, tolerance: float,
+    before: Rows | None = None,
 ) -> ProbeResult:
-    """Compare one server's answer. ``served`` and ``base`` are [N][T_n] like ``expected.logprobs``.
+    """Compare one server's answer. All rows are [N][T_n] like ``expected.logprobs``.
 
-    Raises ParityError if lengths differ, a value is not finite, the mean difference is above
-    ``tolerance``, or the adapter should show but ``served`` equals ``base`` bit for bit.
+    ``before`` are the server's scores of ``expected.parent``, None where it never gave any. Raises ParityError if
+    lengths differ, a value is not finite, the mean difference is above ``tolerance``, or the adapter should show
+    but ``served`` still answers like ``base`` or ``before``.
     """
     lengths = [len(row) for row in expected.token_ids]
-    for what, rows in (("trainer", expected.logprobs), ("server", served), ("base", base)):
+    given = (("trainer", expected.logprobs), ("trainer's base", expected.base), ("server", served), ("base", base))
+    for what, rows in given:
         if [len(row) for row in rows] != lengths:
             raise ParityError(f"{ref} on server {server}: {what} logprobs do not match the probe's lengths {lengths}")
     mine, theirs, plain = _scored(expected.logprobs), _scored(served), _scored(base)
@@ -56,11 +78,18 @@ def check_probe(
     differences = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
     if not all(map(math.isfinite, differences)):
         raise ParityError(f"{ref} on server {server}: the probe has logprobs that are not finite")
-    if expected.differs and theirs == plain:
-        raise ParityError(
-            f"{ref} on server {server}: the trainer's adapter changes the probe, but the server scores exactly like "
-            "its base; the adapter does not reach the sampler"
-        )
+    others = [("its base", expected.base, base)]
+    if expected.before is not None and before is not None:
+        others.append((str(expected.parent), expected.before, before))
+    for name, trainers, servers in others:
+        wanted = [a - b for a, b in zip(mine, _scored(trainers), strict=True)]
+        got = [a - b for a, b in zip(theirs, _scored(servers), strict=True)]
+        if _stayed(wanted, got, expected.noise):
+            largest = max(map(abs, wanted))
+            raise ParityError(
+                f"{ref} on server {server}: the trainer's adapter changes the probe by up to {largest:.2g} nats, but "
+                f"the server still answers like {name}; the adapter does not reach the sampler"
+            )
     result = ProbeResult(
         mean_abs=sum(differences) / len(differences), max_abs=max(differences), differs=theirs != plain
     )
@@ -72,10 +101,20 @@ def check_probe(
     return result
 
 
-def differ(mine: Rows, base: Rows, tolerance: float) -> bool:
-    """Whether the trainer's own scores [N][T_n] differ from its base's by more than ``tolerance`` in the mean."""
-    differences = [abs(a - b) for a, b in zip(_scored(mine), _scored(base), strict=True)]
-    return bool(differences) and sum(differences) / len(differences) > tolerance
+def _stayed(wanted: Sequence[float], got: Sequence[float], noise: float) -> bool:
+    """Whether the server did not move although the trainer did; ``wanted`` and ``got`` are both sides' differences.
+
+    Exact equality is proof. Otherwise the tokens vote, each by whether it moved, so that one token with a large
+    rounding error decides nothing. Noise of the server cannot cancel the right movement at most tokens.
+    """
+    floor = max(SMALLEST, CLEAR * noise)
+    clear = sorted((t for t, d in enumerate(wanted) if abs(d) > floor), key=lambda t: -abs(wanted[t]))[:MOST]
+    if not clear:
+        return False
+    if not any(got):
+        return True
+    still = sum(abs(got[t]) <= STILL * abs(wanted[t]) for t in clear)
+    return len(clear) >= FEWEST and still >= SHARE * len(clear)
 
 
 def _scored(rows: Rows) -> list[float]:

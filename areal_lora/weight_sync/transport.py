@@ -183,10 +183,14 @@ class RefusalReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ScoreRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Score ``token_ids`` (N sequences) under ``model``, an adapter reference; None is the base model."""
+    """Score ``token_ids`` (N sequences) under ``model``, an adapter reference; None is the base model.
+
+    Scores are log softmax(logits / ``temperature``).
+    """
 
     model: str | None
     token_ids: list[list[int]]
+    temperature: float = 1.0
 
 
 class ScoreReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -235,8 +239,10 @@ class AdminClient:
         """Raises ManifestError if the server refuses, PublishError if it fails."""
         return self.call("POST", PUBLISH_PATH, announcement, PublishReply, timeout_s)
 
-    def score(self, model: str | None, token_ids: list[list[int]], timeout_s: float) -> list[list[float]]:
-        body = encode_message(ScoreRequest(model=model, token_ids=token_ids))
+    def score(
+        self, model: str | None, token_ids: list[list[int]], timeout_s: float, temperature: float = 1.0
+    ) -> list[list[float]]:
+        body = encode_message(ScoreRequest(model=model, token_ids=token_ids, temperature=temperature))
         return self.call("POST", SCORE_PATH, body, ScoreReply, timeout_s).logprobs
 
     def shutdown(self, timeout_s: float) -> None:

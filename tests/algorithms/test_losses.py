@@ -112,3 +112,32 @@ def test_reductions(reduction: str, weights: list[float], divisor: float) -> Non
     cu_seqlens = torch.tensor([0, 3, 5])
     assert token_weights(mask, cu_seqlens, reduction).tolist() == weights
     assert denominator(mask, 2, reduction, max_new_tokens=10) == divisor
+
+
+@pytest.mark.parametrize("prox", [None, torch.tensor([-2.0, -1.0])])
+def test_a_masked_token_far_from_the_reference_leaves_no_trace_in_the_gradient(prox: torch.Tensor | None) -> None:
+    """``exp(93)`` is infinite in fp32; computed before the mask it makes the gradient NaN while the loss is finite."""
+    logprobs = torch.tensor([-95.0, -1.0], requires_grad=True)
+    sums = decoupled_ppo(
+        TERMS, logprobs=logprobs, prox_logprobs=prox, rollout_logprobs=torch.tensor([-2.0, -1.0]),
+        advantages=torch.tensor([0.0, 1.0]), weights=torch.tensor([0.0, 1.0]), ref_logprobs=torch.tensor([-2.0, -1.5]),
+        entropy=torch.tensor([float("inf"), 0.5], requires_grad=True),
+    )
+    sums.loss.backward()
+    assert math.isfinite(float(sums.loss.detach()))
+    # r = 1, so d loss / d logp is -A from the ratio and kl_coef (1 - exp(ref - logp)) from k3.
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -1.0 + 0.1 * (1 - math.exp(-0.5))])
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_trained_token_that_moved_beyond_what_fp32_can_hold_has_a_finite_gradient(advantage: float) -> None:
+    logprobs = torch.tensor([-2.0, -0.5], requires_grad=True)
+    sums = decoupled_ppo(
+        TERMS, logprobs=logprobs, prox_logprobs=torch.tensor([-95.0, -0.5]),
+        rollout_logprobs=torch.tensor([-95.0, -0.5]), advantages=torch.full((2,), advantage), weights=torch.ones(2),
+        ref_logprobs=torch.tensor([120.0, -0.5]),
+    )
+    sums.loss.backward()
+    assert torch.isfinite(sums.loss)
+    assert torch.isfinite(logprobs.grad).all()
+    assert float(logprobs.grad[0]) < 0 if advantage > 0 else float(logprobs.grad[0]) != 0, "towards the reference"

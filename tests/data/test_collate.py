@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from areal_lora.data.collate import assert_staleness, collate, select, split_minibatches
+from areal_lora.data.collate import assert_staleness, check_batch, collate, select, split_minibatches
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 
@@ -103,3 +103,28 @@ def test_staleness_is_counted_per_token_and_bounded() -> None:
         assert_staleness(batch, version=6, max_staleness=1)
     with pytest.raises(StalenessError):
         assert_staleness(batch, version=5, max_staleness=2)  # a token from the future
+
+
+def test_a_batch_is_made_on_the_host_and_its_parts_where_it_is() -> None:
+    """Whatever torch's default device is: on "meta" a tensor that is made without a device holds nothing."""
+    want = [select(collate(GROUPS), [2, 0]), *split_minibatches(collate(GROUPS), 2)]
+    torch.set_default_device("meta")
+    try:
+        got = [select(collate(GROUPS), [2, 0]), *split_minibatches(collate(GROUPS), 2)]
+    finally:
+        torch.set_default_device(None)
+    for a, b in zip(want, got, strict=True):
+        for f in fields(a):
+            value = getattr(b, f.name)
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(getattr(a, f.name), value), f.name
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "rollout_logprobs", "versions", "mask and versions"])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_shift_of_one_array_in_the_packed_batch_is_found(name: str, by: int) -> None:
+    batch = collate(GROUPS)
+    check_batch(batch)
+    names = ["loss_mask", "versions"] if name == "mask and versions" else [name]
+    with pytest.raises(AlignmentError, match="shifted"):
+        check_batch(replace(batch, **{n: getattr(batch, n).roll(by) for n in names}))

@@ -119,7 +119,7 @@ def build(
     spec = AdapterSpec(
         name="a", base_model=path, rank=RANK, alpha=ALPHA, target_modules=targets, expert_layout=case.expert_layout
     )
-    engine.add_adapter(spec, optimizer, total_steps=10, seed=1)
+    engine.add_adapter(spec, optimizer, seed=1)
     return engine
 
 
@@ -157,13 +157,13 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     seen["single"] = engine.logprobs(make_batch(make_rows()[3:4]), adapter="a").numpy()
 
     engine.forward_backward(batch, nan_loss_fn)
-    seen["skipped"] = engine.optim_step("a", DENOMINATOR).values
+    seen["skipped"] = engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr).values
     seen["after_skip"] = numpy_of(engine.export_adapter("a"))
 
     engine.forward_backward(batch, loss_fn, need_entropy=True)
     seen["grads"] = numpy_of(export_gradients(engine))
     seen["stats"] = engine.forward_backward(batch, loss_fn, need_entropy=True)
-    seen["step"] = engine.optim_step("a", DENOMINATOR).values
+    seen["step"] = engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr).values
     seen["stepped"] = numpy_of(engine.export_adapter("a"))
     seen["base_after"] = engine.logprobs(batch, adapter=None).numpy()
     seen["frozen_moved"] = [n for n, p in frozen_weights(engine).items() if not torch.equal(p, frozen[n])]
@@ -192,7 +192,7 @@ def experts_only(path: str, wire: dict[str, Any]) -> dict[str, Any]:
     layout = engine.adapter_layout("a")
     engine.load_adapter("a", {t.name: torch.from_numpy(wire[t.name]) for s in layout.shards for t in s.tensors})
     engine.forward_backward(make_batch(make_rows()), loss_fn, need_entropy=True)
-    engine.optim_step("a", DENOMINATOR)
+    engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     return {"is_source": engine.is_source, "stepped": numpy_of(engine.export_adapter("a"))}
 
 
@@ -225,7 +225,7 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
         except ArealLoraError as error:
             seen["refused"][what] = (type(error).__name__, str(error))
     for what, call in {
-        "not_resident": lambda: engine.optim_step("b", 1.0),
+        "not_resident": lambda: engine.optim_step("b", 1.0, 1.0),
         "mixed": lambda: engine.forward_backward(replace(batch, adapters=("a", "b", *batch.adapters[2:])), loss_fn),
     }.items():
         try:
@@ -243,20 +243,20 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
 
     state = engine.export_state("a")
     engine.forward_backward(batch, loss_fn, need_entropy=True)
-    seen["clipped_step"] = engine.optim_step("a", DENOMINATOR).values
+    seen["clipped_step"] = engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr).values
     seen["clipped"] = numpy_of(engine.export_adapter("a"))
     middle = engine.export_state("a")
     engine.forward_backward(batch, loss_fn, need_entropy=True)
-    engine.optim_step("a", DENOMINATOR)
+    engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     seen["second"] = numpy_of(engine.export_adapter("a"))
     engine.load_state("a", middle.tensors(), middle.step)
     engine.forward_backward(batch, loss_fn, need_entropy=True)
-    engine.optim_step("a", DENOMINATOR)
+    engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     seen["resumed"] = numpy_of(engine.export_adapter("a"))
 
     engine.load_state("a", state.tensors(), state.step)
     for part in split_minibatches(batch, 2):
         engine.forward_backward(part, loss_fn, need_entropy=True)
-    engine.optim_step("a", DENOMINATOR)
+    engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     seen["accumulated"] = numpy_of(engine.export_adapter("a"))
     return seen

@@ -11,6 +11,7 @@ from areal_lora.checkpoint.state import PARTS
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
+from areal_lora.trainer.schedule import learning_rate
 
 from .engine_ranks import DENOMINATOR, Case, build, forget_layout, loss_fn, make_batch, make_rows
 
@@ -36,7 +37,9 @@ def train(engine: MegatronEngine, steps: int) -> list[dict[str, float]]:
     batch, seen = make_batch(make_rows()), []
     for _ in range(steps):
         engine.forward_backward(batch, loss_fn, need_entropy=True)
-        seen.append(engine.optim_step("a", DENOMINATOR).values)
+        assert engine._resident is not None
+        lr = learning_rate(ADAM, engine._resident.optimizer.step_count, 10)
+        seen.append(engine.optim_step("a", DENOMINATOR, lr).values)
     return seen
 
 

@@ -60,6 +60,9 @@ class Tampering:
         changed = make_layout(spec, layout.dtype, {0: [(n, tuple(t.shape)) for n, t in owned]}, aliases)
         return self._publisher.publish(layout=changed, pack=pack_of(changed, 0, tensors), **rest)
 
+    def close(self) -> None:
+        self._publisher.close()
+
 
 def flip_expert(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
     return [(n, -t if n == f"{EXPERT}.down_proj.lora_B.weight" else t) for n, t in owned], spec
@@ -107,7 +110,43 @@ def shifted_mask(engine: MegatronEngine, tenant: Tenant, rows: list[list[int]], 
     if shift:
         logprobs = torch.cat([logprobs[1:], logprobs[:1]])
     batch = replace(batch, rollout_logprobs=logprobs, versions=torch.where(batch.loss_mask, tenant.version, -1))
-    learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32")
+    learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32", lr=tenant.config.optimizer.lr)
+
+
+def small_effects(
+    config: Config, engine: MegatronEngine, tenant: Tenant, random: dict[str, Tensor]
+) -> dict[str, str]:
+    """An adapter far below the tolerance of a bf16 run: what is right, then what never reaches the sampler."""
+    loose = config.weight_sync.model_copy(update={"probe_tolerance": 0.05})
+    coordinator = Coordinator(
+        run=config.run.name, secret=read_secret(config.run_folder),
+        servers=RendezvousWatch(config.run_folder, 1).present(), config=loose,
+    )
+    publisher = Tampering(
+        Publisher(run=config.run.name, config=loose, exchange=SoloExchange(), coordinator=coordinator)
+    )
+    publishing = AdapterPublishing(engine, publisher, loose, None)
+
+    def scaled(scale: float) -> dict[str, Tensor]:
+        return {n: t * scale if ".lora_B." in n else t for n, t in random.items()}
+
+    def older(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+        return [(n, scaled(0.0012)[n]) for n, _ in owned], spec
+
+    def nothing(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+        return [(n, t * 0.0 if ".lora_B." in n else t) for n, t in owned], spec
+
+    verdicts = {}
+    for name, scale, change in (
+        ("small adapter", 0.001, FAULTS["none"]), ("small step", 0.0012, FAULTS["none"]),
+        ("small step, the version before serves", 0.0016, older), ("small adapter, the base serves", 0.002, nothing),
+    ):  # fmt: skip
+        engine.load_adapter(tenant.name, scaled(scale))
+        tenant.version += 1
+        publisher.change = change
+        verdicts[name] = verdict(lambda: (publishing.publish(tenant, None), publishing.join(tenant)))
+    publishing.close()
+    return verdicts
 
 
 def main(run_folder: Path) -> None:
@@ -116,7 +155,7 @@ def main(run_folder: Path) -> None:
     engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tenant = build_tenant(config, config.adapters[0], tokenizer)
-    engine.add_adapter(tenant.spec, tenant.config.optimizer, 10, 1)
+    engine.add_adapter(tenant.spec, tenant.config.optimizer, 1)
     wait_endpoint(run_folder, "server", 0, 120)
     coordinator = Coordinator(
         run=config.run.name, secret=read_secret(run_folder), servers=RendezvousWatch(run_folder, 1).present(),
@@ -138,6 +177,8 @@ def main(run_folder: Path) -> None:
         tenant.version += 1
         publisher.change = change
         verdicts[name] = verdict(lambda: (publishing.publish(tenant, None), publishing.join(tenant)))
+    publishing.close()
+    verdicts |= small_effects(config, engine, tenant, random)
     rows = [tokenizer.encode(f"Q: {i} + {i + 1}\nA: {2 * i + 1}", add_special_tokens=False) for i in range(8)]
     verdicts["aligned"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=False))
     verdicts["shift the loss mask by one"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=True))

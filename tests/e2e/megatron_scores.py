@@ -29,7 +29,7 @@ def main(run_folder: Path, adapter: Path, out: Path) -> None:
     layout = config.trainer.model_copy(update={"world_size": 1, "ep": 1})
     engine = MegatronEngine(config.model, layout, torch.device("cpu"))
     spec, tensors = load_peft(adapter)
-    engine.add_adapter(spec, entry.optimizer, 1, 0)
+    engine.add_adapter(spec, entry.optimizer, 0)
     engine.load_adapter(spec.name, tensors)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     samples = load_samples(entry.task, "eval")[:16]

@@ -43,7 +43,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["version 0", "none", "aligned"])
+@pytest.mark.parametrize("name", ["version 0", "none", "aligned", "small adapter", "small step"])
 def test_what_is_right_is_accepted(verdicts: dict[str, str], name: str) -> None:
     assert verdicts[name] == "accepted"
 
@@ -57,6 +57,8 @@ def test_what_is_right_is_accepted(verdicts: dict[str, str], name: str) -> None:
         ("wrong alpha", "ManifestError: publish refused: alpha"),
         ("nan", "ManifestError: publish refused: non_finite"),
         ("shift the loss mask by one", "AlignmentError"),
+        ("small step, the version before serves", "ParityError: gsm8k@v9 on server server-0"),
+        ("small adapter, the base serves", "ParityError: gsm8k@v10 on server server-0"),
     ],
 )
 def test_each_fault_is_noticed(verdicts: dict[str, str], name: str, noticed_by: str) -> None:

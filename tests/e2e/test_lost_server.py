@@ -115,7 +115,8 @@ class Run:
                     during()
 
         logprobs = token_logprobs(hf_logits(self.model, tensors, PROMPT), PROMPT)
-        probe = ProbeExpectation(token_ids=[PROMPT], logprobs=[logprobs], differs=True)
+        base = token_logprobs(hf_logits(self.model, None, PROMPT), PROMPT)
+        probe = ProbeExpectation(token_ids=[PROMPT], logprobs=[logprobs], base=[base])
         parent = AdapterRef(name="math", version=self.version - 1) if self.version else None
         began = time.monotonic()
         handle = self.publisher.publish(

@@ -49,3 +49,27 @@ def test_mask_forbids_the_future() -> None:
     mask = causal_mask(3, CPU)
     assert mask.shape == (1, 1, 3, 3)
     assert mask[0, 0].tolist() == [[False, True, True], [False, False, True], [False, False, False]]
+
+
+def test_rows_are_made_on_the_host_whatever_the_default_device_is() -> None:
+    batch = make_batch(ROWS)
+    want = make_rows(batch, PLAN, 0, CPU)
+    torch.set_default_device("meta")
+    try:
+        got = make_rows(batch, PLAN, 0, CPU)
+        padding = make_rows(batch, MicroPlan(rows=((0,), ()), n_rows=2, width=4), 1, CPU)
+        packed = packed_from_rows(next_token_targets(got.token_ids).float(), got)
+    finally:
+        torch.set_default_device(None)
+    for name in ("token_ids", "position_ids", "index"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert got.micro is not None
+    assert got.micro.token_ids.device == padding.index.device == packed.device == CPU
+    assert packed.tolist() == [0, 32, 33, 34, 0]
+
+
+def test_rows_reach_the_device_that_was_asked_for() -> None:
+    rows = make_rows(make_batch(ROWS), PLAN, 0, torch.device("meta"))
+    assert rows.micro is not None
+    tensors = (rows.token_ids, rows.position_ids, rows.index, rows.micro.token_ids, rows.micro.cu_seqlens)
+    assert {t.device.type for t in tensors} == {"meta"}

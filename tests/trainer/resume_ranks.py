@@ -121,8 +121,9 @@ class Controller:
         batch = make_batch(rows)
         fields = {f: getattr(batch, f) for f in batch.__dataclass_fields__}
         fields |= {
-            "rollout_logprobs": self._engine.logprobs(batch, adapter="a"), "rewards": torch.rand(len(rows)),
-            "versions": torch.full_like(batch.versions, tenant.version),
+            "rollout_logprobs": self._engine.logprobs(batch, adapter="a") * batch.loss_mask,
+            "rewards": torch.rand(len(rows)),
+            "versions": torch.where(batch.loss_mask, tenant.version, -1),
             "group_ids": torch.arange(PROMPTS).repeat_interleave(2), "advantages": None,
         }  # fmt: skip
         self.note(f"step {tenant.version} {asked}")
@@ -161,7 +162,7 @@ def live(life: Life) -> dict[str, Any]:
         config=adapter, spec=adapter.spec(life.model), probe=scoring_batch(make_rows()[:2], "a"),
         algorithm=build_algorithm(adapter.algorithm, minibatches=1),
     )  # fmt: skip
-    engine.add_adapter(tenant.spec, adapter.optimizer, config.run.steps, seed=1)
+    engine.add_adapter(tenant.spec, adapter.optimizer, seed=1)
     resume(engine, [tenant], config, folder, GroupExchange(60.0))
     begun = tenant.version
     controller = Controller(folder, engine, tenant)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from areal_lora.errors import AlignmentError
 from areal_lora.obs.trace import Spans
+from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.loop import hand_over
-from areal_lora.trainer.waits import join_checkpoint, next_batch
+from areal_lora.trainer.waits import collect_audit, join_checkpoint, next_batch
 from areal_lora.types import TrajectoryGroup
 from areal_lora.weight_sync.exchange import SoloExchange
 from tests.checkpoint.helpers import ThreadExchange, on_ranks
@@ -102,3 +105,30 @@ def test_no_rank_goes_on_to_other_collectives_before_rank_0_has_joined(what: Cal
 
     assert on_ranks(run) == [None, None]
     assert log.index("rank 0 has joined") == 0
+
+
+class Auditor:
+    def __init__(self, audit: Audit | None) -> None:
+        self._audit = audit
+
+    def collect(self, *, wait: bool) -> Audit | None:
+        return self._audit
+
+
+@pytest.mark.parametrize("error", ["", "rollout logprobs lie one token too late"])
+def test_what_a_server_says_of_a_batch_ends_all_ranks_alike(error: str) -> None:
+    exchanges = ThreadExchange.make(2)
+    audits: list[Audit | None] = [None, None]
+
+    def run(rank: int) -> None:
+        auditor: Any = Auditor(Audit(tokens=5, error=error)) if rank == 0 else None
+        trainer: Any = SimpleNamespace(control=exchanges[rank], auditor=auditor)
+        audits[rank] = collect_audit(trainer)
+
+    ends = on_ranks(run)
+    if error:
+        assert [type(e) for e in ends] == [AlignmentError] * 2
+        assert {str(e) for e in ends} == {error}
+    else:
+        assert ends == [None, None]
+        assert audits == [Audit(tokens=5), None]

@@ -13,7 +13,6 @@ from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.trainer.tenant import Tenant, scoring_batch, split_rows
 from areal_lora.trainer.warm_start import warm_start
-from areal_lora.weight_sync.probe import differ
 from tests.distributed.engine_ranks import OPTIMIZER, TARGETS, forget_layout, loss_fn, make_batch, make_rows, numpy_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
@@ -36,7 +35,7 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         trainer = TrainerConfig(max_tokens_per_microbatch=150, **sizes)
         engine = MegatronEngine(ModelConfig(path=model, dtype="float32"), trainer, torch.device("cpu"))
         tenant, batch, seen = tenant_of(model, folder, rank, alpha), make_batch(make_rows()), {}
-        engine.add_adapter(tenant.spec, OPTIMIZER, total_steps=10, seed=1)
+        engine.add_adapter(tenant.spec, OPTIMIZER, seed=1)
         warm_start(engine, tenant, seed=1)
         seen["state"] = engine.export_state("a").parts
         seen["wire"] = numpy_of(engine.export_adapter("a"))
@@ -44,9 +43,9 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         scored, base = (
             split_rows(engine.logprobs(tenant.probe, adapter=name), tenant.probe.cu_seqlens) for name in ("a", None)
         )
-        seen["differs"] = differ(scored, base, tolerance=1e-4)
+        seen["differs"] = max(abs(a - b) for x, y in zip(scored, base) for a, b in zip(x, y)) > 1e-4
         engine.forward_backward(batch, loss_fn, need_entropy=True)
-        engine.optim_step("a", 50.0)
+        engine.optim_step("a", 50.0, OPTIMIZER.lr)
         seen["stepped"] = numpy_of(engine.export_adapter("a"))
         results[case] = seen
         forget_layout()

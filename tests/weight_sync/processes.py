@@ -166,7 +166,9 @@ class Rank:
         assert self.publisher is not None
         full = truth(version, seed)
         scaled = {n: t.numpy() * np.float32(2.0) for n, t in full.items() if ".lora_B." in n}
-        probe = ProbeExpectation(token_ids=PROBE_IDS, differs=version > 0, logprobs=scores(scaled, PROBE_IDS))
+        probe = ProbeExpectation(
+            token_ids=PROBE_IDS, base=scores(None, PROBE_IDS), logprobs=scores(scaled, PROBE_IDS)
+        )
         if fault == "NaN" and self.rank == 1:
             full["model.layers.1.mlp.experts.3.up_proj.lora_B.weight"][0, 0] = float("nan")
         layout = layout_of(full, self.sources, fault)

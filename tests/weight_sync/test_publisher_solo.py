@@ -63,11 +63,13 @@ class Solo:
             ),
         )
 
-    def publish(self, version, logprob=-1.0, seed=None, differs=True, drop=0):
+    def publish(self, version, logprob=-1.0, seed=None, drop=0):
         owned, aliases = share(values(version if seed is None else seed))
         owned = owned[: len(owned) - drop]
         layout = layout_of(owned, aliases)
-        probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, logprob, logprob]], differs=differs)
+        probe = ProbeExpectation(
+            token_ids=[[1, 2, 3]], logprobs=[[0.0, logprob, logprob]], base=[[0.0, -2.0, -2.0]]
+        )
         return self.publisher.publish(ref(version), None, layout, pack_of(layout, 0, dict(owned)), BASE, probe)
 
     def refs(self):

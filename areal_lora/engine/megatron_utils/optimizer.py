@@ -20,22 +20,6 @@ from areal_lora.engine.megatron_utils.gather import AdapterMemory
 from areal_lora.types import ExpertLayout, StepStats
 
 
-def lr_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): linear warm-up, then the schedule to ``min_lr_ratio``."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    span = max(total_steps - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / span, 1.0)
-    match config.schedule:
-        case "constant":
-            factor = 1.0
-        case "linear":
-            factor = 1.0 - progress
-        case "cosine":
-            factor = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientClass:
     """Elements [begin, end) of an adapter's memory whose gradients are reduced alike.
@@ -80,11 +64,10 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
 
 
 class AdapterOptimizer:
-    """Clock and learning rate of one adapter on one rank; its weights, gradients and moments are `AdapterMemory`'s."""
+    """Adam's clock of one adapter on one rank; its weights, gradients and moments are `AdapterMemory`'s."""
 
-    def __init__(self, config: OptimizerConfig, total_steps: int, memory: AdapterMemory) -> None:
+    def __init__(self, config: OptimizerConfig, memory: AdapterMemory) -> None:
         self._config = config
-        self._total_steps = total_steps
         self._classes = classify(memory)
         self._grads = memory.grads
         self._weights = nn.Parameter(memory.weights)
@@ -97,10 +80,9 @@ class AdapterOptimizer:
         # Adam would make moments of its own at the first step; it updates these in place instead.
         self._adam.state[self._weights] = {"step": torch.tensor(0.0), **memory.moments}
 
-    def step(self, denominator: float) -> StepStats:
+    def step(self, denominator: float, lr: float) -> StepStats:
         """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective."""
         norm = self._reduce(denominator)
-        lr = lr_at(self._config, self.step_count, self._total_steps)
         skipped = not math.isfinite(norm)
         if not skipped:
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
@@ -129,6 +111,6 @@ class AdapterOptimizer:
         return float(squares.sqrt())
 
     def set_clock(self, step: int) -> None:
-        """Go on as after ``step`` steps, with what now lies in the adapter's weights and moments."""
+        """Continue as after ``step`` optimizer steps, with what now lies in the adapter's weights and moments."""
         self.step_count = step
         self._adam.state[self._weights]["step"].fill_(float(step))

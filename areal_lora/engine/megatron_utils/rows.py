@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from areal_lora.data.collate import select
+from areal_lora.data.collate import HOST, select
 from areal_lora.data.packing import MicroPlan
 from areal_lora.types import TrainBatch
 
@@ -34,15 +34,15 @@ def make_rows(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.de
     """This rank's rows of one micro-batch."""
     sequences = plan.rows[dp_rank]
     micro = select(batch, sequences) if sequences else None
-    token_ids = torch.full((plan.n_rows, plan.width), PAD_ID, dtype=torch.int64)
+    token_ids = torch.full((plan.n_rows, plan.width), PAD_ID, dtype=torch.int64, device=HOST)
     starts: list[Tensor] = []
     if micro is not None:
         bounds = micro.cu_seqlens.tolist()
         for row, (a, b) in enumerate(pairwise(bounds)):
             token_ids[row, : b - a] = micro.token_ids[a:b]
-            starts.append(torch.arange(row * plan.width, row * plan.width + b - a))
-    index = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)
-    position_ids = torch.arange(plan.width)[None].expand(plan.n_rows, -1)
+            starts.append(torch.arange(row * plan.width, row * plan.width + b - a, device=HOST))
+    index = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64, device=HOST)
+    position_ids = torch.arange(plan.width, device=HOST)[None].expand(plan.n_rows, -1)
     return Rows(
         micro=None if micro is None else to_device(micro, device), token_ids=token_ids.to(device),
         position_ids=position_ids.to(device), index=index.to(device), sequences=sequences,

@@ -127,7 +127,8 @@ class AdminPlane:
         """Not cached, not sampled: the log-probabilities of given tokens, for the probe (contract C6)."""
         want = decode_message(await request.body(), ScoreRequest)
         with self._adapters.lease(want.model if want.model is not None else BASE) as lease:
-            scored = await asyncio.gather(*(self._generator.score(ids, lease) for ids in want.token_ids))
+            scores = (self._generator.score(ids, lease, want.temperature) for ids in want.token_ids)
+            scored = await asyncio.gather(*scores)
         return _answer(ScoreReply(logprobs=list(scored)))
 
     async def retire(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Between the HTTP planes and the engine: sampling, scoring, and what a request leaves behind.
 
-Log-probabilities are those of the policy that sampled: log softmax(logits / temperature)
-after top-p (vLLM's ``processed_logprobs``); of a greedy request, of the plain logits.
+Log-probabilities are those that the trainer computes: log softmax(logits / temperature), before top-p and top-k
+(`compat.own_logprobs`); of a greedy request, of the plain logits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.adapters import Lease
+from areal_lora.engine.vllm_ext.compat import SCORE_TEMPERATURE
 from areal_lora.obs.faults import reached
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef
@@ -177,11 +178,14 @@ class Generator:
                     return output
         raise RuntimeError(f"the engine ended a request on {lease.name} without an output")
 
-    async def score(self, token_ids: list[int], lease: Lease) -> list[float]:
-        """Log-probability of every token given those before it; entry 0 is 0.0. [T]"""
+    async def score(self, token_ids: list[int], lease: Lease, temperature: float = 1.0) -> list[float]:
+        """Log-probability of every token given those before it, at ``temperature``; entry 0 is 0.0. [T]"""
         self.check_prompt(token_ids, 1)
+        if not temperature > 0:
+            raise BadRequest(f"temperature {temperature:g} is not above 0")
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY, extra_args={SCORE_TEMPERATURE: temperature},
         )
         return prompt_logprobs(await self.final(token_ids, params, lease))
 

@@ -92,7 +92,8 @@ def set_environment(config: Config) -> None:
     """What vLLM reads once, when it is imported."""
     env = {
         "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
-        "TOKENIZERS_PARALLELISM": "false", SERVER_PID: str(os.getpid()),
+        # Its second model runner computes log-probabilities elsewhere: see compat.own_logprobs.
+        "VLLM_USE_V2_MODEL_RUNNER": "0", "TOKENIZERS_PARALLELISM": "false", SERVER_PID: str(os.getpid()),
     }
     if Path(config.model.path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"

@@ -158,7 +158,12 @@ class StandInDataPlane:
             await asyncio.sleep(self._token_s)
             newest = self._server.slots.newest(ref.name) or ref
             versions.append(newest.version if self._interrupt and not body.pin_version else ref.version)
-        logprobs = {"token_logprobs": [-0.05 - rng.random() for _ in token_ids]}
+        row, n = prompt + token_ids, len(prompt)
+        logprobs = {
+            "token_logprobs": [
+                made_up(f"{ref.name}@v{version}", row[: n + t + 1]) for t, version in enumerate(versions)
+            ]
+        }
         return Choice(
             index=index, finish_reason="length" if len(token_ids) == limit else "stop", versions=versions,
             text=self._tokenizer.decode(token_ids), token_ids=token_ids if body.return_token_ids else None,
@@ -196,8 +201,13 @@ def solution(story: str, rng: Random) -> str:
 
 
 def score(model: str | None, rows: list[list[int]]) -> list[list[float]]:
-    """A made-up probe: finite, the same every time, another one for every version."""
-    return [[0.0, *(-0.5 - Random(f"{model} {row[: t + 1]}").random() for t in range(1, len(row)))] for row in rows]
+    """Made up: finite, the same every time, another one for every version; what its answers have, too."""
+    return [[0.0, *(made_up(model, row[: t + 1]) for t in range(1, len(row)))] for row in rows]
+
+
+def made_up(model: str | None, token_ids: list[int]) -> float:
+    """The log-probability of the last of ``token_ids`` after the others, of version ``model``."""
+    return -0.5 - Random(f"{model} {token_ids}").random()
 
 
 def interpreter(path: Path, environment: Mapping[str, str] | None = None) -> Path:

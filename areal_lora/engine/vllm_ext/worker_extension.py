@@ -38,6 +38,7 @@ from areal_lora.engine.vllm_ext.compat import (
     bound_matrices,
     deactivate,
     enable_slots,
+    own_logprobs,
     refuse_files,
     shared_memory_prefix,
 )
@@ -175,6 +176,7 @@ class AdapterWorkerExtension:
         setup_logging("server", setup.index)
         stacks.install_as(setup.run_folder, f"server-{setup.index}-worker-{self.rank}")
         refuse_files(self)
+        own_logprobs(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
 
     def al_describe(self) -> bytes:

@@ -200,9 +200,11 @@ class RunningServer:
         """What Hugging Face says. [T]"""
         return token_logprobs(hf_logits(self.model, tensors, token_ids, self.spec.scale), token_ids, temperature)
 
-    def score(self, ref: AdapterRef | None, token_ids: list[int] = PROMPT) -> list[float]:
+    def score(
+        self, ref: AdapterRef | None, token_ids: list[int] = PROMPT, temperature: float = 1.0
+    ) -> list[float]:
         """What the server says. [T]"""
-        return self.admin.score(str(ref) if ref else None, [token_ids], 10.0)[0]
+        return self.admin.score(str(ref) if ref else None, [token_ids], 10.0, temperature)[0]
 
     def layout(self, tensors: Tensors, spec: AdapterSpec | None = None, dtype: str = "float32") -> AdapterLayout:
         return make_layout(spec or self.spec, dtype, {0: [(n, tuple(t.shape)) for n, t in tensors.items()]}, {})

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from areal_lora.config.rendezvous import read_secret
 from areal_lora.engine.vllm_ext import admin_routes
 from areal_lora.engine.vllm_ext.worker_extension import NICE
 from areal_lora.errors import ManifestError, ProcessFailed, PublishError
@@ -23,6 +25,7 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import transport
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.manifest import Announcement, encode
+from areal_lora.weight_sync.transport import AdminClient
 
 from .serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
 
@@ -59,8 +62,15 @@ def test_one_flipped_tensor_shows(server: RunningServer, name: str) -> None:
     assert largest(server.score(server.publish(wrong)), server.logprobs(tensors, PROMPT)) > 1e-3
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_are_those_of_the_behaviour_policy(server: RunningServer, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "truncation"),
+    [(1.0, {}), (0.7, {}), (0.7, {"top_p": 0.5}), (1.3, {"top_p": 0.9}), (1.3, {"top_k": 3}),
+     (0.7, {"top_p": 0.6, "top_k": 5})],
+)  # fmt: skip
+def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
+    server: RunningServer, temperature: float, truncation: dict[str, Any]
+) -> None:
+    """log softmax(logits / temperature), as the trainer computes it, whatever was cut off before sampling."""
     tensors = server.adapter(2)
     ref = server.publish(tensors)
 
@@ -68,7 +78,7 @@ def test_sampled_logprobs_are_those_of_the_behaviour_policy(server: RunningServe
         async with aiohttp.ClientSession() as session:
             return await server.post(
                 session, model="math", prompt=PROMPT, n=3, max_tokens=12, temperature=temperature, logprobs=0, seed=5,
-                return_token_ids=True,
+                return_token_ids=True, **truncation,
             )
 
     status, answer = asyncio.run(sample())
@@ -82,6 +92,39 @@ def test_sampled_logprobs_are_those_of_the_behaviour_policy(server: RunningServe
         assert choice["finish_reason"] in ("stop", "length")
         want = server.logprobs(tensors, PROMPT + ids, temperature)
         assert largest(logprobs, want[len(PROMPT):]) < 1e-4
+        assert largest(server.score(ref, PROMPT + ids, temperature)[len(PROMPT):], logprobs) < 1e-4
+
+
+def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: RunningServer) -> None:
+    tensors = server.adapter(2)
+    ref = server.publish(tensors)
+    temperatures = (1.0, 0.5, 2.0, 1.0)
+    with ThreadPoolExecutor(4) as pool:  # together, so that the engine has them in one batch
+        clients = [AdminClient(server.admin.server, read_secret(server.folder)) for _ in temperatures]
+        got = list(pool.map(lambda c, t: c.score(str(ref), [PROMPT], 10.0, t)[0], clients, temperatures))
+    for temperature, scores in zip(temperatures, got, strict=True):
+        assert largest(scores, server.logprobs(tensors, PROMPT, temperature)) < 1e-4
+    assert largest(got[0], got[1]) > 0.1
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"min_p": 0.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2},
+     {"logit_bias": {"5": 2.0}}, {"bad_words": ["a"]}, {"min_tokens": 3}, {"guided_regex": "a+"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_would_change_the_distribution_is_refused(
+    server: RunningServer, path: str, setting: dict[str, Any]
+) -> None:
+    async def ask() -> Any:
+        prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        async with aiohttp.ClientSession() as session:
+            return await server.post(session, path, model="base", max_tokens=2, **prompt, **setting)
+
+    status, answer = asyncio.run(ask())
+    assert status == 400, answer
+    assert next(iter(setting)) in str(answer)
 
 
 def test_mixed_batch_equals_each_alone_and_base_is_untouched(server: RunningServer) -> None:

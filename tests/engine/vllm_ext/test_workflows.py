@@ -6,6 +6,7 @@ import asyncio
 import string
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -22,13 +23,16 @@ from areal_lora.rollout.prompts import Prompt
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, WorkflowContext
 from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
 
 from .serving import RunningServer, Tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-SAMPLING = SamplingConfig(prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, deadline_s=60.0)
+SAMPLING = SamplingConfig(
+    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, deadline_s=60.0
+)
 QUESTION = "Ann has 3 apples and buys 4. How many?"
 TOLERANCE = 1e-4  # fp32
 
@@ -69,6 +73,24 @@ def assert_sampled_by(server: RunningServer, episode: Episode, adapters: Mapping
                 assert made.rollout_logprobs[t] == pytest.approx(scored[version][t], abs=TOLERANCE), (made.uid, t)
 
 
+def assert_confirmed_by(server: RunningServer, episode: Episode) -> None:
+    """The server itself confirms the batch, each token under its version, and contradicts a shifted one."""
+
+    def score(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
+        return server.admin.score(str(ref), rows, 10.0, SAMPLING.temperature)
+
+    batch = collate([episode.group])
+    right = audit(choose(batch, "math", 1), score, limit=1e-3)
+    assert (right.error, right.missing) == ("", "")
+    assert right.tokens > 20
+    assert right.gap is not None
+    assert right.gap < TOLERANCE
+    shifted = batch.rollout_logprobs.clone()
+    shifted[batch.loss_mask] = batch.rollout_logprobs[batch.loss_mask].roll(1)
+    for wrong in (shifted, batch.rollout_logprobs * SAMPLING.temperature):
+        assert audit(choose(replace(batch, rollout_logprobs=wrong), "math", 1), score, limit=1e-3).error
+
+
 def test_a_packed_episode_has_the_log_probabilities_of_its_versions(server: RunningServer) -> None:
     first, second = server.adapter(11, b_scale=0.3), server.adapter(12, b_scale=0.3)
     begun = server.publish(first)
@@ -101,6 +123,7 @@ def test_a_packed_episode_has_the_log_probabilities_of_its_versions(server: Runn
 
     episode = asyncio.run(main())
     assert_sampled_by(server, episode, {begun.version: first, newest[0].version: second})
+    assert_confirmed_by(server, episode)
     assert {v for t in episode.group.trajectories for v in t.versions} == {-1, begun.version, newest[0].version}
     for made in episode.group.trajectories:
         assert made.adapter == begun
@@ -131,6 +154,7 @@ def test_an_agents_conversation_is_packed_from_the_tokens_it_sampled(server: Run
 
     episode = asyncio.run(main())
     assert_sampled_by(server, episode, {ref.version: tensors})
+    assert_confirmed_by(server, episode)
     trained = sum(sum(t.loss_mask) for t in episode.group.trajectories)
     assert trained > 2 * SAMPLING.n_samples
     # This model's template does not repeat the end of sequence, so an answer that has one begins a new trajectory.

@@ -1,0 +1,230 @@
+"""A few sequences of every batch, scored again by a server under the version that sampled them (contract C10).
+
+The server's scores and the recorded log-probabilities come from the same weights at any lag, so they must agree in
+every step, also where no token is fresh. What is compared is the batch as the trainer holds it::
+
+    step k    begin: choose excerpts ----> thread: ask a server that holds their version
+              annotate, learn              compare
+              collect: what is there, else in step k + 1
+
+Nothing waits for a server. One that is gone, or has retired the version, leaves an excerpt uncompared, which the
+step's record shows.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+
+from areal_lora.algorithms.alignment import shift_of, shift_votes
+from areal_lora.errors import PublishError
+from areal_lora.obs.log import get_logger
+from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.weight_sync.transport import AdminClient, ServerEndpoint
+
+SEQUENCES = 4  # of each batch
+MAX_TOKENS = 1024  # of a sequence, from its beginning; a server computes logits for all of them at once
+FEWEST = 2  # sequences: one alone may have crossed a tie between experts, which rounding decides
+QUIET_STEPS = 10  # without a comparison, before that is worth a warning
+
+log = get_logger(__name__)
+
+Score = Callable[[AdapterRef, list[list[int]]], list[list[float]]]
+"""A server's log-probabilities of sequences under a version; raises PublishError if no server gives them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled there.
+
+    ``at`` are the positions of those tokens, ``recorded`` [T] the sampler's log-probabilities (0 elsewhere).
+    """
+
+    sequence: int
+    ref: AdapterRef
+    token_ids: list[int]  # [T]
+    at: list[int]
+    recorded: list[float]  # [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """``tokens`` were compared, ``gap`` is the mean |recorded - scored| over them.
+
+    ``error`` says why the batch contradicts the policy that is said to have sampled it, ``missing`` why excerpts
+    could not be compared; empty if there is nothing to say. ``silent_steps`` in a row nothing was compared.
+    ``took_s`` is what it took beside the step.
+    """
+
+    tokens: int = 0
+    gap: float | None = None
+    error: str = ""
+    missing: str = ""
+    silent_steps: int = 0
+    took_s: float = 0.0
+
+
+def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
+    """Excerpts of `SEQUENCES` sequences, one per version in each; a function of batch and ``seed``."""
+    bounds = batch.cu_seqlens.tolist()
+    order = random.Random(seed).sample(range(batch.n_sequences), batch.n_sequences)
+    found: list[Excerpt] = []
+    left = SEQUENCES
+    for sequence in order:
+        begin, end = bounds[sequence], min(bounds[sequence + 1], bounds[sequence] + max_tokens)
+        versions = batch.versions[begin:end].tolist()
+        mask = batch.loss_mask[begin:end].tolist()
+        tokens, recorded = batch.token_ids[begin:end].tolist(), batch.rollout_logprobs[begin:end].tolist()
+        for version in sorted({v for v, on in zip(versions, mask, strict=True) if on}):
+            at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
+            found.append(
+                Excerpt(
+                    sequence=sequence, ref=AdapterRef(name=name, version=version), token_ids=tokens[: at[-1] + 1],
+                    at=at, recorded=recorded[: at[-1] + 1],
+                )
+            )
+        left -= any(mask)
+        if not left:
+            break
+    return found
+
+
+def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
+    """Compare. ``limit`` is what rounding explains between two computations of one version's log-probabilities."""
+    by_ref: dict[AdapterRef, list[Excerpt]] = {}
+    for excerpt in excerpts:
+        by_ref.setdefault(excerpt.ref, []).append(excerpt)
+    compared: list[tuple[Excerpt, list[float]]] = []
+    missing: list[str] = []
+    for ref, mine in by_ref.items():
+        try:
+            scored = score(ref, [e.token_ids for e in mine])
+        except PublishError as e:
+            missing.append(f"{ref}: {e}")
+            continue
+        compared += zip(mine, scored, strict=True)
+    gaps: dict[int, list[float]] = {}
+    votes: Counter[str] = Counter(pairs=0, late=0, early=0)
+    for excerpt, scores in compared:
+        if len(scores) != len(excerpt.token_ids):
+            return Audit(error=f"{excerpt.ref}: {len(scores)} scores for {len(excerpt.token_ids)} tokens")
+        gaps.setdefault(excerpt.sequence, []).extend(abs(scores[t] - excerpt.recorded[t]) for t in excerpt.at)
+        mask = torch.zeros(len(scores), dtype=torch.bool, device="cpu")
+        mask[excerpt.at] = True
+        mine_, theirs = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (scores, excerpt.recorded))
+        votes.update({name: int(n) for name, n in shift_votes(mine_, theirs, mask).items()})
+    every = [gap for sequence in gaps.values() for gap in sequence]
+    return Audit(
+        tokens=len(every), gap=fmean(every) if every else None, missing="; ".join(missing),
+        error=_contradiction(gaps, votes, limit),
+    )
+
+
+def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int], limit: float) -> str:
+    """What is wrong, if anything. Sequences are counted: a tie between experts spoils single ones."""
+    direction = shift_of(votes["pairs"], votes["late"], votes["early"])
+    if direction:
+        return (
+            f"rollout logprobs lie one token too {direction}: {votes[direction]} of {votes['pairs']} neighbouring "
+            "tokens fit each other's record better than their own, scored by the versions that sampled them"
+        )
+    means = [fmean(sequence) for sequence in gaps.values()]
+    far = [m for m in means if not m <= limit]
+    if len(means) < FEWEST or 2 * len(far) <= len(means):
+        return ""
+    return (
+        f"{len(far)} of {len(means)} sequences have rollout logprobs that the versions that sampled them do not "
+        f"confirm: mean |recorded - scored| is {fmean(far):.3g}, limit {limit:g}; tokens, versions or "
+        "log-probabilities are shifted, or they were sampled at another temperature or by another policy"
+    )
+
+
+def _merged(audits: Sequence[Audit]) -> Audit | None:
+    """What several audits say together; the first error."""
+    if not audits:
+        return None
+    tokens = sum(a.tokens for a in audits)
+    total = sum(a.tokens * a.gap for a in audits if a.gap is not None)
+    return Audit(
+        tokens=tokens, gap=total / tokens if tokens else None, silent_steps=audits[-1].silent_steps,
+        took_s=sum(a.took_s for a in audits), error=next((a.error for a in audits if a.error), ""),
+        missing="; ".join(a.missing for a in audits if a.missing),
+    )
+
+
+class Auditor:
+    """Rank 0's: asks whichever of ``servers`` answers, in a thread of its own.
+
+    ``limit``: see `audit`. A server takes sequences of less than ``max_model_len`` tokens.
+    """
+
+    def __init__(self, secret: str, limit: float, timeout_s: float, max_model_len: int) -> None:
+        self._secret, self._limit, self._timeout_s = secret, limit, timeout_s
+        self._max_tokens = min(MAX_TOKENS, max_model_len - 1)
+        self.servers: tuple[ServerEndpoint, ...] = ()
+        """Who serves the newest version; set from the publisher's thread."""
+        self._clients: dict[ServerEndpoint, AdminClient] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="audit")
+        self._running: Future[Audit] | None = None
+        self._ended: list[Audit] = []
+        self._silent_steps = 0
+
+    def begin(self, name: str, batch: TrainBatch, seed: int, temperature: float) -> None:
+        """Start to compare ``batch``, sampled at ``temperature``; waits for the one before, if that still runs."""
+        if self._running is not None:
+            self._end(self._running.result())
+        excerpts = choose(batch, name, seed, self._max_tokens)
+        self._running = self._pool.submit(self._audit, excerpts, temperature)
+
+    def collect(self, *, wait: bool = False) -> Audit | None:
+        """What was found since the last call, if anything is ready; with ``wait`` until something is."""
+        if self._running is not None and (wait or self._running.done()):
+            self._end(self._running.result())
+        ended, self._ended = self._ended, []
+        return _merged(ended)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for client in self._clients.values():
+            client.close()
+
+    def _end(self, audit: Audit) -> None:
+        self._running = None
+        self._silent_steps = 0 if audit.tokens else self._silent_steps + 1
+        if self._silent_steps and self._silent_steps % QUIET_STEPS == 0:
+            log.warning(
+                "no token of the last %d batches could be compared with a server: %s", self._silent_steps,
+                audit.missing or f"no sequence has sampled tokens among its first {self._max_tokens}",
+            )
+        self._ended.append(replace(audit, silent_steps=self._silent_steps))
+
+    def _audit(self, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
+        began = time.monotonic()
+        deadline = began + self._timeout_s
+        servers = self.servers
+        for gone in self._clients.keys() - set(servers):
+            self._clients.pop(gone).close()
+
+        def score(ref: AdapterRef, token_ids: list[list[int]]) -> list[list[float]]:
+            reasons = []
+            first = ref.version % max(1, len(servers))
+            for server in (*servers[first:], *servers[:first]):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                client = self._clients.setdefault(server, AdminClient(server, self._secret))
+                try:
+                    return client.score(str(ref), token_ids, left_s, temperature)
+                except PublishError as e:
+                    reasons.append(str(e))
+            raise PublishError("; ".join(reasons) or f"no server could be asked within {self._timeout_s:g} s")
+
+        ended = audit(excerpts, score, self._limit)
+        return replace(ended, took_s=time.monotonic() - began)

@@ -1,0 +1,30 @@
+"""The learning rate over a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_lora.config.models import OptimizerConfig
+from areal_lora.trainer.schedule import learning_rate
+
+HALF = {"constant": 2.0, "linear": 2.0 * (0.25 + 0.75 * 0.5), "cosine": 2.0 * (0.25 + 0.75 * 0.5)}
+QUARTER = {
+    "constant": 2.0, "linear": 2.0 * (0.25 + 0.75 * 0.75), "cosine": 2.0 * (0.25 + 0.75 * (1 + 0.5**0.5) / 2)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", list(HALF))
+def test_learning_rate(schedule: str) -> None:
+    config = OptimizerConfig.model_validate({"lr": 2.0, "warmup_steps": 4, "schedule": schedule, "min_lr_ratio": 0.25})
+    values = [learning_rate(config, step, 24) for step in (*range(25), 1000)]
+    assert values[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert values[9] == pytest.approx(QUARTER[schedule])
+    assert values[14] == pytest.approx(HALF[schedule])
+    assert values[24] == pytest.approx(2.0 if schedule == "constant" else 0.5)
+    assert values[25] == values[24]
+
+
+def test_a_run_that_is_made_longer_follows_the_longer_schedule() -> None:
+    config = OptimizerConfig(lr=1.0, schedule="linear")
+    assert learning_rate(config, 10, 10) == 0.0
+    assert learning_rate(config, 10, 20) == 0.5
