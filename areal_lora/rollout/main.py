@@ -55,7 +55,7 @@ class _Stop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterData:
-    """Prompts of one adapter, tokenized: the training stream and the held-out split."""
+    """Prompts of one adapter: the training stream, and the held-out split with its tokens."""
 
     config: AdapterConfig
     tokenizer: TextTokenizer
