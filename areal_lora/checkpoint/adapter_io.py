@@ -33,12 +33,13 @@ from areal_lora.types import AdapterSpec
 
 def save_peft(
     folder: str | os.PathLike[str], spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], base_model_path: str,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None, *, revision: str | None = None,
 ) -> None:
     """Write an adapter so that a crash leaves either no folder or a whole one.
 
     ``tensors`` maps wire names to lora_A [r, in] and lora_B [out, r]; ``aliases`` (full name to
-    wire name) are written out as tensors of their own, because readers may scale in place.
+    wire name) are written out as tensors of their own, because readers may scale in place. ``revision``
+    is the base's, if it is a hub model: peft's AutoPeft classes load that one.
     Raises AdapterError if the folder exists, a lora_A or lora_B lacks its partner, or a
     shape does not fit ``spec.rank``.
     """
@@ -54,7 +55,8 @@ def save_peft(
         scratch.chmod(0o755)
         metadata = {"format": "pt", OWN_KEY: msgspec.json.encode(spec).decode()}
         save_file(full, scratch / TENSOR_FILE, metadata=metadata)
-        (scratch / CONFIG_FILE).write_text(json.dumps(_config(spec, modules, base_model_path), indent=2) + "\n")
+        config = _config(spec, modules, base_model_path, revision)
+        (scratch / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         for path in (scratch / TENSOR_FILE, scratch / CONFIG_FILE, scratch):
             _fsync(path)
         scratch.rename(target)
@@ -87,10 +89,11 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _config(spec: AdapterSpec, modules: list[str], base_model_path: str) -> dict[str, object]:
+def _config(spec: AdapterSpec, modules: list[str], base_model_path: str, revision: str | None) -> dict[str, object]:
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha  # peft declares an int
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model_path,
+        "revision": revision,
         "r": spec.rank, "lora_alpha": alpha, "lora_dropout": spec.dropout, "target_modules": modules,
         "bias": "none", "inference_mode": True, "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
         "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},

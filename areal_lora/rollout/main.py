@@ -86,7 +86,7 @@ def load_data(config: Config, run_folder: Path) -> list[AdapterData]:
     from transformers import AutoTokenizer  # slow to import: only once the arguments are known to be right
 
     set_status(run_folder, ROLE, 0, "reading prompts")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
     return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
 
 

@@ -30,5 +30,5 @@ def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_
         tensors |= {name: tensors[target] for name, target in aliases.items()}
         if folder.exists():
             shutil.rmtree(folder)
-        save_peft(folder, tenant.spec, tensors, tenant.spec.base_model)
+        save_peft(folder, tenant.spec, tensors, tenant.spec.base_model, revision=tenant.base_commit)
     return folder
