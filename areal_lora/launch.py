@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,9 +21,10 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
 from areal_lora.launcher.dry_run import print_plan
 from areal_lora.launcher.explain import explain_resume
+from areal_lora.launcher.hub import Download, download, resolve
 from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.run_folder import Earlier, RunFolder
+from areal_lora.launcher.run_folder import Earlier, RunFolder, recorded_model
 from areal_lora.launcher.slurm import submit
 from areal_lora.obs.summary import print_closing
 
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides)
         starts = not (arguments.dry_run or arguments.explain_resume)
         here = starts and config.cluster.kind == "local"
+        resolved = resolve(config, lambda: None if arguments.fresh else recorded_model(config), online=starts)
+        config = resolved.config
         facts = gather_facts(config, runs_here=here)
         if not report_findings(config, facts, err):
             return ConfigError.exit_code
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in explain_resume(config):
                 say(out, line)
             return ExitCode.DONE
-        return start(config, plan, out, arguments.fresh)
+        return start(config, plan, out, arguments.fresh, resolved.download)
     except ArealLoraError as error:
         say(err, f"error: {error}")
         return error.exit_code
@@ -84,8 +88,10 @@ def report_findings(config: Config, facts: Facts, err: Console) -> bool:
     return not errors
 
 
-def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False) -> int:
-    """Make or take up the run folder, then run here or submit to Slurm."""
+def start(
+    config: Config, plan: JobPlan, out: Console, fresh: bool = False, needed: Download | None = None
+) -> int:
+    """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm."""
     with RunFolder(config, fresh) as folder:
         if folder.moved is not None:
             say(out, f"A previous run was in {plan.run_folder}; it is now {folder.moved.name}.")
@@ -95,6 +101,10 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False) -> i
         if folder.earlier is not None:
             check_present(plan.run_folder, config)
             say(out, going_on(folder.earlier))
+        if config.model.commit is not None:
+            say(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
+        if needed is not None:
+            download(needed, partial(say, out))
         folder.prepare()
         if config.cluster.kind == "slurm":
             say(out, f"Submitted Slurm job {submit(config, plan)}; logs in {plan.run_folder / 'logs'}")

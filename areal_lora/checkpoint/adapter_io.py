@@ -49,14 +49,17 @@ class PeftWriter:
     def __init__(
         self, folder: str | os.PathLike[str], spec: AdapterSpec, shapes: Mapping[str, Shape], base_model_path: str,
         aliases: Mapping[str, str] | None = None, *, dtype: torch.dtype = torch.float32, replace: bool = False,
+        revision: str | None = None,
     ) -> None:  # fmt: skip
         """``shapes`` by wire name: lora_A [r, in] and lora_B [out, r]. ``aliases`` (full name to wire name) are
         written out as tensors of their own, because readers may scale in place. ``replace`` an earlier folder.
+        ``revision`` is the base's, if it is a hub model: peft's AutoPeft classes load that one.
 
         Raises AdapterError if the folder exists, a lora_A or lora_B lacks its partner, or a shape does not fit
         ``spec.rank``.
         """
-        self._target, self._spec, self._base, self._dtype = Path(folder), spec, base_model_path, dtype
+        self._target, self._spec, self._dtype = Path(folder), spec, dtype
+        self._base, self._revision = base_model_path, revision
         self._shapes = dict(shapes)
         full = {FILE_PREFIX + name: tuple(shape) for name, shape in shapes.items()}
         full |= {FILE_PREFIX + name: tuple(shapes[wire]) for name, wire in (aliases or {}).items()}
@@ -97,7 +100,7 @@ class PeftWriter:
         if self._places:
             raise AdapterError(f"{len(self._places)} tensors were not written, first {next(iter(self._places))}")
         self._put(self._header, 0)
-        config = json.dumps(_config(self._spec, self._modules, self._base), indent=2) + "\n"
+        config = json.dumps(_config(self._spec, self._modules, self._base, self._revision), indent=2) + "\n"
         (self._scratch / CONFIG_FILE).write_text(config)
         for path in (self._scratch / TENSOR_FILE, self._scratch / CONFIG_FILE, self._scratch):
             _fsync(path)
@@ -119,12 +122,12 @@ class PeftWriter:
 
 def save_peft(
     folder: str | os.PathLike[str], spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], base_model_path: str,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None, *, revision: str | None = None,
 ) -> None:
     """Write an adapter that is in memory, all tensors of one dtype; see `PeftWriter`."""
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
     dtype = next((t.dtype for t in tensors.values()), torch.float32)
-    with PeftWriter(folder, spec, shapes, base_model_path, aliases, dtype=dtype) as writer:
+    with PeftWriter(folder, spec, shapes, base_model_path, aliases, dtype=dtype, revision=revision) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
 
@@ -162,10 +165,11 @@ def _header(spec: AdapterSpec, full: Mapping[str, Shape], dtype: torch.dtype) ->
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in offsets.items()}
 
 
-def _config(spec: AdapterSpec, modules: list[str], base_model_path: str) -> dict[str, object]:
+def _config(spec: AdapterSpec, modules: list[str], base_model_path: str, revision: str | None) -> dict[str, object]:
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha  # peft declares an int
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model_path,
+        "revision": revision,
         "r": spec.rank, "lora_alpha": alpha, "lora_dropout": spec.dropout, "target_modules": modules,
         "bias": "none", "inference_mode": True, "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
         "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},

@@ -99,10 +99,11 @@ class ResumePlan:
                 )
 
 
-def explain(run_folder: Path, config: Config) -> ResumePlan:
+def explain(run_folder: Path, config: Config, *, base_is_here: bool = True) -> ResumePlan:
     """Decide, without changing anything, what a start would load. Reads the newest checkpoints in whole.
 
-    Raises ConfigError if ``config`` describes another adapter or base than a checkpoint does.
+    The base is compared with that of the checkpoints only where ``base_is_here``. Raises ConfigError if ``config``
+    describes another adapter or base than a checkpoint does.
     """
     known = {adapter.name for adapter in config.adapters}
     for folder in sorted((run_folder / FOLDER).glob("*")):
@@ -115,7 +116,7 @@ def explain(run_folder: Path, config: Config) -> ResumePlan:
     for index, adapter in enumerate(config.adapters):
         plan = find(run_folder, adapter.name)
         if plan.newest is not None:
-            check_compatible(plan.newest, adapter, index, base_digest(config.model.path))
+            check_compatible(plan.newest, adapter, index, base_digest(config.model.folder) if base_is_here else None)
         plans.append(plan)
     return ResumePlan(adapters=tuple(plans))
 
@@ -193,8 +194,8 @@ def _digest(path: Path) -> str:
     return sum_.hexdigest()
 
 
-def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str) -> None:
-    """Raises ConfigError where ``found`` is of another adapter or base than is configured.
+def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str | None) -> None:
+    """Raises ConfigError where ``found`` is of another adapter or base (None: unknown) than is configured.
 
     Everything else may change between two starts: the layout, the optimizer's settings, the number of steps.
     """
@@ -210,7 +211,7 @@ def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str
                 f"adapters.{index}.{key}", f"it is {now}, but {found.path} was trained with {before}",
                 f"set it back to {before}, choose another run.name, or start over with --fresh",
             )
-    if found.manifest.base_digest != base:
+    if base is not None and found.manifest.base_digest != base:
         raise ConfigError(
             "model.path",
             f"{found.path} was trained on another base model (digest {found.manifest.base_digest}, here {base})",

@@ -7,7 +7,6 @@ and a gated MLP, replaced by experts and a router in sparse layers.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -248,12 +247,3 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError("config.json is not a JSON object")
     return data
-
-
-def cached_hub_folder(hub_name: str) -> Path | None:
-    """Where the Hugging Face cache keeps a downloaded snapshot of ``hub_name``, if it does."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    snapshots = hub / ("models--" + hub_name.replace("/", "--")) / "snapshots"
-    folders = sorted(p.parent for p in snapshots.glob("*/config.json")) if snapshots.is_dir() else []
-    return folders[-1] if folders else None

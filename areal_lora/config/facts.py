@@ -11,8 +11,16 @@ from typing import Any
 
 from areal_lora.config import architectures as arch
 from areal_lora.config.imports import check_import_path, parse_import_path
-from areal_lora.config.models import AgentWorkflow, Config, CustomWorkflow, FunctionReward, MultiTurnWorkflow
+from areal_lora.config.models import (
+    AgentWorkflow,
+    Config,
+    CustomWorkflow,
+    FunctionReward,
+    ModelConfig,
+    MultiTurnWorkflow,
+)
 from areal_lora.config.peft_folder import PeftFolder, describe
+from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
 
 
@@ -21,7 +29,8 @@ class Facts:
     """The model and the machine.
 
     ``hf_config`` is the model's config.json, None where there is none; ``model_problem`` says
-    why. ``peft_folders`` describes each folder of ``init_from`` that can be read, ``peft_problems`` says
+    why. ``model_is_local`` is False for a hub name of which files have to be downloaded.
+    ``peft_folders`` describes each folder of ``init_from`` that can be read, ``peft_problems`` says
     what is wrong with the others; ``code_problems`` what is wrong with user code that is named. ``devices``
     is the number of accelerators seen here, None where that does not matter
     (CPU, or a cluster). ``memory_bytes`` is None where unknown.
@@ -40,7 +49,7 @@ class Facts:
 
 def gather_facts(config: Config, *, runs_here: bool) -> Facts:
     """Look at the model folder and, where the run would start on this machine, its ports and devices."""
-    hf_config, problem, is_local = _read_model(config.model.path)
+    hf_config, problem, is_local = _read_model(config.model)
     peft_folders, peft_problems = _read_adapters(config)
     return Facts(
         hf_config=hf_config,
@@ -60,19 +69,18 @@ def server_ports(config: Config) -> list[int]:
     return [config.rollout.port + i for i in range(config.rollout.servers)] if config.rollout.port else []
 
 
-def _read_model(path: str) -> tuple[dict[str, Any] | None, str, bool]:
-    given = Path(path).expanduser()
-    cached = arch.cached_hub_folder(path) if arch.is_hub_name(path) else None
-    folder = given if given.is_dir() else cached
-    if folder is None:
-        known = arch.known_config(path)
-        return known, "" if known else f"there is no folder {path!r}, and it is not a model known here", False
+def _read_model(model: ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
+    """Of a model whose hub name has been looked up (``launcher.hub``)."""
+    folder = Path(model.folder)
+    if not folder.is_dir():
+        known = arch.known_config(model.path)
+        return known, "" if known else f"there is no folder {model.path!r}, and it is not a model known here", False
     try:
-        return arch.read_hf_config(folder), "", True
+        return arch.read_hf_config(folder), "", model.snapshot is None or not missing_files(folder)
     except FileNotFoundError:
-        return None, f"the folder {path!r} has no config.json", True
+        return None, f"the folder {str(folder)!r} has no config.json", True
     except (OSError, ValueError) as error:
-        return None, f"config.json in {path!r} cannot be read: {error}", True
+        return None, f"config.json in {str(folder)!r} cannot be read: {error}", True
 
 
 def _read_adapters(config: Config) -> tuple[dict[str, PeftFolder], dict[str, str]]:

@@ -60,7 +60,7 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
         fix = "give a Hugging Face model folder"
         if arch.is_hub_name(config.model.path):
             close = difflib.get_close_matches(config.model.path, arch.known_models(), n=1)
-            fix += f", download it first (hf download {config.model.path})"
+            fix += ", start the run where a hub is reachable"
             fix += f", or did you mean {close[0]}" if close else ""
         yield Finding(path="model.path", reason=facts.model_problem, fix=fix)
         return
@@ -74,8 +74,8 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
     if not facts.model_is_local:
         yield Finding(
             path="model.path",
-            reason=f"{config.model.path} is not on this machine and will be downloaded when the run starts",
-            fix=f"hf download {config.model.path}",
+            reason=f"{config.model.path} is not whole in the hub's cache and is downloaded when the run starts",
+            fix="none needed where a hub is reachable",
             severity=Severity.WARNING,
         )
 

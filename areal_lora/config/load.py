@@ -214,7 +214,10 @@ def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     for spot in spots:
         holder = _get(data, spot[:-1])
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None
-        if not isinstance(value, str) or Path(value).expanduser().is_absolute():
+        if not isinstance(value, str):
+            continue
+        if Path(value).expanduser().is_absolute():
+            holder[spot[-1]] = str(Path(value).expanduser()) if value.startswith("~") else value
             continue
         source = _origin(spot, data, sources)
         folders = [Path.cwd()] if source is None else [source.folder, Path.cwd()]

@@ -41,8 +41,16 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(description="Hugging Face model folder (or hub name where a hub is reachable).")
+    path: str = Field(description="Hugging Face model folder, or hub name `org/name`; a folder that exists wins.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub name; its main branch if unset.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of the frozen base weights.")
+    commit: str | None = Field(None, description="Written by the launcher: the commit of a hub name that the run uses.")
+    snapshot: str | None = Field(None, description="Written by the launcher: the folder that holds this commit.")
+
+    @property
+    def folder(self) -> str:
+        """Where the files are. ``path`` is how the user and the exported adapter call the model."""
+        return self.snapshot or self.path
 
 
 class WordProblemsTask(Section):

@@ -51,7 +51,7 @@ class MegatronEngine:
     """`TrainEngine` on Megatron-core. Joins torch.distributed if the caller has not."""
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, device: torch.device) -> None:
-        hf = read_hf_config(Path(model.path))
+        hf = read_hf_config(Path(model.folder))
         shape = ModelShape.from_hf(hf)
         check_widths(trainer, shape)
         layout = Layout.of(trainer, layers=shape.layers, experts=shape.experts)
@@ -66,10 +66,10 @@ class MegatronEngine:
         tp_group, etp_group = initialize.initialize_parallel(trainer, device)
         self._groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._device, self._trainer, self._path, self._layout = device, trainer, model.path, layout
+        self._device, self._trainer, self._path, self._layout = device, trainer, model.folder, layout
         self._shape = Model(family=family_for(hf["model_type"]), dims=Dims.from_hf(hf), layout=layout)
         self._model: nn.Module = base.build_model(model, trainer, layout, hf, device)
-        base_weights.load_base(self._model, model.path, self._shape, self.rank)
+        base_weights.load_base(self._model, model.folder, self._shape, self.rank)
         self._resident: _Resident | None = None
 
     @property

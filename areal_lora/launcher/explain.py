@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain
 from areal_lora.config.models import Config
+from areal_lora.config.snapshot import missing_files
 from areal_lora.launcher.dry_run import human_bytes
 from areal_lora.launcher.resume import changes, conflict
 from areal_lora.launcher.run_folder import look, with_absolute_root
@@ -29,9 +31,13 @@ def explain_resume(config: Config) -> Iterator[str]:
     if earlier.finished(config):
         yield f"The run in {folder} is done: {earlier.steps_done} steps. A start would only say so."
         return
-    plan = explain(folder, config)
+    model = Path(config.model.folder)
+    base_is_here = model.is_dir() and not (config.model.commit is not None and missing_files(model))
+    plan = explain(folder, config, base_is_here=base_is_here)
     plan.check()
     yield f"The run in {folder} would go on."
+    if not base_is_here:
+        yield f"  {config.model.path} is not whole in the hub's cache: a start downloads it and compares it then"
     yield from _changes(earlier.config, config)
     versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
     snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from areal_lora.config.models import Config
+from areal_lora.config.models import Config, ModelConfig
 from areal_lora.errors import ConfigError
 
 
@@ -46,6 +46,8 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
     for fixed in RUN:
         if error := _differs(fixed, fixed.path, _at(before, fixed.path), _at(now, fixed.path)):
             return error
+    if error := _other_commit(before.model, now.model):
+        return error
     names = [[adapter.name for adapter in config.adapters] for config in (before, now)]
     if error := _differs(Fixed(path="", why="a run keeps its adapters"), "adapters", *map(sorted, names)):
         return error
@@ -58,6 +60,18 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
             if error := _differs(fixed, f"adapters.{adapter.name}.{fixed.path}", *values):
                 return error
     return None
+
+
+def _other_commit(before: ModelConfig, now: ModelConfig) -> ConfigError | None:
+    """A revision of a hub name may be given another way if it is the same commit; None where one is not known."""
+    if before.commit is None or now.commit is None or before.commit == now.commit:
+        return None
+    was = before.revision or before.commit
+    return ConfigError(
+        "model.revision", f"it is {now.revision} (commit {now.commit}), but the run was started with commit "
+        f"{before.commit}, and the adapter belongs to its base model",
+        f"set it back to {was}, choose another run.name, or start over with --fresh",
+    )  # fmt: skip
 
 
 def changes(before: Config, now: Config) -> list[str]:

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 
 from areal_lora.checkpoint.store import adapter_folder, versions_in
-from areal_lora.config.models import Config
+from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.rendezvous import create_secret
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.resume import conflict
@@ -55,6 +55,12 @@ def look(folder: Path) -> Earlier | None:
         ) from None  # fmt: skip
     versions = {a.name: versions_in(adapter_folder(folder, a.name)) for a in config.adapters}
     return Earlier(config=config, steps_done=_steps_done(folder), versions=versions)
+
+
+def recorded_model(config: Config) -> ModelConfig | None:
+    """The base model of the run that ``config`` would resume; None where there is none."""
+    earlier = look(with_absolute_root(config).run_folder)
+    return earlier.config.model if earlier else None
 
 
 def _steps_done(folder: Path) -> int:

@@ -177,10 +177,11 @@ class AdapterFeed:
             prompt = self._prompts.at(head.next_position)
             head.next_position += 1
             seq = self._ledger.issue(prompt.position, 1)
-            if self._prompts.fits(prompt):
+            refusal = self._prompts.refusal(prompt)
+            if refusal is None:
                 reached("controller.issued")
                 return Ticket(seq=seq, prompt=prompt, issue=1)
-            self._ledger.drop(seq, "prompt_too_long")
+            self._ledger.drop(seq, refusal)
 
     def begin(self, ticket: Ticket) -> AdapterRef | None:
         """The version to ask for now; None while no version is announced."""

@@ -55,7 +55,7 @@ class _Stop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterData:
-    """Prompts of one adapter, tokenized: the training stream and the held-out split."""
+    """Prompts of one adapter: the training stream, and the held-out split with its tokens."""
 
     config: AdapterConfig
     tokenizer: TextTokenizer
@@ -86,7 +86,7 @@ def load_data(config: Config, run_folder: Path) -> list[AdapterData]:
     from transformers import AutoTokenizer  # slow to import: only once the arguments are known to be right
 
     set_status(run_folder, ROLE, 0, "reading prompts")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
     return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
 
 

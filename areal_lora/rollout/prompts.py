@@ -1,4 +1,4 @@
-"""The endless stream of tokenized prompts of one adapter's task."""
+"""The endless stream of prompts of one adapter's task."""
 
 from __future__ import annotations
 
@@ -31,21 +31,25 @@ class Prompt:
 class PromptStream:
     """Maps a stream position to a prompt; keeps no position itself.
 
-    ``max_prompt_tokens`` leaves room for the answer; prompts beyond it are still located, and
-    :meth:`fits` says that they cannot be sampled. Streams with the same ``digest`` put the same
-    sample at the same position.
+    A prompt is tokenized each time it is located: token ids of a large data set would fill gigabytes, and
+    tokenizing it as a whole would hold up the start for minutes. ``max_prompt_tokens`` leaves room for the
+    answer; prompts beyond it are still located, and :meth:`refusal` says why they cannot be sampled. Streams
+    with the same ``digest`` put the same sample at the same position.
     """
 
     def __init__(
         self, samples: Sequence[Sample], tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int
     ) -> None:
-        self._samples = samples
-        self._token_ids = tokenize(samples, tokenizer)
+        """Raises ConfigError for samples that cannot be told apart, a blank prompt, or none that fits."""
+        check_samples(samples)
+        self._samples, self._tokenizer = samples, tokenizer
         self._order = PromptOrder(seed, len(samples))
         self._max_prompt_tokens = max_prompt_tokens
-        uids = "\n".join([str(seed), *(sample.uid for sample in samples)])
-        self.digest = blake2b(uids.encode(), digest_size=16).hexdigest()
-        if all(len(ids) > max_prompt_tokens for ids in self._token_ids):
+        self.digest = _digest(seed, samples)
+        for sample in samples:
+            if not sample.prompt.strip():
+                _token_ids([sample], tokenizer)
+        if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
             raise ConfigError(
                 "rollout.max_model_len",
                 f"all {len(samples)} prompts are longer than the {max_prompt_tokens} tokens left beside the answer",
@@ -56,21 +60,41 @@ class PromptStream:
         epoch, index = self._order.locate(position)
         sample = self._samples[index]
         return Prompt(
-            uid=f"{epoch}:{sample.uid}", position=position, sample=sample, token_ids=self._token_ids[index]
-        )
+            uid=f"{epoch}:{sample.uid}", position=position, sample=sample,
+            token_ids=self._tokenizer([sample.prompt])["input_ids"][0],
+        )  # fmt: skip
 
-    def fits(self, prompt: Prompt) -> bool:
-        return len(prompt.token_ids) <= self._max_prompt_tokens
+    def refusal(self, prompt: Prompt) -> str | None:
+        """The reason for which the prompt cannot be sampled, as dropped groups name it; None if it can."""
+        if not prompt.token_ids:
+            return "prompt_empty"
+        return "prompt_too_long" if len(prompt.token_ids) > self._max_prompt_tokens else None
 
 
-def tokenize(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of every prompt; raises ConfigError for no samples, a repeated uid or an empty prompt."""
+def check_samples(samples: Sequence[Sample]) -> None:
+    """Raises ConfigError for no samples or a repeated uid."""
     if not samples:
         raise ConfigError("adapters.task", "the task has no samples", "check its file and sizes")
     if len({sample.uid for sample in samples}) != len(samples):
         raise ConfigError("adapters.task", "two samples share a uid, exactly-once needs them apart", "make uids unique")
+
+
+def tokenize(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of every prompt of a small set; raises as `check_samples` and for a prompt without tokens."""
+    check_samples(samples)
+    return _token_ids(samples, tokenizer)
+
+
+def _token_ids(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[list[int]]:
     token_ids = tokenizer([sample.prompt for sample in samples])["input_ids"]
     for sample, ids in zip(samples, token_ids, strict=True):
         if not ids:
             raise ConfigError("adapters.task", f"sample {sample.uid} has a prompt without tokens", "remove it")
     return token_ids
+
+
+def _digest(seed: int, samples: Sequence[Sample]) -> str:
+    digest = blake2b(str(seed).encode(), digest_size=16)
+    for sample in samples:
+        digest.update(b"\n" + sample.uid.encode())
+    return digest.hexdigest()

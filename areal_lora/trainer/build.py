@@ -46,7 +46,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     set_status(run_folder, "trainer", rank, "loading the base model")
     device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
     engine = MegatronEngine(config.model, config.trainer, device)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
     tenants = [build_tenant(config, adapter, tokenizer) for adapter in config.adapters]
     for tenant in tenants:
         engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.seed)

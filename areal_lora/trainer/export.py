@@ -60,7 +60,9 @@ def _write(
     for leftover in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(leftover)  # of an export that a crash has ended
     shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
-    with PeftWriter(folder, tenant.spec, shapes, tenant.spec.base_model, layout.aliases, replace=True) as writer:
+    with PeftWriter(
+        folder, tenant.spec, shapes, tenant.spec.base_model, layout.aliases, replace=True, revision=tenant.base_commit
+    ) as writer:
         for shard in layout.shards:
             for name, tensor in mine if shard.source == exchange.rank else _received(shard, exchange):
                 writer.write(name, tensor)

@@ -23,16 +23,18 @@ from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
 class Tenant:
     """``version`` counts published versions and equals the number of batches learnt from.
 
-    ``spans`` are the phases since the version before was made, which ends a step. ``stored`` is the newest
-    version with a checkpoint, written or under way. On rank 0 only: ``ledger``, the controller's snapshot
-    that belongs to ``version``; held-out ``accuracies`` by version, and the versions whose evaluation is
-    ``awaited``. ``skipped`` counts the training steps in a row whose gradients were not finite.
+    ``base_commit`` is the revision of a base from the hub. ``spans`` are the phases since the version before
+    was made, which ends a step. ``stored`` is the newest version with a checkpoint, written or under way.
+    ``skipped`` counts the training steps in a row whose gradients were not finite. On rank 0 only: ``ledger``,
+    the controller's snapshot that belongs to ``version``; held-out ``accuracies`` by version, and the versions
+    whose evaluation is ``awaited``.
     """
 
     config: AdapterConfig
     spec: AdapterSpec
     algorithm: Algorithm
     probe: TrainBatch
+    base_commit: str | None = None
     version: int = 0
     stored: int | None = None
     resumed: bool = False
@@ -57,6 +59,7 @@ def build_tenant(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTo
         spec=adapter.spec(config.model.path),
         algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
         probe=probe_batch(config, adapter, tokenizer),
+        base_commit=config.model.commit,
     )
 
 

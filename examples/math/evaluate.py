@@ -31,9 +31,9 @@ def main() -> None:
     config, _ = read_config(arguments.run_folder)
     adapter = config.adapters[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(config.model.folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=config.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(config.model.folder, dtype=config.model.dtype)
     if not arguments.base:
         model = PeftModel.from_pretrained(model, read_summary(arguments.run_folder).adapter_path)
     model = model.to(device).eval()

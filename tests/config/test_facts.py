@@ -9,6 +9,7 @@ import pytest
 
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.load import load_config
+from tests.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, tiny_files
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -24,11 +25,11 @@ def test_a_listening_port_is_found() -> None:
     assert gather_facts(config, runs_here=True).ports_in_use == frozenset()
 
 
-def test_model_folder_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-
-    def facts(path: str) -> Facts:
-        return gather_facts(load_config(EMBEDDED, [f"model.path={path}"]), runs_here=False)
+def test_model_folder_facts(tmp_path: Path) -> None:
+    def facts(path: str, **found: str) -> Facts:
+        config = load_config(EMBEDDED, [f"model.path={path}"])
+        model = config.model.model_copy(update=found)
+        return gather_facts(config.model_copy(update={"model": model}), runs_here=False)
 
     assert "no folder" in facts("some/where").model_problem
     (tmp_path / "m").mkdir()
@@ -38,12 +39,13 @@ def test_model_folder_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     known = facts("Qwen/Qwen3-8B")
     assert known.hf_config is not None
     assert not known.model_is_local
-    snapshot = tmp_path / "hub" / "models--some--where" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
-    cached = facts("some/where")
-    assert cached.hf_config == {"model_type": "qwen3"}
-    assert cached.model_is_local
+    whole = fill_cache(tmp_path, tiny_files())
+    partial = fill_cache(tmp_path, {"config.json": b'{"model_type": "qwen3"}'}, commit=SECOND)
+    cached = facts(NAME, snapshot=str(whole), commit=FIRST)
+    assert cached.hf_config is not None
+    assert (cached.hf_config["model_type"], cached.model_is_local) == ("qwen3_moe", True)
+    begun = facts(NAME, snapshot=str(partial), commit=SECOND)
+    assert (begun.hf_config, begun.model_is_local) == ({"model_type": "qwen3"}, False)
 
 
 def test_visible_devices_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def main(run_folder: Path) -> None:
     config = Config.model_validate_json((run_folder / "config.json").read_text())
     join_world(config, run_folder, 0, 1)
     engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
     tenant = build_tenant(config, config.adapters[0], tokenizer)
     engine.add_adapter(tenant.spec, tenant.config.optimizer, 1)
     wait_endpoint(run_folder, "server", 0, 120)

@@ -31,12 +31,12 @@ def main(run_folder: Path, adapter: Path, out: Path) -> None:
     spec, tensors = load_peft(adapter)
     engine.add_adapter(spec, entry.optimizer, 0)
     engine.load_adapter(spec.name, tensors)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
     samples = load_samples(entry.task, "eval")[:16]
     rows = [tokenizer.encode(s.prompt + s.answer, add_special_tokens=False) for s in samples]
     batch = scoring_batch(rows, spec.name)
     logprobs = engine.logprobs(batch, adapter=spec.name)
-    result = {"model": config.model.path, "token_ids": rows, "logprobs": split_rows(logprobs, batch.cu_seqlens)}
+    result = {"model": config.model.folder, "token_ids": rows, "logprobs": split_rows(logprobs, batch.cu_seqlens)}
     out.write_text(json.dumps(result))
 
 

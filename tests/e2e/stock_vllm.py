@@ -20,11 +20,11 @@ def main(run_folder: Path, adapter: Path) -> None:
     from areal_lora.tasks.datasets import load_samples
 
     config = Config.model_validate_json((run_folder / "config.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
     samples = load_samples(config.adapters[0].task, "eval")[:32]
     prompts = [tokenizer.encode(s.prompt, add_special_tokens=False) for s in samples]
     engine = LLM(
-        config.model.path, dtype="float32", max_model_len=256, enforce_eager=True, enable_lora=True, max_lora_rank=8,
+        config.model.folder, dtype="float32", max_model_len=256, enforce_eager=True, enable_lora=True, max_lora_rank=8,
         max_loras=2,
     )
     outputs = engine.generate(

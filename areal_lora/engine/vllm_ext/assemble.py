@@ -81,7 +81,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
     max_loras = n_slots(config) + on_cpu
     return AsyncEngineArgs(
-        model=config.model.path, dtype=config.model.dtype, seed=config.run.seed, tensor_parallel_size=rollout.tp,
+        model=config.model.folder, dtype=config.model.dtype, seed=config.run.seed, tensor_parallel_size=rollout.tp,
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len, max_num_seqs=max_num_seqs(config),
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len),
@@ -105,7 +105,7 @@ def max_num_seqs(config: Config) -> int:
 
 async def assemble(config: Config, run_folder: Path, index: int, secret: str, stop: Callable[[], None]) -> Parts:
     """Start the engine and connect everything; ready to serve when it returns."""
-    digest = base_digest(config.model.path)
+    digest = base_digest(config.model.folder)
     engine = AsyncLLM.from_engine_args(engine_args(config))
     channel = WorkerChannel(secret)
     setup = WorkerSetup(

@@ -94,9 +94,8 @@ def set_environment(config: Config) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
         # Its second model runner computes log-probabilities elsewhere: see compat.own_logprobs.
         "VLLM_USE_V2_MODEL_RUNNER": "0", "TOKENIZERS_PARALLELISM": "false", SERVER_PID: str(os.getpid()),
+        "HF_HUB_OFFLINE": "1",  # the launcher has put the model into a folder
     }
-    if Path(config.model.path).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
     if config.cluster.device == "cpu":
         threads = config.rollout.threads
         # vLLM compiles two small sampling functions; that needs a C++ compiler and fails in a path with a space.

@@ -82,11 +82,11 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
     """Run until told to stop; the exit code."""
     stop, loop = Stop(), asyncio.get_running_loop()
     stop.on_signals()
-    modules = base_modules(Path(config.model.path))
+    modules = base_modules(Path(config.model.folder))
     with ExitStack() as stack:
         data, _ = stack.enter_context(bound_sockets(config, index))
         server = stack.enter_context(MemoryServer(
-            run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.path),
+            run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.folder),
             shapes=lambda spec: served_shapes(modules, spec), modules=modules, n_slots=N_SLOTS,
             keep=config.rollout.resident_versions, deadline_s=config.weight_sync.attempt_s, score=score,
             declared={a.name: a.spec(config.model.path) for a in config.adapters},
@@ -115,7 +115,7 @@ class StandInDataPlane:
 
     def __init__(self, config: Config, server: MemoryServer) -> None:
         self._server, self._interrupt = server, config.rollout.in_flight == "interrupt"
-        self._tokenizer = Tokenizer.from_file(str(Path(config.model.path) / "tokenizer.json"))
+        self._tokenizer = Tokenizer.from_file(str(Path(config.model.folder) / "tokenizer.json"))
         self._token_s = float(os.environ.get(TOKEN_S, "0"))
 
     def app(self) -> Starlette:

@@ -1,0 +1,212 @@
+"""From ``model.path`` to a folder: a hub name becomes a commit and the folder of its snapshot.
+
+`resolve` decides, with the hub's cache and, where the run is to start, with the hub; `download` then brings the
+files that are missing. The commit is recorded in the run's config.json, and a run that is resumed keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils.logging import set_verbosity_error
+
+from areal_lora.config.architectures import is_hub_name
+from areal_lora.config.models import Config, ModelConfig
+from areal_lora.config.snapshot import cached_snapshot, missing_files, wanted
+from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
+from areal_lora.launcher.dry_run import human_bytes
+from areal_lora.obs.console import duration
+
+ANSWER_S = 10.0
+_ACCESS = "run `{hf} auth login` or set HF_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """Files of one commit of a hub model that are not in the cache yet."""
+
+    name: str
+    commit: str
+    folder: Path
+    files: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """``config`` with the model's folder known as far as it can be, and what has to be downloaded before a start."""
+
+    config: Config
+    download: Download | None = None
+
+
+def resolve(config: Config, recorded: Callable[[], ModelConfig | None], *, online: bool) -> Resolved:
+    """Find the folder of ``config.model``. ``recorded`` gives the model of the run that is resumed, if there is one.
+
+    Offline (``--dry-run``) nothing is asked or downloaded: a hub name without a snapshot in the cache stays
+    without a folder. Raises ConfigError for what is neither a folder nor a hub model, and EnvironmentError_ where
+    the hub would have to be asked and cannot be.
+    """
+    model = config.model.model_copy(update={"commit": None, "snapshot": None})
+    if Path(model.path).is_dir():
+        if model.revision is not None:
+            raise ConfigError("model.revision", f"{model.path} is a folder, which has no revisions", "leave it out")
+        return Resolved(config=config.model_copy(update={"model": model}))
+    if not is_hub_name(model.path):
+        reason = f"there is no folder {model.path!r}, and it is not a hub name"
+        raise ConfigError("model.path", reason, "give a Hugging Face model folder, or a hub name org/name")
+    revision = _pinned(model, recorded())
+    folder = _look_up(model, revision) if online else cached_snapshot(model.path, revision)
+    if folder is None:
+        return Resolved(config=config.model_copy(update={"model": model}))
+    model = model.model_copy(update={"commit": folder.name, "snapshot": str(folder)})
+    resolved = config.model_copy(update={"model": model})
+    return Resolved(config=resolved, download=_plan(model.path, folder) if online and missing_files(folder) else None)
+
+
+def _pinned(model: ModelConfig, recorded: ModelConfig | None) -> str | None:
+    """The commit that the run began with, if the same revision of the same model is asked for; else the revision."""
+    same = recorded is not None and (recorded.path, recorded.revision) == (model.path, model.revision)
+    return recorded.commit if recorded is not None and same and recorded.commit else model.revision
+
+
+def _look_up(model: ModelConfig, revision: str | None) -> Path:
+    """The snapshot folder of the commit that ``revision`` is now, with config.json in it.
+
+    A complete snapshot in the cache is used where the hub does not answer or does not give access any more.
+    """
+    cached = cached_snapshot(model.path, revision)
+    try:
+        with _hub(model.path, revision, "config.json"), _quiet():
+            if cached is None:  # a download of what is not cached retries for 20 s before it says anything
+                HfApi().model_info(model.path, revision=revision, timeout=ANSWER_S)
+            return Path(hf_hub_download(model.path, "config.json", revision=revision)).absolute().parent
+    except ArealLoraError:
+        if cached is None or missing_files(cached):
+            raise
+        return cached
+
+
+def _plan(name: str, folder: Path) -> Download:
+    with _hub(name, folder.name, ", ".join(missing_files(folder))):
+        info = HfApi().model_info(name, revision=folder.name, files_metadata=True, timeout=ANSWER_S)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    files = tuple(file for file in wanted(sizes) if not (folder / file).is_file())
+    if not any(file.endswith(".safetensors") for file in wanted(sizes)):
+        raise ConfigError(
+            "model.path", f"{name} has no model.safetensors and no shards of it", "use one that is saved as safetensors"
+        )
+    return Download(
+        name=name, commit=folder.name, folder=folder, files=files, nbytes=sum(sizes[file] for file in files)
+    )
+
+
+def download(plan: Download, say: Callable[[str], None]) -> None:
+    """Bring the files of ``plan`` into the cache. What an earlier download left half-written is taken up again.
+
+    Ctrl-C ends the process. Raises EnvironmentError_ where not all of them can be had.
+    """
+    say(f"Downloading {plan.name} ({len(plan.files)} files, {human_bytes(plan.nbytes)}) from {constants.ENDPOINT} "
+        f"into {plan.folder}")
+    started_s = time.monotonic()
+    with _hub(plan.name, plan.commit, ", ".join(plan.files)), _ends_at_once(), _quiet(unless=sys.stderr.isatty()):
+        snapshot_download(plan.name, revision=plan.commit, allow_patterns=list(plan.files))
+    if lacks := missing_files(plan.folder):
+        raise EnvironmentError_(f"model.path: {plan.name} as downloaded lacks {', '.join(lacks)} ({plan.folder})")
+    say(f"Downloaded {human_bytes(plan.nbytes)} in {duration(time.monotonic() - started_s)}.")
+
+
+@contextmanager
+def _quiet(*, unless: bool = False) -> Iterator[None]:
+    """Without huggingface_hub's progress bars: in a log file they are thousands of lines."""
+    if not unless:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not unless:
+            enable_progress_bars()
+
+
+@contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process: the threads that download cannot be interrupted, and exiting waits for them."""
+
+    def end(number: int, frame: object) -> None:
+        print("Interrupted; the same command downloads the rest.", flush=True)
+        os._exit(ExitCode.INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
+    """Translate what huggingface_hub raises into one line that says what to do."""
+    hub, hf = constants.ENDPOINT, shlex.quote(str(Path(sys.executable).with_name("hf")))
+    access = _ACCESS.format(hf=hf)
+    set_verbosity_error()  # what its warnings say is in the error
+    try:
+        yield
+    except GatedRepoError as error:
+        reason = f"{name} is gated, and {hub} gives this machine no access"
+        raise ConfigError("model.path", reason, f"accept its terms at {hub}/{name}, then {access}") from error
+    except RepositoryNotFoundError as error:
+        reason = f"there is no folder {name!r}, and {hub} has no model of this name that this machine may read"
+        raise ConfigError("model.path", reason, f"correct the name; if the model is private, {access}") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            "model.revision", f"{name} has no revision {revision!r} on {hub}", "give a branch, a tag or a commit of it"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(name, revision, what, _cause(error)) from error
+    except EntryNotFoundError as error:
+        raise ConfigError("model.path", f"{name} has no {what} on {hub}", "use a model for transformers") from error
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise ConfigError("model.path", f"{hub} refuses access to {name}: {_line(error)}", access) from error
+        raise _unreachable(name, revision, what, _line(error)) from error
+    except ArealLoraError:
+        raise
+    except Exception as error:  # fault boundary: the hub's client raises its transport's many types, and OSError
+        raise _unreachable(name, revision, what, _line(error)) from error
+
+
+def _unreachable(name: str, revision: str | None, what: str, why: str) -> EnvironmentError_:
+    at = f" at revision {revision}" if revision else ""
+    offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+    return EnvironmentError_(
+        f"model.path: there is no folder {name!r}, the cache {constants.HF_HUB_CACHE} lacks files of the hub model "
+        f"{name}{at} ({what}), and {constants.ENDPOINT} did not give them{offline}: {why} "
+        f"(fix: start where a hub is reachable, copy the cache of a machine that has it, or give a model folder)"
+    )
+
+
+def _cause(error: Exception) -> str:
+    return _line(error.__cause__) if isinstance(error.__cause__, Exception) else _line(error)
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
