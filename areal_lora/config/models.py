@@ -83,7 +83,15 @@ class MathVerifyReward(ScorerLimits):
 
 class FunctionReward(ScorerLimits):
     kind: Literal["function"] = "function"
-    path: str = Field(description="`package.module:name` or `file.py:name` of `reward(completion, answer) -> float`.")
+    path: str = Field(
+        description="`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, "
+        "a bool, or `{\"reward\": number, \"correct\": bool}`."
+    )
+    correct_threshold: float | None = Field(
+        None, allow_inf_nan=False,
+        description="A reward from here on means a correct answer, where the function does not say so itself; "
+        "without either an evaluation has a mean reward and no accuracy.",
+    )
 
 
 RewardConfig = Annotated[NumericMatchReward | MathVerifyReward | FunctionReward, Field(discriminator="kind")]
