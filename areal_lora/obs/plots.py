@@ -25,16 +25,23 @@ def all_plots(metrics: RunMetrics) -> list[Plot]:
 
 
 def reward_and_accuracy(metrics: RunMetrics) -> str:
-    series = [*_reward_series(metrics.steps), _eval_series(metrics.evals, colour=2)]
+    """Of evaluations the accuracy; their mean reward where the task has no rule for what is correct."""
+    shown = _accuracy_series(metrics.evals)
+    series = [*_reward_series(metrics.steps), shown if shown.points else _eval_reward_series(metrics.evals)]
     return svg.line_chart(series, x_label="optimizer step", y_range=_unit_range(series))
 
 
 def _learning(metrics: RunMetrics, lines: Callable[..., str]) -> list[Plot]:
     steps = metrics.steps
-    reward, accuracy = _reward_series(steps), _eval_series(metrics.evals)
+    reward, accuracy, eval_reward = (
+        _reward_series(steps), _accuracy_series(metrics.evals), _eval_reward_series(metrics.evals)
+    )
     return [
         ("Reward", "mean over the batch of a step", lines(reward, y_range=_unit_range(reward))),
-        ("Held-out accuracy", "greedy", lines([accuracy], y_range=_unit_range([accuracy]))),
+        ("Held-out accuracy", "greedy; what could not be scored is not correct",
+         lines([accuracy], y_range=_unit_range([accuracy]))),
+        ("Held-out reward", "greedy; mean over what could be scored",
+         lines([eval_reward], y_range=_unit_range([eval_reward]))),
         ("Staleness", "trained tokens by versions of lag", _staleness(steps)),
         ("Logprob mismatch", "mean |trainer - rollout|, nats", lines(
             [_over(steps, "older versions", lambda s: s.mismatch_stale, 1),
@@ -117,9 +124,14 @@ def _reward_series(steps: Sequence[StepRecord]) -> list[svg.Series]:
     return [faint, svg.Series(name="smoothed", points=smooth)]
 
 
-def _eval_series(evals: Sequence[EvalRecord], colour: int = 2) -> svg.Series:
-    points = [(float(e.step), e.accuracy) for e in evals]
-    return svg.Series(name="held-out accuracy", points=points, colour=colour, dots=True)
+def _accuracy_series(evals: Sequence[EvalRecord]) -> svg.Series:
+    points = [(float(e.step), e.accuracy) for e in evals if e.accuracy is not None]
+    return svg.Series(name="held-out accuracy", points=points, colour=2, dots=True)
+
+
+def _eval_reward_series(evals: Sequence[EvalRecord]) -> svg.Series:
+    points = [(float(e.step), e.reward_mean) for e in evals if e.reward_mean is not None]
+    return svg.Series(name="held-out reward", points=points, colour=2, dots=True)
 
 
 def _unit_range(series: Sequence[svg.Series]) -> tuple[float, float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -87,9 +87,12 @@ def _headlines(metrics: RunMetrics) -> list[tuple[str, str]]:
     totals = [p.total_ms for p in publishes if p.total_ms is not None]
     speeds = [s.rollout_tokens_per_s for s in steps if s.rollout_tokens_per_s is not None]
     lags = [lag for s in steps for lag, n in s.staleness.items() if n]
-    accuracy = " → ".join(f"{e.accuracy:.3f}" for e in (evals[:1] + evals[-1:] if len(evals) > 1 else evals)) or "-"
+    ends = evals[:1] + evals[-1:] if len(evals) > 1 else evals
     return [
-        ("held-out greedy accuracy", accuracy),
+        ("held-out greedy accuracy", _course(e.accuracy for e in ends)),
+        ("held-out mean reward", _course(e.reward_mean for e in ends)),
+        ("held-out answers unscored", f"{ends[-1].unscored} of {ends[-1].n}" if ends else "-"),
+        ("held-out prompts left out", str(ends[-1].left_out) if ends else "-"),
         ("optimizer steps", str(len(steps))),
         ("wall time", duration(steps[-1].time_s) if steps else "-"),
         ("publish, median", f"{statistics.median(totals):.1f} ms" if totals else "-"),
@@ -97,6 +100,10 @@ def _headlines(metrics: RunMetrics) -> list[tuple[str, str]]:
         ("largest staleness, versions", str(max(lags, default="-"))),
         ("rollout, median", f"{svg.label(round(statistics.median(speeds)))} tok/s" if speeds else "-"),
     ]
+
+
+def _course(values: Iterable[float | None]) -> str:
+    return " → ".join(number(v) for v in values if v is not None) or "-"
 
 
 def _counts(metrics: RunMetrics) -> str:

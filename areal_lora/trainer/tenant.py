@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
+from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.obs.trace import Spans
 from areal_lora.tasks.datasets import load_samples
@@ -24,8 +25,8 @@ class Tenant:
 
     ``spans`` are the phases since the version before was made, which ends a step. ``stored`` is the newest
     version with a checkpoint, written or under way. On rank 0 only: ``ledger``, the controller's snapshot
-    that belongs to ``version``; held-out ``accuracies`` by version, and the versions whose evaluation is
-    ``awaited``.
+    that belongs to ``version``; held-out ``evaluations`` by version, the versions whose evaluation is
+    ``awaited``, and the newest one that was ``asked`` for (-1: none).
     """
 
     config: AdapterConfig
@@ -36,8 +37,9 @@ class Tenant:
     stored: int | None = None
     resumed: bool = False
     ledger: bytes = b""
-    accuracies: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
+    asked: int = -1
     spans: Spans = field(default_factory=Spans)
 
     @property
