@@ -217,6 +217,8 @@ class ServedAdapters:
         """All workers hold the version, verified, or none does."""
         results = await self._begin(body, ref, slot, deadline)
         refused = [r for r in results if not r.ok]
+        if refused and refused[0].reason == Refusal.SLOT:
+            raise self._slots.full(ref)  # a worker does not know what holds them
         if not refused and len({r.digest for r in results}) > 1:
             detail = "workers received different numbers"
             refused = [msgspec.structs.replace(results[0], reason=Refusal.HASH, detail=detail)]
