@@ -285,7 +285,8 @@ def request_seed(run_seed: int, prompt: Prompt, issue: int, resampled: int) -> i
 
 
 def _figures(result: m.EvalResult) -> str:
-    return f"accuracy {result.accuracy}, mean reward {result.reward_mean}, {result.n} problems, {result.unscored} unscored"
+    measured = f"accuracy {result.accuracy}, mean reward {result.reward_mean}"
+    return f"{measured} over {result.n} problems, {result.unscored} unscored"
 
 
 def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:

@@ -174,6 +174,7 @@ class MemoryServer:
         self._on_shutdown = on_shutdown
         self._slots_lock, self._one_publish = threading.Lock(), threading.Lock()
         self._released = threading.Condition(self._slots_lock)
+        self._pins: dict[str, AdapterRef] = {}
         self._replies: dict[AdapterRef, tp.PublishReply] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
@@ -197,17 +198,29 @@ class MemoryServer:
         return self.writers[worker].slots[self.slots.resolve(str(ref)).slot]
 
     @contextlib.contextmanager
-    def lease(self, model: str) -> Iterator[AdapterRef]:
-        """Hold the version that ``model`` names; any thread. Raises UnknownVersionError."""
-        with self._slots_lock:
+    def lease(self, model: str, *, pinned: bool = False) -> Iterator[AdapterRef]:
+        """Hold the version that ``model`` names; any thread. Raises UnknownVersionError.
+
+        ``pinned`` keeps it until another version of the adapter is asked for so: the next request may come.
+        """
+        with self._released:
             ref = self.slots.resolve(model).ref
             self.slots.acquire(ref)
+            if pinned and self._pins.get(ref.name) != ref:
+                self.slots.acquire(ref)
+                self._unpin(ref.name)
+                self._pins[ref.name] = ref
         try:
             yield ref
         finally:
             with self._released:
                 self.slots.release(ref)
                 self._released.notify_all()
+
+    def _unpin(self, name: str) -> None:
+        if (ref := self._pins.pop(name, None)) is not None:
+            self.slots.release(ref)
+            self._released.notify_all()
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
         """(status, body) of one admin request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 
 import pytest
 
@@ -164,6 +165,28 @@ def test_a_publish_waits_for_the_server_that_comes_in_its_place():
             watch.servers = [fresh.endpoint]
             report = handle.join()
             assert [ack.server for ack in report.acks] == [fresh.endpoint]
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
+    """Each lasts for four versions, while rollouts hold all versions that may still be trained on."""
+    with (
+        serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server) as solo, contextlib.ExitStack() as rest,
+        contextlib.ExitStack() as evaluation,
+    ):
+        rollouts = deque[contextlib.ExitStack]()
+        for version in range(14):
+            solo.publish(version).join()
+            rollouts.append(contextlib.ExitStack())
+            rollouts[-1].enter_context(server.lease(f"a@v{version}"))
+            rest.enter_context(rollouts[-1])
+            if len(rollouts) > eta:
+                rollouts.popleft().close()
+            if version % 4 == 0:
+                evaluation.close()
+                evaluation.enter_context(server.lease(f"a@v{version}", pinned=True))
+        assert "waits for" not in caplog.text
+        assert ref(12) in server.slots.active()
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])

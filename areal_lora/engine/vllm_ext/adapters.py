@@ -79,14 +79,17 @@ class ServedAdapters:
     def lease(self, model: str, *, pinned: bool = False, or_newer: bool = False) -> Iterator[Lease]:
         """Hold the version that ``model`` names; ``or_newer``: the newest of its adapter, if that is no older one.
 
-        ``pinned`` keeps it for ``PINNED_S`` after that, unless a publish finds no other slot. Raises
-        UnknownVersionError, never falls back to the base.
+        ``pinned`` keeps it for ``PINNED_S`` after that, unless a publish finds no other slot or another version of
+        the adapter is asked for so: there is room for one. Raises UnknownVersionError, never falls back to the base.
         """
         if model == BASE:
             yield Lease(name=BASE, ref=None, lora=None)
             return
         ref = self._slots.newest_from(model) if or_newer else self._slots.resolve(model).ref
         self._slots.acquire(ref)
+        if pinned:
+            for other in [pin for pin in self._pins if pin.name == ref.name and pin != ref]:
+                self._unpin(other)
         try:
             yield Lease(name=str(ref), ref=ref, lora=self._loras[ref])
         finally:
