@@ -295,7 +295,7 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Save the training state every this many steps, and at the end.")
     keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
     keep_every: NonNegInt = Field(0, description="Also keep every checkpoint whose version is a multiple; 0: none.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the best evaluation.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint of the best evaluation: accuracy, then mean reward.")
     max_failures: NonNegInt = Field(
         3, description="Checkpoints in a row that may fail to be written before the run stops."
     )
@@ -303,7 +303,7 @@ class CheckpointConfig(Section):
 
 class EvalConfig(Section):
     every_steps: NonNegInt = Field(
-        20, description="Evaluate the held-out split every this many steps; 0: only first and last."
+        20, description="Evaluate the held-out split every this many steps, one at a time; 0: only first and last."
     )
 
 
