@@ -295,7 +295,9 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Save the training state every this many steps, and at the end.")
     keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
     keep_every: NonNegInt = Field(0, description="Also keep every checkpoint whose version is a multiple; 0: none.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint of the best evaluation: accuracy, then mean reward.")
+    keep_best: bool = Field(
+        True, description="Also keep the checkpoint of the best evaluation: by accuracy, then by mean reward."
+    )
     max_failures: NonNegInt = Field(
         3, description="Checkpoints in a row that may fail to be written before the run stops."
     )

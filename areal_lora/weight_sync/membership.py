@@ -72,13 +72,14 @@ def judge(findings: Sequence[Finding], *, retried: bool, late: bool = False) -> 
     failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
     that still fail (``retried``) are lost, only newcomers if there are any among them: who keeps
     others waiting is not told from those that wait. A server that is full is waited for, and lost only when it is
-    ``late``.
+    ``late``; a newcomer that is full is not waited for if another server takes the version.
     """
     for f in findings:
         if f.error is not None and f.refused and not f.newcomer and not f.leftover:
             raise f.error
     failed = [f for f in findings if f.error is not None]
-    lost = [f for f in failed if not f.alive or f.refused or (f.full and late)]
+    served = len(failed) < len(findings)
+    lost = [f for f in failed if not f.alive or f.refused or (f.full and (late or (f.newcomer and served)))]
     if not lost and retried:
         broken = [f for f in failed if not f.full]
         lost = [f for f in broken if f.newcomer] or broken

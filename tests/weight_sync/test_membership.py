@@ -75,8 +75,12 @@ FULL = ManifestError("slot", "no free adapter slot for a@v9; held by a@v3 (2 run
 
 @pytest.mark.parametrize("retried", [False, True])
 def test_a_server_without_a_free_slot_is_waited_for_with_all_others(retried):
-    findings = [Finding(server=A), Finding(server=B, error=FULL), Finding(server=C, error=FULL, newcomer=True)]
-    assert judged(*findings, retried=retried) == (["server-0", "server-1", "server-2"], [], False)
+    findings = [Finding(server=A), Finding(server=B, error=FULL)]
+    assert judged(*findings, retried=retried) == (["server-0", "server-1"], [], False)
+    newcomer = Finding(server=C, error=FULL, newcomer=True)
+    assert judged(newcomer, retried=retried) == (["server-2"], [], False)
+    assert judged(*findings, newcomer, retried=retried) == (["server-0", "server-1"], ["server-2"], False)
+    assert judged(findings[0], newcomer, retried=retried) == (["server-0"], ["server-2"], True)
 
 
 def test_a_server_without_a_free_slot_is_left_behind_at_the_deadline():
