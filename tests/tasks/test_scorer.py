@@ -18,6 +18,7 @@ from areal_lora.config.models import FunctionReward, MathVerifyReward, NumericMa
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
+from areal_lora.tasks.tally import tally
 from areal_lora.types import Outcome
 
 FAULTY = f"{Path(__file__).parent / 'faulty_reward.py'}:reward"
@@ -416,6 +417,19 @@ def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not
         assert words in scored.detail
     [scores] = score([item(x) for x in good], reward=reward.model_copy(update={"correct_threshold": 0.75}))
     assert [s.correct for s in scores] == [True, False, False, True, True, True, False, True, False]
+
+
+@pytest.mark.parametrize(("example", "threshold"), [(0, 0.5), (1, None)])
+def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_one(tmp_path, example, threshold):
+    page = Path(__file__).parents[2] / "docs" / "en" / "rewards.md"
+    path = tmp_path / "rewards.py"
+    path.write_text(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[example])
+    reward = FunctionReward(path=f"{path}:reward", correct_threshold=threshold)
+    right, wrong = [item(f"it is {k}", f"{k}") for k in range(64)], [item("I do not know", "7")] * 64
+    [of_right, of_all] = score(right, right + wrong, reward=reward)
+    assert all(0.9 < s.reward < 1.0 for s in of_right)
+    assert tally(of_right).accuracy == 1.0
+    assert tally(of_all).accuracy == 0.5
 
 
 @pytest.mark.parametrize("reward", [NumericMatchReward(), MathVerifyReward()])
