@@ -23,7 +23,7 @@ import numpy as np
 from areal_lora.errors import CheckpointError
 from areal_lora.types import AdapterSpec
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_FILE = "manifest.json"
 PARTS = ("weight", "exp_avg", "exp_avg_sq")
 Named = Mapping[str, np.ndarray]
@@ -79,12 +79,39 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     settings: dict[str, float | str]
 
 
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Held-out figures of one version. ``accuracy`` is None where the task has no rule for what is correct."""
+
+    accuracy: float | None
+    reward_mean: float | None
+
+
+def best_version(evaluations: Mapping[int, Evaluation]) -> int | None:
+    """The version with the highest accuracy, of equals the highest mean reward, of equals the newest.
+
+    Only mean rewards are compared if the newest evaluation has no accuracy: the task has no rule for one (any more).
+    """
+    if not evaluations:
+        return None
+    ruled = evaluations[max(evaluations)].accuracy is not None
+
+    def rank(version: int) -> tuple[float, float, int]:
+        found = evaluations[version]
+        accuracy = found.accuracy if ruled else None
+        return (
+            -math.inf if accuracy is None else accuracy, -math.inf if found.reward_mean is None else found.reward_mean,
+            version,
+        )
+
+    return max(evaluations, key=rank)
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ``manifest.json`` says of version ``version`` of one adapter.
 
     ``layout`` is the parallel layout that wrote it, for people only. ``ledger`` is the controller's
-    snapshot once the step that made this version is consumed. ``accuracies`` are the held-out
-    accuracies known so far, ``awaited`` the versions before this one whose evaluation had no answer yet.
+    snapshot once the step that made this version is consumed. ``evaluations`` are the held-out
+    ones known so far, by version, ``awaited`` the versions before this one whose evaluation had no answer yet.
     ``written_s`` is Unix time.
     """
 
@@ -98,7 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: tuple[FileEntry, ...]
     random: tuple[RankRandom, ...]
     ledger: bytes
-    accuracies: dict[int, float]
+    evaluations: dict[int, Evaluation]
     awaited: tuple[int, ...] = ()
     written_s: float
 

@@ -26,9 +26,11 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import (
     MANIFEST_FILE,
     AdapterState,
+    Evaluation,
     FileEntry,
     Manifest,
     RankRandom,
+    best_version,
     decode_manifest,
     encode_manifest,
     file_parts,
@@ -190,26 +192,26 @@ class Store:
             if len(sound) == config.keep_last:
                 break
         manifest = snapshot.manifest
-        gone = plan_deletions(present, sound, config, manifest.accuracies, manifest.awaited)
+        gone = plan_deletions(present, sound, config, manifest.evaluations, manifest.awaited)
         for version in gone:
             self._disk.remove(version_folder(root, version))
         return gone
 
 
 def plan_deletions(
-    present: Collection[int], sound: Collection[int], config: CheckpointConfig, accuracies: Mapping[int, float],
-    awaited: Collection[int],
+    present: Collection[int], sound: Collection[int], config: CheckpointConfig,
+    evaluations: Mapping[int, Evaluation], awaited: Collection[int],
 ) -> list[int]:
     """Which of the versions ``present`` go. ``sound`` are the newest ``keep_last`` that look whole, or all there are.
 
-    What is kept besides: every ``keep_every``-th, the one of the best of ``accuracies`` (the newest of
-    equals), and those ``awaited``, whose evaluation is not known yet. Nothing goes while fewer than two
-    are sound, and nothing as new as the second newest sound one.
+    What is kept besides: every ``keep_every``-th, the best of ``evaluations`` (see `best_version`), and those
+    ``awaited``, whose evaluation is not known yet. Nothing goes while fewer than two are sound, and nothing as
+    new as the second newest sound one.
     """
     if len(sound) < 2:
         return []
-    scored = {version: accuracies[version] for version in present if version in accuracies}
-    best = max(scored, key=lambda version: (scored[version], version), default=None) if config.keep_best else None
+    known = {version: evaluations[version] for version in present if version in evaluations}
+    best = best_version(known) if config.keep_best else None
     second_newest = sorted(sound)[-2]
     return [
         version

@@ -91,7 +91,15 @@ class MathVerifyReward(ScorerLimits):
 
 class FunctionReward(ScorerLimits):
     kind: Literal["function"] = "function"
-    path: str = Field(description="`package.module:name` or `file.py:name` of `reward(completion, answer) -> float`.")
+    path: str = Field(
+        description="`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, "
+        "a bool, or `{\"reward\": number, \"correct\": bool}`."
+    )
+    correct_threshold: float | None = Field(
+        None, allow_inf_nan=False,
+        description="A reward from here on means a correct answer, where the function does not say so itself; "
+        "without either an evaluation has a mean reward and no accuracy.",
+    )
 
 
 RewardConfig = Annotated[NumericMatchReward | MathVerifyReward | FunctionReward, Field(discriminator="kind")]
@@ -303,7 +311,9 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(1, description="Save the training state every this many steps, and at the end.")
     keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
     keep_every: NonNegInt = Field(0, description="Also keep every checkpoint whose version is a multiple; 0: none.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the best evaluation.")
+    keep_best: bool = Field(
+        True, description="Also keep the checkpoint of the best evaluation: by accuracy, then by mean reward."
+    )
     max_failures: NonNegInt = Field(
         3, description="Checkpoints in a row that may fail to be written before the run stops."
     )
@@ -311,7 +321,7 @@ class CheckpointConfig(Section):
 
 class EvalConfig(Section):
     every_steps: NonNegInt = Field(
-        20, description="Evaluate the held-out split every this many steps; 0: only first and last."
+        20, description="Evaluate the held-out split every this many steps, one at a time; 0: only first and last."
     )
 
 

@@ -213,7 +213,7 @@ class LiveConsole:
                 parts += [f"{number(record.rollout_tokens_per_s, 0)} tok/s", f"{record.step_s:.2f} s"]
                 return "  ".join([*parts, f"ETA {duration(left)}" if left is not None else "ETA -"])
             case EvalRecord():
-                return f"eval of v{record.version}: accuracy {record.accuracy:.3f} over {record.n} problems"
+                return f"eval of v{record.version}: {record.figures()}"
             case PublishRecord():
                 return publish_problem(record)
             case CheckpointRecord(failed=True, version=version):
@@ -233,8 +233,9 @@ class LiveConsole:
             self._add_step_rows(rows)
         if view.last_eval and view.first_eval:
             first, last = view.first_eval, view.last_eval
-            text = f"{last.accuracy:.3f} at v{last.version}"
-            rows.add_row("eval", text if first is last else f"{text}   (v{first.version}: {first.accuracy:.3f})")
+            text = f"v{last.version}: {last.figures()}"
+            before = first.reward_mean if last.accuracy is None else first.accuracy
+            rows.add_row("eval", text if first is last else f"{text}   (v{first.version}: {number(before)})")
         sync = view.sync_p50()
         if sync:
             phases = "  ".join(f"{name} {number(ms, 1)}" for name, ms in sync[1].items())

@@ -131,24 +131,44 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kin
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One scored answer of an evaluation."""
+    """One answer of an evaluation. ``reward`` is None if it could not be scored, ``correct`` too without a rule."""
 
     prompt: str
     completion: str
     gold: str
-    reward: float
+    reward: float | None
+    correct: bool | None = None
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
-    """Greedy accuracy over ``n`` held-out problems of the policy ``version``, before ``step`` runs."""
+    """Greedy answers of the policy ``version`` to ``n`` held-out problems, before ``step`` runs.
+
+    ``accuracy`` is None where the task has no rule for what is correct. The ``unscored`` ones are not correct, and
+    not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
+    """
 
     version: int
     step: int
-    accuracy: float
+    accuracy: float | None
     n: int
+    reward_mean: float | None = None
+    unscored: int = 0
+    left_out: int = 0
+    left_out_first: list[str] = []
     adapter: str = ""
     tag: str = ""
     samples: list[SampleRecord] = []
+
+    def figures(self) -> str:
+        """``accuracy 0.250, mean reward 0.310 over 200 problems, 3 unscored``, without what was not measured."""
+        values = {"accuracy": self.accuracy, "mean reward": self.reward_mean}
+        measured = ", ".join(f"{name} {value:.3f}" for name, value in values.items() if value is not None)
+        text = f"{measured} over {self.n} problems"
+        text += f", {self.unscored} unscored" if self.unscored else ""
+        if self.left_out:
+            named = ", ".join(self.left_out_first) + (", ..." if self.left_out > len(self.left_out_first) else "")
+            text += f", {self.left_out} left out (prompt too long: {named})"
+        return text
 
 
 class RolloutSampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sample"):
@@ -260,7 +280,8 @@ def _scalars(record: Record) -> dict[str, float | None]:
         case CheckpointRecord():
             return {"checkpoint/write_s": record.write_s, "checkpoint/mib": record.nbytes / 2**20}
         case EvalRecord():
-            return {"eval/accuracy": record.accuracy}
+            values = {"eval/accuracy": record.accuracy, "eval/reward_mean": record.reward_mean}
+            return values | {"eval/unscored": record.unscored}
         case RolloutSampleRecord() | ResumeRecord():
             return {}
 

@@ -58,7 +58,8 @@ class Plots:
             *_learning(self, lines), *_timing(self.steps, lines, self.resumed), *_groups(self.steps, lines),
             *_weights(self),
         ]  # fmt: skip
-        self._overview = [*_reward_series(self.steps), _eval_series(self.evals, colour=2)]
+        self._rewards = _reward_series(self.steps)
+        self._accuracy, self._eval_reward = _accuracy_series(self.evals), _eval_reward_series(self.evals)
 
     def add(self, record: Record) -> None:
         match record:
@@ -80,15 +81,22 @@ class Plots:
         return [(title, note, draw()) for title, note, draw in self._plots]
 
     def reward_and_accuracy(self) -> str:
-        return svg.line_chart(self._overview, x_label="optimizer step", y_range=_unit_range(self._overview))
+        """Of evaluations the accuracy; their mean reward where the task has no rule for what is correct."""
+        has_rule = next(iter(self._accuracy.points), None) is not None
+        series = [*self._rewards, self._accuracy if has_rule else self._eval_reward]
+        return svg.line_chart(series, x_label="optimizer step", y_range=_unit_range(series))
 
 
 def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
     steps = plots.steps
-    reward, accuracy = _reward_series(steps), _eval_series(plots.evals)
+    reward = _reward_series(steps)
+    accuracy, eval_reward = _accuracy_series(plots.evals), _eval_reward_series(plots.evals)
     return [
         ("Reward", "mean over the batch of a step", lambda: lines(reward, y_range=_unit_range(reward))()),
-        ("Held-out accuracy", "greedy", lambda: lines([accuracy], y_range=_unit_range([accuracy]))()),
+        ("Held-out accuracy", "greedy; what could not be scored is not correct",
+         lambda: lines([accuracy], y_range=_unit_range([accuracy]))()),
+        ("Held-out reward", "greedy; mean over what could be scored",
+         lambda: lines([eval_reward], y_range=_unit_range([eval_reward]))()),
         ("Staleness", "trained tokens by versions of lag", _staleness(steps)),
         ("Logprob mismatch", "mean |trainer - rollout|, nats", lines(
             [_over(steps, "older versions", lambda s: s.mismatch_stale, 1),
@@ -177,9 +185,14 @@ def _reward_series(steps: Feed[StepRecord]) -> list[svg.Series]:
     return [faint, svg.Series(name="smoothed", points=Smoothed(means))]
 
 
-def _eval_series(evals: Feed[EvalRecord], colour: int = 2) -> svg.Series:
-    line = _over(evals, "held-out accuracy", lambda e: e.accuracy, colour)
-    return svg.Series(name=line.name, points=line.points, colour=colour, dots=True)
+def _accuracy_series(evals: Feed[EvalRecord]) -> svg.Series:
+    line = _over(evals, "held-out accuracy", lambda e: e.accuracy, 2)
+    return svg.Series(name=line.name, points=line.points, colour=2, dots=True)
+
+
+def _eval_reward_series(evals: Feed[EvalRecord]) -> svg.Series:
+    line = _over(evals, "held-out reward", lambda e: e.reward_mean, 2)
+    return svg.Series(name=line.name, points=line.points, colour=2, dots=True)
 
 
 class _ByName:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -88,10 +88,12 @@ def write_plot(run_folder: Path | str, path: Path | str) -> Path:
 
 
 def _headlines(metrics: Figures) -> list[tuple[str, str]]:
-    last, totals, speeds = metrics.last_step, metrics.publish_ms, metrics.speeds
-    accuracy = " → ".join(f"{e.accuracy:.3f}" for e in metrics.evals) or "-"
+    last, totals, speeds, evals = metrics.last_step, metrics.publish_ms, metrics.speeds, metrics.evals
     return [
-        ("held-out greedy accuracy", accuracy),
+        ("held-out greedy accuracy", _course(e.accuracy for e in evals)),
+        ("held-out mean reward", _course(e.reward_mean for e in evals)),
+        ("held-out answers unscored", f"{evals[-1].unscored} of {evals[-1].n}" if evals else "-"),
+        ("held-out prompts left out", str(evals[-1].left_out) if evals else "-"),
         ("optimizer steps", str(metrics.steps)),
         ("wall time", duration(last.time_s) if last else "-"),
         ("publish, median", f"{statistics.median(totals):.1f} ms" if totals else "-"),
@@ -99,6 +101,10 @@ def _headlines(metrics: Figures) -> list[tuple[str, str]]:
         ("largest staleness, versions", str(metrics.max_staleness) if metrics.max_staleness is not None else "-"),
         ("rollout, median", f"{svg.label(round(statistics.median(speeds)))} tok/s" if speeds else "-"),
     ]
+
+
+def _course(values: Iterable[float | None]) -> str:
+    return " → ".join(number(v) for v in values if v is not None) or "-"
 
 
 def _counts(metrics: Figures) -> str:

@@ -24,8 +24,10 @@ CONFIG_FILE = "config.json"
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run. None: not measured.
 
-    ``eval_*`` are greedy accuracies of the first and the last evaluation (None if there was
-    only one); ``probe_*_abs_dlogp`` are the largest over all probed publishes of the probe's
+    ``eval_before`` and ``eval_after`` are greedy accuracies of the first and the last evaluation (None if there was
+    only one, or the task has no rule for what is correct), ``eval_reward_*`` their mean rewards. Of the last one's
+    ``eval_problems`` answers ``eval_unscored`` could not be scored; ``eval_left_out`` further prompts are too long.
+    ``probe_*_abs_dlogp`` are the largest over all probed publishes of the probe's
     largest and mean |logp trainer - logp server|; ``staleness_histogram`` counts trained tokens
     by versions of lag, ``max_staleness`` is the largest lag seen; ``restarts`` counts by process, where
     ``trainer`` is all ranks together.
@@ -39,6 +41,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     eval_before: float | None
     eval_after: float | None
+    eval_reward_before: float | None = None
+    eval_reward_after: float | None = None
+    eval_problems: int = 0
+    eval_unscored: int = 0
+    eval_left_out: int = 0
     publishes: int
     publishes_probed: int
     probe_max_abs_dlogp: float | None
@@ -70,6 +77,11 @@ def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path |
         wall_s=round(wall_s, 3),
         eval_before=evals[0].accuracy if evals else None,
         eval_after=evals[-1].accuracy if len(evals) > 1 else None,
+        eval_reward_before=evals[0].reward_mean if evals else None,
+        eval_reward_after=evals[-1].reward_mean if len(evals) > 1 else None,
+        eval_problems=evals[-1].n if evals else 0,
+        eval_unscored=evals[-1].unscored if evals else 0,
+        eval_left_out=evals[-1].left_out if evals else 0,
         publishes=figures.publishes,
         publishes_probed=figures.publishes_probed,
         probe_max_abs_dlogp=figures.probe_max_abs,

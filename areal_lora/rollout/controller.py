@@ -37,7 +37,10 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class AdapterRuntime:
-    """Everything that belongs to one adapter."""
+    """Everything that belongs to one adapter.
+
+    ``one_evaluation``: each holds its version on the servers, which have room for one beside those that are rolled out.
+    """
 
     feed: AdapterFeed
     workflow: Workflow
@@ -45,6 +48,7 @@ class AdapterRuntime:
     events: list[m.EvalResult] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def expire(self, ticket: Ticket) -> None:
         task = self.running.get(ticket.seq)
@@ -188,11 +192,14 @@ class Controller:
             # The trainer may ask before its publish in the background has been announced.
             while not runtime.feed.has_announced(request.version):
                 await runtime.changed.wait()
-            result = await runtime.evaluator.run(ref, request.tag)
+            if runtime.one_evaluation.locked():
+                log.info("evaluation %s of %s waits for the one before", request.tag, ref)
+            async with runtime.one_evaluation:
+                result = await runtime.evaluator.run(ref, request.tag)
             if self._evaluating.get(key) is not asyncio.current_task():
                 return  # given up, too late to be stopped
             del self._evaluating[key]
-            log.info("evaluation %s of %s: %s", result.tag, ref, result.error or f"{result.accuracy:.3f} of {result.n}")
+            log.info("evaluation %s of %s: %s", result.tag, ref, result.error or _figures(result))
             runtime.events.append(result)
             runtime.notify()
 
@@ -275,6 +282,11 @@ def request_seed(run_seed: int, prompt: Prompt, issue: int, resampled: int) -> i
     """
     text = f"{run_seed}:{prompt.uid}:{issue}:{resampled}".encode()
     return int.from_bytes(blake2b(text, digest_size=4).digest(), "little") >> 1
+
+
+def _figures(result: m.EvalResult) -> str:
+    measured = f"accuracy {result.accuracy}, mean reward {result.reward_mean}"
+    return f"{measured} over {result.n} problems, {result.unscored} unscored"
 
 
 def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:

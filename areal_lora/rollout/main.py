@@ -29,7 +29,7 @@ from areal_lora.rollout.agents import Sessions
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.control import ControlSocket
 from areal_lora.rollout.controller import AdapterRuntime, Controller
-from areal_lora.rollout.evaluation import CHUNK, Evaluator
+from areal_lora.rollout.evaluation import CHUNK, Evaluator, HeldOut, fitting
 from areal_lora.rollout.feed import AdapterFeed
 from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.ledger import LEDGER_FILE, Ledger, LedgerFile
@@ -40,7 +40,6 @@ from areal_lora.rollout.staleness import StalenessBudget
 from areal_lora.rollout.workflow import Scorer, TextTokenizer, WorkflowContext
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.scorer import ScorerPool
-from areal_lora.types import Sample
 
 ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
@@ -60,8 +59,7 @@ class AdapterData:
     config: AdapterConfig
     tokenizer: TextTokenizer
     prompts: PromptStream
-    eval_samples: Sequence[Sample]
-    eval_token_ids: Sequence[list[int]]
+    held_out: HeldOut
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,16 +89,19 @@ def load_data(config: Config, run_folder: Path) -> list[AdapterData]:
 
 
 def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
-    held_out = load_samples(adapter.task, "eval")[: adapter.task.n_eval]
+    samples = load_samples(adapter.task, "eval")[: adapter.task.n_eval]
+    max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
+    held_out = fitting(samples, tokenize(samples, tokenizer), max_prompt_tokens)
+    if held_out.left_out:
+        log.warning("%s: %s; %d tokens are room for a prompt", adapter.name, held_out.note(), max_prompt_tokens)
     return AdapterData(
         config=adapter,
         tokenizer=tokenizer,
         prompts=PromptStream(
             load_samples(adapter.task, "train"), tokenizer, seed=config.run.seed,
-            max_prompt_tokens=config.rollout.max_model_len - adapter.sampling.max_new_tokens,
+            max_prompt_tokens=max_prompt_tokens,
         ),
-        eval_samples=held_out,
-        eval_token_ids=tokenize(held_out, tokenizer),
+        held_out=held_out,
     )
 
 
@@ -139,7 +140,8 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
                 tasks.create_task(_beat(run_folder))
                 ports = {"control": socket.port} | ({"agents": gateway.port} if gateway else {})
                 publish_endpoint(run_folder, ROLE, 0, ports, host=config.cluster.bind)
-                set_status(run_folder, ROLE, 0, "serving")
+                notes = [note for part in data if (note := part.held_out.note())]
+                set_status(run_folder, ROLE, 0, "; ".join(["serving", *notes]))
                 log.info("serving %s on port %d", ", ".join(runtimes), socket.port)
                 await stop.wait()
                 raise _Stop
@@ -192,8 +194,7 @@ def build_runtime(
             sessions,
         ),
         evaluator=Evaluator(
-            client=client, scorer=scorer, sampling=sampling, samples=data.eval_samples,
-            token_ids=data.eval_token_ids,
+            client=client, scorer=scorer, sampling=sampling, held_out=data.held_out,
             # Half of what the servers take at once is left to training rollouts.
             max_chunks=max(1, sequences // (2 * CHUNK)),
         ),

@@ -165,16 +165,36 @@ class RolloutSample(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
+class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of an evaluation. ``reward`` is None if it could not be scored, ``correct`` too without a rule."""
+
+    uid: str
+    prompt: str
+    completion: str
+    answer: str
+    reward: float | None
+    correct: bool | None
+    version: int
+
+
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy accuracy over ``n`` problems; ``error`` is set, and ``n`` is 0, if it could not be measured."""
+    """Greedy answers to ``n`` held-out problems; ``error`` is set, and ``n`` is 0, if they could not be had.
+
+    ``accuracy`` is None where the task has no rule for what is correct. The ``unscored`` ones are not correct, and
+    not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
+    """
 
     adapter: str
     version: int
     tag: str
-    accuracy: float
+    accuracy: float | None
+    reward_mean: float | None
     n: int
     wall_s: float
-    samples: tuple[RolloutSample, ...] = ()
+    unscored: int = 0
+    left_out: int = 0
+    left_out_first: tuple[str, ...] = ()
+    samples: tuple[EvalSample, ...] = ()
     error: str = ""
 
 

@@ -19,18 +19,18 @@ _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
-def math_verify(completion: str, gold: str) -> float:
-    """1.0 if both state equal expressions, else 0.0; ValueError if ``gold`` states none that can be read."""
+def math_verify(completion: str, gold: str) -> bool:
+    """Whether both state equal expressions; ValueError if ``gold`` states none that can be read."""
     expected = _expressions(gold, whole=True)
     if not expected:
         raise ValueError(f"gold answer states no expression: {gold[-80:]!r}")
     stated = _expressions(completion, whole=False)
     try:
-        return float(bool(stated) and verify(expected, stated, timeout_seconds=None, raise_on_error=True))
+        return bool(stated) and bool(verify(expected, stated, timeout_seconds=None, raise_on_error=True))
     except MemoryError:
         raise
     except Exception:  # fault boundary: the library raises many types about text that is no mathematics
-        return 0.0
+        return False
 
 
 def _expressions(text: str, *, whole: bool) -> list[Any]:

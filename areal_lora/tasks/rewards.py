@@ -8,15 +8,26 @@ digit is consumed once, as a number or as something else. Values are exact fract
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import NotRequired, TypedDict
 
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.loading import load_import_path
 
-RewardFunction = Callable[[str, str], float]
+
+class Graded(TypedDict):
+    """What a reward function may return in place of a number: the reward, and whether the answer is correct."""
+
+    reward: float
+    correct: NotRequired[bool | None]
+
+
+RewardFunction = Callable[[str, str], float | Graded]
 
 MAX_DIGITS = 64  # longer runs are no answers, and int() of a long string takes quadratic time
 
@@ -78,12 +89,45 @@ def extract_answer(text: str) -> Fraction | None:
     return None if token is None else _value(token)
 
 
-def numeric_match(completion: str, gold: str) -> float:
-    """1.0 if both state the same number, else 0.0; ValueError if ``gold`` states none."""
+def numeric_match(completion: str, gold: str) -> bool:
+    """Whether both state the same number; ValueError if ``gold`` states none."""
     expected = extract_answer(gold)
     if expected is None:
         raise ValueError(f"gold answer states no number: {gold[-80:]!r}")
-    return float(extract_answer(completion) == expected)
+    return extract_answer(completion) == expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """A finite reward. ``correct`` is None where the task has no rule for it."""
+
+    reward: float
+    correct: bool | None
+
+
+def grade(value: object, correct_threshold: float | None) -> Grade:
+    """What a reward function has returned, checked; raises TypeError, ValueError, OverflowError.
+
+    A bool says whether the answer is correct, and its reward is 1 or 0. A mapping has a ``reward`` and may have
+    ``correct``. What does not say so itself is correct from ``correct_threshold`` on, if there is one.
+    """
+    correct: object = None
+    if isinstance(value, Mapping):
+        if "reward" not in value or value.keys() - {"reward", "correct"}:
+            keys = ", ".join(map(repr, value)) or "nothing"
+            raise TypeError(f"a dict must have 'reward' and may have 'correct', this one has {keys}")
+        correct = value.get("correct")
+        value = value["reward"]
+        if correct is not None and correct not in (True, False):
+            raise ValueError(f"'correct' is {correct!r}, neither true nor false")
+    reward = float(value)  # type: ignore[arg-type]  # a TypeError is what it shall raise
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}, not a finite number")
+    if correct is None and isinstance(value, bool):
+        correct = value
+    if correct is None and correct_threshold is not None:
+        correct = reward >= correct_threshold
+    return Grade(reward=reward, correct=None if correct is None else bool(correct))
 
 
 def reward_function(kind: str, path: str | None = None) -> RewardFunction:
@@ -105,7 +149,7 @@ def reward_function(kind: str, path: str | None = None) -> RewardFunction:
     if path is None:
         raise ConfigError("reward.kind", f"there is no reward {kind!r}")
     function: RewardFunction = load_import_path(path)
-    fix = "name a function reward(completion, answer) -> float"
+    fix = "name a function reward(completion, answer) that returns a number"
     if not callable(function) or inspect.iscoroutinefunction(function):
         kind = "a coroutine function" if callable(function) else f"of type {type(function).__name__}"
         raise ConfigError(path, f"is {kind}, not a plain function", fix)

@@ -4,6 +4,9 @@ A :class:`ScorerPool` keeps ``workers`` children alive (see :mod:`areal_lora.tas
 An answer whose scoring hangs, crashes, runs out of memory, raises or gives no finite number is
 an ``error`` or a ``timeout`` without a reward (NaN), never reward 0. A child that was hurt by it
 is killed, and a fresh one scores the rest of the batch.
+
+An answer's time runs in the child, which ends itself when it is over. This side's own patience is longer, and
+counts only while its event loop runs: one that stalls, or a process that is stopped, condemns no child.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import math
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -34,21 +38,28 @@ __all__ = ["Score", "ScoreItem", "ScorerPool"]
 
 START_DEADLINE_S = 60.0
 END_DEADLINE_S = 1.0
+LATE_S = 1.0  # how much later than a child itself this side gives it up
 LARGEST_REPLY_BYTES = 1 << 16
 PRINTS_LOGGED = 20
 _READY = msgspec.msgpack.Decoder(Ready)
 _VERDICT = msgspec.msgpack.Decoder(Verdict)
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` says why it is not."""
+    """``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` says why it is not.
+
+    ``correct`` is None for an answer that was not scored, or by a reward that has no rule for it.
+    """
 
     reward: float
     outcome: Outcome
     detail: str = ""
+    correct: bool | None = None
 
 
 class ScorerPool:
@@ -62,6 +73,7 @@ class ScorerPool:
     def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
         self._setup = Setup(
             kind=reward.kind, path=reward.path if isinstance(reward, FunctionReward) else None,
+            correct_threshold=reward.correct_threshold if isinstance(reward, FunctionReward) else None,
             timeout_s=reward.timeout_s, memory_bytes=reward.memory_mib << 20,
             hidden=None if hidden is None else str(hidden.absolute()), parent_pid=os.getpid(),
             search_path=tuple(folder or os.getcwd() for folder in sys.path),
@@ -165,9 +177,8 @@ class _Child:
         reward = setup.path or setup.kind
         try:
             self._stdin.write(pack_frame(setup))
-            async with asyncio.timeout(START_DEADLINE_S):
-                await self._stdin.drain()
-                ready = _READY.decode(await self._reply())
+            await _patient(self._stdin.drain(), START_DEADLINE_S)
+            ready = _READY.decode(await _patient(self._reply(), START_DEADLINE_S))
         except TimeoutError as error:
             raise EnvironmentError_(
                 f"scorer: loading the reward {reward} takes longer than {START_DEADLINE_S:g} s"
@@ -185,13 +196,13 @@ class _Child:
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Scores of all items, or of those up to the one after which this child is spent."""
         scores: list[Score] = []
+        patience_s = self._timeout_s + LATE_S
+        began_s = time.monotonic()
         try:
             self._stdin.write(pack_frame(list(items)))
-            async with asyncio.timeout(self._timeout_s):
-                await self._stdin.drain()
+            await _patient(self._stdin.drain(), patience_s)
             for index in range(len(items)):
-                async with asyncio.timeout(self._timeout_s):
-                    verdict = _VERDICT.decode(await self._reply())
+                verdict = _VERDICT.decode(await _patient(self._reply(), patience_s))
                 if verdict.index != index:
                     raise msgspec.DecodeError(f"verdict {verdict.index} in place of {index}")
                 if verdict.printed:
@@ -199,25 +210,36 @@ class _Child:
                 if verdict.value is None:
                     scores.append(_fault(Outcome.ERROR, verdict.detail))
                 else:
-                    scores.append(Score(reward=verdict.value, outcome=Outcome.OK))
+                    scores.append(Score(reward=verdict.value, outcome=Outcome.OK, correct=verdict.correct))
                 if verdict.tainted:
                     self.spent = True
                     return scores
+                began_s = verdict.ended_s
             return scores
         except TimeoutError:
-            scores.append(_fault(Outcome.TIMEOUT, f"scoring took longer than {self._timeout_s:g} s"))
+            scores.append(self._too_long())
         except msgspec.DecodeError:
             scores.append(_fault(Outcome.ERROR, "the reward wrote into the scorer's reply pipe"))
         except (OSError, EOFError):
-            scores.append(_fault(Outcome.ERROR, f"scorer process {await self._end()}"))
+            scores.append(await self._ended(began_s))
         self.spent = True
         return scores
+
+    def _too_long(self) -> Score:
+        return _fault(Outcome.TIMEOUT, f"scoring took longer than {self._timeout_s:g} s")
+
+    async def _ended(self, began_s: float) -> Score:
+        """What the end of the process means for the answer whose turn began at ``began_s``."""
+        how = await self._end()
+        limits = (-signal.SIGKILL, -signal.SIGXCPU)  # the deadline's, and that of CPU time
+        if self._process.returncode in limits and time.monotonic() - began_s >= self._timeout_s:
+            return self._too_long()
+        return _fault(Outcome.ERROR, f"scorer process {how}")
 
     async def _end(self) -> str:
         """How the process ended, once its pipe has; it may have closed that and go on."""
         try:
-            async with asyncio.timeout(END_DEADLINE_S):
-                return f"ended with status {await self._process.wait()}"
+            return f"ended with status {await _patient(self._process.wait(), END_DEADLINE_S)}"
         except TimeoutError:
             return "closed its pipes"
 
@@ -235,6 +257,21 @@ class _Child:
         if size > LARGEST_REPLY_BYTES:
             raise msgspec.DecodeError(f"a reply of {size} bytes")
         return await self._stdout.readexactly(size)
+
+
+async def _patient(work: Coroutine[Any, Any, T], patience_s: float) -> T:
+    """The result of ``work``. Raises TimeoutError only if this loop could have seen it for ``patience_s``.
+
+    When the loop has stalled, that time is over and the result has come in the same moment; so one more look.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        for remaining_s in (patience_s, LATE_S):
+            if (await asyncio.wait({task}, timeout=remaining_s))[0]:
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 def _fault(outcome: Outcome, detail: str) -> Score:

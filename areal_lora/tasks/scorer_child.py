@@ -5,7 +5,8 @@ frame is a 4-byte big-endian length and a msgpack message. The first frame in is
 :class:`Setup`, answered by a :class:`Ready`; every further frame is a list of
 :class:`ScoreItem`, answered by one :class:`Verdict` per item, each written as soon as it is known.
 
-The parent kills this process when an answer takes too long. The process fences itself in before
+A timer of this process's own ends it when an answer takes too long (:mod:`areal_lora.tasks.deadline`): the
+parent may be stalled just then. The parent kills what that timer did not end. The process fences itself in before
 any user code runs (:mod:`areal_lora.tasks.fence`) and limits its own memory.
 """
 
@@ -17,14 +18,16 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from areal_lora.errors import ArealLoraError
+from areal_lora.tasks.deadline import Deadline
 from areal_lora.tasks.fence import raise_fence
-from areal_lora.tasks.rewards import RewardFunction, reward_function
+from areal_lora.tasks.rewards import RewardFunction, grade, reward_function
 
 PRINTED_CHARACTERS = 2000
 
@@ -33,10 +36,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """``path`` is the function of kind ``function``. ``hidden`` is a folder that must not be readable.
 
     ``memory_bytes`` is the address space beyond what the process has once the function is loaded.
+    ``correct_threshold`` is the configured one (see `rewards.grade`).
     """
 
     kind: str
     path: str | None
+    correct_threshold: float | None
     timeout_s: float
     memory_bytes: int
     hidden: str | None
@@ -65,11 +70,14 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """``value`` is the reward; None if it could not be computed, for the reason in ``detail``.
 
-    ``index`` counts the answers of a batch. ``tainted``: this process must not score another one.
+    ``correct`` is None where the task has no rule for it. ``index`` counts the answers of a batch. ``ended_s`` is
+    ``time.monotonic``, which parent and child share. ``tainted``: this process must not score another one.
     """
 
     index: int
     value: float | None
+    ended_s: float
+    correct: bool | None = None
     detail: str = ""
     printed: str = ""
     tainted: bool = False
@@ -111,19 +119,24 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return stream.read(int.from_bytes(head, "big"))
 
 
-def judge(reward: RewardFunction, index: int, item: ScoreItem, printed: Printed) -> Verdict:
+def judge(
+    reward: RewardFunction, correct_threshold: float | None, index: int, item: ScoreItem, printed: Printed
+) -> Verdict:
     before = threads()
     value: float | None = None
+    correct: bool | None = None
     detail, tainted = "", False
     try:
-        value = float(reward(item.completion, item.gold))
+        graded = grade(reward(item.completion, item.gold), correct_threshold)
+        value, correct = graded.reward, graded.correct
     except Exception as error:  # fault boundary: a reward function may fail in any way on a model's text
         detail, tainted = describe(error), isinstance(error, MemoryError)
-    if value is not None and not math.isfinite(value):
-        value, detail = None, f"the reward is {value}, not a finite number"
     if threads() - before:
-        value, detail, tainted = None, "a thread that it started is still running", True
-    return Verdict(index=index, value=value, detail=detail, printed=printed.take(), tainted=tainted)
+        value, correct, detail, tainted = None, None, "a thread that it started is still running", True
+    return Verdict(
+        index=index, value=value, correct=correct, ended_s=time.monotonic(), detail=detail, printed=printed.take(),
+        tainted=tainted,
+    )
 
 
 def describe(error: Exception) -> str:
@@ -153,7 +166,7 @@ def limit_memory(extra_bytes: int) -> None:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """Time for one more answer, with a margin so that the parent's deadline comes first."""
+    """Time for one more answer, with a margin so that its deadline comes first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = math.ceil(used.ru_utime + used.ru_stime + 2 * timeout_s + 2)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
@@ -179,6 +192,9 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
     missing = raise_fence(None if setup.hidden is None else Path(setup.hidden), setup.parent_pid)
+    deadline = Deadline(setup.timeout_s)
+    if not deadline.kept:
+        missing.append("POSIX timers (an answer that hangs is found later, by the controller)")
     reward = load(setup)
     if isinstance(reward, Ready):
         write_frame(replies, reward)
@@ -190,7 +206,10 @@ def main() -> None:
     while (frame := read_frame(requests)) is not None:
         for index, item in enumerate(decoder.decode(frame)):
             renew_cpu_limit(setup.timeout_s)
-            write_frame(replies, judge(reward, index, item, printed))
+            deadline.start()
+            verdict = judge(reward, setup.correct_threshold, index, item, printed)
+            deadline.stop()  # before writing, which waits for a parent that does not read
+            write_frame(replies, verdict)
 
 
 if __name__ == "__main__":

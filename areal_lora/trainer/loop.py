@@ -124,10 +124,8 @@ def hand_over(trainer: Trainer, tenant: Tenant) -> None:
         join_publish(trainer, tenant)
     with spans.span("publish_pack"):
         trainer.publishing.publish(tenant, save)
-    every, last = trainer.config.eval.every_steps, trainer.config.run.steps
-    due = tenant.version == 0 or tenant.version >= last or (every and tenant.version % every == 0)
-    if trainer.recorder and due:
-        trainer.recorder.request_eval(tenant.ref)
+    if trainer.recorder:
+        trainer.recorder.evaluate(tenant)
 
 
 def ask_again(trainer: Trainer, tenant: Tenant) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.checkpoint.saver import Save
+from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.obs.heartbeat import beat
 from areal_lora.obs.log import get_logger, set_status
@@ -37,6 +38,17 @@ from areal_lora.weight_sync.outcome import PublishReport
 log = get_logger(__name__)
 
 EVAL_TAG = "held-out"
+
+
+def evaluation_due(version: int, asked: int, *, every_steps: int, last: int) -> bool:
+    """Whether ``version`` is to be evaluated, where ``asked`` is the newest that was (-1: none).
+
+    Due are version 0, the ``last`` one and every multiple of ``every_steps``, or in place of a multiple that was
+    passed over a later version.
+    """
+    if every_steps == 0:
+        return version in (0, last)
+    return version >= last or version - version % every_steps > asked
 
 
 class Recorder:
@@ -89,9 +101,23 @@ class Recorder:
         self._record_samples(tenant, batch.samples)
         return list(batch.groups)
 
+    def evaluate(self, tenant: Tenant) -> None:
+        """Ask for a held-out evaluation of the tenant's version, if one is due; it begins when that is active."""
+        every, last = self._config.eval.every_steps, self._config.run.steps
+        if evaluation_due(tenant.version, tenant.asked, every_steps=every, last=last):
+            if not tenant.awaited or tenant.version >= last:
+                self.request_eval(tenant.ref)
+            elif tenant.version % every == 0:
+                log.info(
+                    "the evaluation of %s waits for that of v%d, and will be of the version that is the newest then",
+                    tenant.ref, min(tenant.awaited),
+                )
+
     def request_eval(self, ref: AdapterRef) -> None:
         """Ask for a held-out evaluation; it begins when the version is active."""
-        self._tenants[ref.name].awaited.add(ref.version)
+        tenant = self._tenants[ref.name]
+        tenant.awaited.add(ref.version)
+        tenant.asked = max(tenant.asked, ref.version)
         self._client.request_eval(ref, EVAL_TAG)
 
     def wait_evals(self, tenant: Tenant, interrupted: Callable[[], bool]) -> bool:
@@ -175,15 +201,21 @@ class Recorder:
             if result.error:
                 log.warning("evaluation of %s@v%d failed: %s", result.adapter, result.version, result.error)
                 continue
-            self._tenants[result.adapter].accuracies[result.version] = result.accuracy
+            self._tenants[result.adapter].evaluations[result.version] = Evaluation(
+                accuracy=result.accuracy, reward_mean=result.reward_mean
+            )
             samples = [
-                SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward)
+                SampleRecord(
+                    prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct
+                )
                 for s in result.samples
             ]
             self._writer.write(
                 EvalRecord(
                     adapter=result.adapter, version=result.version, step=result.version,
-                    accuracy=result.accuracy, n=result.n, tag=result.tag, samples=samples,
+                    accuracy=result.accuracy, n=result.n, reward_mean=result.reward_mean, unscored=result.unscored,
+                    left_out=result.left_out, left_out_first=list(result.left_out_first), tag=result.tag,
+                    samples=samples,
                 )
             )
 

@@ -53,7 +53,8 @@ def _load(engine: TrainEngine, tenant: Tenant, folder: Path) -> None:
     tenant.version = tenant.stored = manifest.version
     tenant.resumed = True
     tenant.ledger = manifest.ledger
-    tenant.accuracies, tenant.awaited = dict(manifest.accuracies), set(manifest.awaited)
+    tenant.evaluations, tenant.awaited = dict(manifest.evaluations), set(manifest.awaited)
+    tenant.asked = max(tenant.evaluations.keys() | tenant.awaited, default=-1)
     set_random_state(manifest.random, engine.rank, engine.device)
 
 

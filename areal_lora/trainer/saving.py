@@ -38,7 +38,7 @@ class Checkpointing:
             clock=Clock(
                 step=state.step, total_steps=self._config.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
             ),
-            files=(), random=(), ledger=tenant.ledger, accuracies=dict(tenant.accuracies),
+            files=(), random=(), ledger=tenant.ledger, evaluations=dict(tenant.evaluations),
             awaited=tuple(sorted(tenant.awaited)), written_s=0.0,
         )  # fmt: skip
         return self._saver.save(

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
+from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.data.collate import HOST
 from areal_lora.obs.trace import Spans
@@ -26,8 +27,8 @@ class Tenant:
     ``base_commit`` is the revision of a base from the hub. ``spans`` are the phases since the version before
     was made, which ends a step. ``stored`` is the newest version with a checkpoint, written or under way.
     ``skipped`` counts the training steps in a row whose gradients were not finite. On rank 0 only: ``ledger``,
-    the controller's snapshot that belongs to ``version``; held-out ``accuracies`` by version, and the versions
-    whose evaluation is ``awaited``.
+    the controller's snapshot that belongs to ``version``; held-out ``evaluations`` by version, the versions
+    whose evaluation is ``awaited``, and the newest one that was ``asked`` for (-1: none).
     """
 
     config: AdapterConfig
@@ -39,9 +40,10 @@ class Tenant:
     stored: int | None = None
     resumed: bool = False
     ledger: bytes = b""
-    accuracies: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     skipped: int = 0
+    asked: int = -1
     spans: Spans = field(default_factory=Spans)
 
     @property

@@ -82,6 +82,7 @@ class Coordinator:
         self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}
         self._attempts = 0
         self._waiting_since: float | None = None
+        self._full_since: float | None = None  # a member has no free adapter slot
         self._lost: dict[str, str] = {}  # since the last version that was announced
         self._published: set[str] = set()  # adapters of which a version of this trainer serves
 
@@ -100,7 +101,7 @@ class Coordinator:
 
     def open(self, job: Publish) -> Step:
         """How a publish begins. Where nothing has changed the servers are told of it right here."""
-        self._attempts, self._newcomers, self._waiting_since = 1, set(), None
+        self._attempts, self._newcomers, self._waiting_since, self._full_since = 1, set(), None, None
         members = self._membership.members
         same = self._sources == _sources(job.layout) and not self.changed()
         if same and members and self._fleet.checked(members, job.layout):
@@ -186,7 +187,8 @@ class Coordinator:
     def _follow(self, job: Publish, parts: Sequence[Sent]) -> Step:
         _check_parts(job, parts)
         findings = self._findings(job, parts)
-        judgement = judge(findings, retried=self._attempts > 1)
+        full = any(f.full for f in findings)
+        judgement = judge(findings, retried=self._attempts > 1, late=self._waited_for_slots(full))
         if any(f.error for f in findings) or any(p.wire for p in parts):
             self._sources = None  # members may be out of step
         for f in findings:
@@ -198,6 +200,8 @@ class Coordinator:
         if judgement.complete:
             probes = self._probed(job, judgement)
         if not judgement.complete or len(self._membership.members) < self._config.min_servers:
+            if full:
+                return self._wait_for_slots(job, findings, judgement)
             if time.monotonic() >= job.deadline:
                 within = f"{job.ref} did not reach all servers within {self._config.deadline_s:g} s"
                 raise PublishError(f"{within}: {_errors(findings, parts)}")
@@ -208,6 +212,25 @@ class Coordinator:
         self._published.add(job.ref.name)
         report = self._report(job, parts, probes, acked_s)
         return Step(report=report)
+
+    def _waited_for_slots(self, full: bool) -> bool:
+        """Whether members have been ``full`` for a whole publish's deadline."""
+        if not full:
+            self._full_since = None
+            return False
+        self._full_since = self._full_since or time.monotonic()
+        return time.monotonic() >= self._full_since + self._config.deadline_s
+
+    def _wait_for_slots(self, job: Publish, findings: Sequence[Finding], judgement: Judgement) -> Step:
+        """Requests that run hold their versions' slots until they end: the deadline begins anew, and all try again."""
+        if any(f.full and f.server in judgement.lost for f in findings):
+            self._full_since = None  # a server that comes back is waited for as long
+        if any(f.error is not None and not f.full for f in findings):
+            self._attempts += 1
+        held = "; ".join(f"{f.server.name}: {f.error}" for f in findings if f.full)
+        log.warning("%s waits for an adapter slot: %s", job.ref, held)
+        time.sleep(WAIT_S)
+        return Step(wait=True)
 
     # ------------------------------------------------------------ what the servers did
 

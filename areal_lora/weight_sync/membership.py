@@ -42,9 +42,17 @@ class Finding:
 
     @property
     def refused(self) -> bool:
-        """It answered that the version or the adapter is wrong, or by wrong numbers. A broken transfer says nothing."""
+        """It answered that the version or the adapter is wrong, or by wrong numbers.
+
+        A broken transfer says nothing, and neither does a server that is ``full``.
+        """
         wire = isinstance(self.error, ManifestError) and self.error.reason == Refusal.WIRE
-        return isinstance(self.error, (AdapterError, ParityError)) and not wire
+        return isinstance(self.error, (AdapterError, ParityError)) and not wire and not self.full
+
+    @property
+    def full(self) -> bool:
+        """It has no adapter slot for the version yet: running requests hold older ones."""
+        return isinstance(self.error, ManifestError) and self.error.reason == Refusal.SLOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +64,25 @@ class Judgement:
     complete: bool
 
 
-def judge(findings: Sequence[Finding], *, retried: bool) -> Judgement:
+def judge(findings: Sequence[Finding], *, retried: bool, late: bool = False) -> Judgement:
     """Who goes on after an attempt.
 
     A member that refuses means that the version is wrong: its error is raised. A newcomer that
     refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
     failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
     that still fail (``retried``) are lost, only newcomers if there are any among them: who keeps
-    others waiting is not told from those that wait.
+    others waiting is not told from those that wait. A server that is full is waited for, and lost only when it is
+    ``late``; a newcomer that is full is not waited for if another server takes the version.
     """
     for f in findings:
         if f.error is not None and f.refused and not f.newcomer and not f.leftover:
             raise f.error
     failed = [f for f in findings if f.error is not None]
-    lost = [f for f in failed if not f.alive or f.refused]
+    served = len(failed) < len(findings)
+    lost = [f for f in failed if not f.alive or f.refused or (f.full and (late or (f.newcomer and served)))]
     if not lost and retried:
-        lost = [f for f in failed if f.newcomer] or failed
+        broken = [f for f in failed if not f.full]
+        lost = [f for f in broken if f.newcomer] or broken
     keep = tuple(f.server for f in findings if f not in lost)
     return Judgement(
         keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost),
@@ -81,6 +92,8 @@ def judge(findings: Sequence[Finding], *, retried: bool) -> Judgement:
 def _reason(f: Finding) -> str:
     if f.leftover:
         return f"holds what an earlier life of this trainer made and is told to end: {f.error}"
+    if f.full and f.alive:
+        return f"has no room yet: {f.error}"
     how = "is not fit" if f.refused else "failed again" if f.alive else "does not answer"
     return f"{how}: {f.error}"
 

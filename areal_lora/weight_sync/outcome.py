@@ -87,7 +87,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 has all ranks do next: end with ``failure`` or ``report``, wait, or make an attempt.
 
     ``connect`` lists the servers that new groups are to be made with; None keeps the groups. With
-    ``wait`` too few servers are left: the publish's deadline begins anew, and another step follows.
+    ``wait`` too few servers are left, or one has no free adapter slot: the publish's deadline begins anew, and
+    another step follows.
     """
 
     wait: bool = False

@@ -23,6 +23,6 @@ class Refusal(StrEnum):
     SIZE = "size"
     HASH = "hash"
     NON_FINITE = "non_finite"
-    SLOT = "slot"  # no free place on the server, or the receiver is busy
+    SLOT = "slot"  # no free place on the server yet: running requests hold them
     WIRE = "wire"  # the transfer broke or missed its deadline
     WRITE = "write"  # the engine failed to take the tensors

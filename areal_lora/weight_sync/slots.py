@@ -41,11 +41,15 @@ class SlotTable:
         if ref in self._residents:
             raise ManifestError(Refusal.DUPLICATE, f"{ref} is resident already; versions are immutable")
         if not self._free:
-            held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in self._residents.values())
-            raise ManifestError(Refusal.SLOT, f"no free adapter slot for {ref}; held by {held}")
+            raise self.full(ref)
         slot = self._free.pop(0)
         self._residents[ref] = Resident(ref=ref, slot=slot)
         return slot
+
+    def full(self, ref: AdapterRef) -> ManifestError:
+        """The refusal of ``ref`` for lack of a slot, which says what holds them."""
+        held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in self._residents.values())
+        return ManifestError(Refusal.SLOT, f"no free adapter slot for {ref}; held by {held}")
 
     def activate(self, ref: AdapterRef, lora_id: int) -> None:
         """``ref`` can be requested from now on, under the engine's ``lora_id`` (> 0, never reused)."""

@@ -173,6 +173,8 @@ class MemoryServer:
         self._modules = _modules(shapes) if modules is None else dict(modules)
         self._on_shutdown = on_shutdown
         self._slots_lock, self._one_publish = threading.Lock(), threading.Lock()
+        self._released = threading.Condition(self._slots_lock)
+        self._pins: dict[str, AdapterRef] = {}
         self._replies: dict[AdapterRef, tp.PublishReply] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
@@ -196,16 +198,29 @@ class MemoryServer:
         return self.writers[worker].slots[self.slots.resolve(str(ref)).slot]
 
     @contextlib.contextmanager
-    def lease(self, model: str) -> Iterator[AdapterRef]:
-        """Hold the version that ``model`` names; any thread. Raises UnknownVersionError."""
-        with self._slots_lock:
+    def lease(self, model: str, *, pinned: bool = False) -> Iterator[AdapterRef]:
+        """Hold the version that ``model`` names; any thread. Raises UnknownVersionError.
+
+        ``pinned`` keeps it until another version of the adapter is asked for so: the next request may come.
+        """
+        with self._released:
             ref = self.slots.resolve(model).ref
             self.slots.acquire(ref)
+            if pinned and self._pins.get(ref.name) != ref:
+                self.slots.acquire(ref)
+                self._unpin(ref.name)
+                self._pins[ref.name] = ref
         try:
             yield ref
         finally:
-            with self._slots_lock:
+            with self._released:
                 self.slots.release(ref)
+                self._released.notify_all()
+
+    def _unpin(self, name: str) -> None:
+        if (ref := self._pins.pop(name, None)) is not None:
+            self.slots.release(ref)
+            self._released.notify_all()
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
         """(status, body) of one admin request."""
@@ -275,13 +290,7 @@ class MemoryServer:
 
     def _publish(self, announcement: Announcement, timeout_s: float) -> tp.PublishReply:
         manifest = announcement.manifest
-        try:
-            with self._slots_lock:
-                for ref in self.slots.retirable(self._keep):
-                    self.slots.retire(ref)
-                slot = self.slots.reserve(manifest.ref)
-        except ManifestError:
-            slot = None  # resident already or full: the receivers take it off the wire and say which
+        slot = self._reserve(manifest.ref, timeout_s / 2)
         try:
             results = self._stage(announcement, slot, timeout_s)
         except PublishError:
@@ -296,6 +305,8 @@ class MemoryServer:
                 receiver.discard(manifest.ref)
             if slot is not None:
                 self.slots.abort(manifest.ref)
+            if failed.reason == Refusal.SLOT:
+                raise self.slots.full(manifest.ref)
             raise ManifestError(failed.reason, failed.detail)
         self._last_id += 1
         with self._slots_lock:
@@ -305,6 +316,24 @@ class MemoryServer:
         self._replies[manifest.ref] = reply
         reached("server.activated")
         return reply
+
+    def _reserve(self, ref: AdapterRef, patience_s: float) -> int | None:
+        """A slot, as the real server finds one; None: the receivers take the transfer off the wire and refuse it."""
+        until = time.monotonic() + patience_s
+        with self._released:
+            while True:
+                for old in self.slots.retirable(self._keep):
+                    self.slots.retire(old)
+                try:
+                    return self.slots.reserve(ref)
+                except ManifestError as e:
+                    if e.reason != Refusal.SLOT:
+                        return None
+                spare = self.slots.retirable(1)[:1]
+                for old in spare:
+                    self.slots.retire(old)
+                if not spare and not self._released.wait(max(until - time.monotonic(), 0.0)):
+                    return None
 
     def _stage(self, announcement: Announcement, slot: int | None, timeout_s: float) -> list[tp.StageResult]:
         """Every worker's result."""

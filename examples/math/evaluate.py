@@ -1,14 +1,17 @@
-"""Greedy held-out accuracy of a finished run, with stock peft and transformers only.
+"""Greedy held-out accuracy and mean reward of a finished run, with stock peft and transformers only.
 
     python examples/math/evaluate.py RUN_FOLDER [--base]
 
 ``--base`` leaves the adapter off. Nothing of the training or serving path is used, so this is
-an independent second opinion on ``eval_after``.
+an independent second opinion on ``eval_after`` and ``eval_reward_after``. Answers are scored as in the run: in a
+process that is killed when one takes too long, by the reward's own rule for what is correct. Prompts that were too
+long for the run are left out here, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 from itertools import islice
 from pathlib import Path
 
@@ -16,9 +19,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_lora.config.models import RewardConfig
 from areal_lora.obs.summary import read_config, read_summary
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.rewards import reward_function
+from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
+from areal_lora.tasks.tally import tally
 
 BATCH = 64
 
@@ -37,18 +42,29 @@ def main() -> None:
     if not arguments.base:
         model = PeftModel.from_pretrained(model, read_summary(arguments.run_folder).adapter_path)
     model = model.to(device).eval()
-    path = adapter.reward.path if adapter.reward.kind == "function" else None
-    reward = reward_function(adapter.reward.kind, path)
+    longest = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     samples = load_samples(adapter.task, "eval")
-    right = 0
-    remaining = iter(samples)
+    fitting = [s for s in samples if len(tokenizer(s.prompt)["input_ids"]) <= longest]
+    items = []
+    remaining = iter(fitting)
     while chunk := list(islice(remaining, BATCH)):
         inputs = tokenizer([s.prompt for s in chunk], return_tensors="pt", padding=True).to(device)
         with torch.inference_mode():
             output = model.generate(**inputs, max_new_tokens=adapter.sampling.max_new_tokens, do_sample=False)
         answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(reward(answer, sample.answer) >= 1.0 for answer, sample in zip(answers, chunk, strict=True))
-    print(f"accuracy: {right / len(samples):.4f} over {len(samples)} problems")
+        items += [ScoreItem(completion=answer, gold=s.answer) for answer, s in zip(answers, chunk, strict=True)]
+    figures = tally(asyncio.run(score(adapter.reward, items)))
+    if figures.accuracy is not None:
+        print(f"accuracy: {figures.accuracy:.4f} over {figures.n} problems")
+    if figures.reward_mean is not None:
+        print(f"mean reward: {figures.reward_mean:.4f} over {figures.n - figures.unscored} problems")
+    print(f"unscored: {figures.unscored}")
+    print(f"left out, prompt too long: {len(samples) - len(fitting)}")
+
+
+async def score(reward: RewardConfig, items: list[ScoreItem]) -> list[Score]:
+    async with ScorerPool(reward) as pool:
+        return await pool.score(items)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from areal_lora.checkpoint.files import Disk
-from areal_lora.checkpoint.state import PARTS, AdapterState, Clock, Manifest, RankRandom
+from areal_lora.checkpoint.state import PARTS, AdapterState, Clock, Evaluation, Manifest, RankRandom
 from areal_lora.checkpoint.store import Snapshot, Store
 from areal_lora.types import AdapterRef, AdapterSpec
 
@@ -50,18 +50,18 @@ def state_of(version: int, rank: int) -> AdapterState:
     )
 
 
-def manifest_of(version: int, accuracies: dict[int, float] | None = None) -> Manifest:
+def manifest_of(version: int, evaluations: dict[int, Evaluation] | None = None) -> Manifest:
     return Manifest(
         run="r", version=version, spec=SPEC, base_digest="base", layout={"world_size": WORLD},
         clock=Clock(step=3 * version, total_steps=9, lr=0.1, settings={"lr": 0.1, "schedule": "linear"}),
-        files=(), random=(), ledger=b"ledger %d" % version, accuracies=accuracies or {}, written_s=0.0,
+        files=(), random=(), ledger=b"ledger %d" % version, evaluations=evaluations or {}, written_s=0.0,
     )  # fmt: skip
 
 
-def snapshot_of(version: int, rank: int, accuracies: dict[int, float] | None = None) -> Snapshot:
+def snapshot_of(version: int, rank: int, evaluations: dict[int, Evaluation] | None = None) -> Snapshot:
     return Snapshot(
         ref=AdapterRef(name=SPEC.name, version=version), state=state_of(version, rank),
-        random=RankRandom(host=b"random %d" % rank), manifest=manifest_of(version, accuracies),
+        random=RankRandom(host=b"random %d" % rank), manifest=manifest_of(version, evaluations),
     )  # fmt: skip
 
 
@@ -88,9 +88,11 @@ def stores(run_folder: Path, disks: Sequence[Disk] = (Disk(), Disk())) -> list[S
     return [Store(run_folder, e, disk) for e, disk in zip(ThreadExchange.make(WORLD), disks, strict=True)]
 
 
-def write(made: Sequence[Store], version: int, accuracies: dict[int, float] | None = None) -> list[Exception | None]:
+def write(
+    made: Sequence[Store], version: int, evaluations: dict[int, Evaluation] | None = None
+) -> list[Exception | None]:
     def write_one(rank: int) -> None:
-        assert made[rank].write(snapshot_of(version, rank, accuracies)) > 0
+        assert made[rank].write(snapshot_of(version, rank, evaluations)) > 0
 
     return on_ranks(write_one)
 

@@ -10,19 +10,29 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_lora.checkpoint.files import Disk
-from areal_lora.checkpoint.state import PARTS, AdapterState, decode_manifest, encode_manifest, file_parts, read_files
+from areal_lora.checkpoint.state import (
+    FORMAT,
+    PARTS,
+    AdapterState,
+    Evaluation,
+    best_version,
+    decode_manifest,
+    encode_manifest,
+    file_parts,
+    read_files,
+)
 from areal_lora.errors import CheckpointError
 
 from .helpers import manifest_of, state_of
 
 
 def test_a_manifest_comes_back() -> None:
-    manifest = manifest_of(3, {1: 0.5})
+    manifest = manifest_of(3, {1: Evaluation(accuracy=0.5, reward_mean=0.25)})
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
 def test_no_flipped_bit_of_a_manifest_goes_unnoticed() -> None:
-    data = encode_manifest(manifest_of(3, {1: 0.5}))
+    data = encode_manifest(manifest_of(3, {1: Evaluation(accuracy=0.5, reward_mean=0.25)}))
     for at in range(len(data)):
         for bit in (0x01, 0x20, 0x80):
             damaged = bytearray(data)
@@ -36,9 +46,28 @@ def test_half_a_manifest_and_another_format_are_refused() -> None:
     for part in (b"", data[: len(data) // 2], b"null", b"\xff\xfe"):
         with pytest.raises(CheckpointError):
             decode_manifest(part)
-    other = encode_manifest(msgspec.structs.replace(manifest_of(3), format=2))
-    with pytest.raises(CheckpointError, match="format 2, this version reads 1"):
+    other = encode_manifest(msgspec.structs.replace(manifest_of(3), format=FORMAT + 1))
+    with pytest.raises(CheckpointError, match=f"format {FORMAT + 1}, this version reads {FORMAT}"):
         decode_manifest(other)
+
+
+@pytest.mark.parametrize(
+    ("figures", "best"),
+    [
+        ({}, None),
+        ({0: (0.2, 0.9), 5: (0.6, 0.1), 10: (0.4, 0.8)}, 5),  # accuracy, whatever the rewards are
+        ({0: (0.5, 0.1), 5: (0.5, 0.3), 10: (0.5, 0.2)}, 5),  # of equals the reward
+        ({0: (0.5, 0.3), 5: (0.5, 0.3), 10: (0.4, 0.9)}, 5),  # of equals the newest
+        ({0: (None, -0.7), 5: (None, -0.2), 10: (None, -0.5)}, 5),  # no rule: the reward, negative or not
+        ({0: (None, 0.9), 5: (0.0, 0.1), 10: (0.0, 0.0)}, 5),  # the rule is new
+        ({0: (0.9, 0.1), 5: (None, 0.3), 10: (None, 0.2)}, 5),  # the rule is gone
+    ],
+)
+def test_the_best_version_is_that_of_the_highest_accuracy_or_else_reward(
+    figures: dict[int, tuple[float | None, float]], best: int | None
+) -> None:
+    evaluations = {v: Evaluation(accuracy=a, reward_mean=r) for v, (a, r) in figures.items()}
+    assert best_version(evaluations) == best
 
 
 def test_stock_safetensors_reads_a_rank_file_and_so_do_we(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan as Plan
 from areal_lora.checkpoint.recover import find, tidy
-from areal_lora.checkpoint.state import PARTS, AdapterState, read_files
+from areal_lora.checkpoint.state import PARTS, AdapterState, Evaluation, read_files
 from areal_lora.checkpoint.store import adapter_folder, plan_deletions, versions_in
 from areal_lora.checkpoint.testing import FaultyDisk
 from areal_lora.config.models import CheckpointConfig
@@ -138,8 +138,9 @@ def test_old_checkpoints_are_deleted_as_planned(tmp_path: Path) -> None:
     config = CheckpointConfig(keep_last=2, keep_every=4)
     for version in range(11):
         accuracies = {v: a for v, a in {1: 0.4, 3: 0.9, 6: 0.8}.items() if v < version}
-        assert write(made, version, accuracies) == [None, None]
-        made[0].delete_old(snapshot_of(version, 0, accuracies), config)
+        evaluations = {v: Evaluation(accuracy=a, reward_mean=-a) for v, a in accuracies.items()}
+        assert write(made, version, evaluations) == [None, None]
+        made[0].delete_old(snapshot_of(version, 0, evaluations), config)
     assert versions_in(adapter_folder(tmp_path, SPEC.name)) == [3, 4, 8, 9, 10]
 
 
@@ -164,7 +165,8 @@ def test_deletions_on_random_histories() -> None:
         sound = whole[-config.keep_last :]
         accuracies = {v: draw.random() for v in draw.sample(range(60), 8)}
         awaited = set(draw.sample(range(60), 3))
-        gone = set(plan_deletions(present, sound, config, accuracies, awaited))
+        evaluations = {v: Evaluation(accuracy=a, reward_mean=draw.random()) for v, a in accuracies.items()}
+        gone = set(plan_deletions(present, sound, config, evaluations, awaited))
         left = set(present) - gone
         assert gone <= set(present)
         assert set(whole[-2:]) <= left, "one of the newest two whole ones went"

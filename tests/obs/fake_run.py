@@ -139,5 +139,8 @@ def _write_publish(writer: MetricsWriter, rng: random.Random, version: int) -> N
 def _write_eval(writer: MetricsWriter, step: int, accuracy: float) -> None:
     sample = SampleRecord(prompt="1+1?", completion="#### 2", gold="2", reward=1.0)
     writer.write(
-        EvalRecord(version=step, step=step, accuracy=accuracy, n=200, adapter=ADAPTER, tag="", samples=[sample])
+        EvalRecord(
+            version=step, step=step, accuracy=accuracy, reward_mean=accuracy, n=200, adapter=ADAPTER, tag="",
+            samples=[sample],
+        )
     )

@@ -34,7 +34,7 @@ STEP = StepRecord(
 )  # fmt: skip
 PUBLISH = PublishRecord(version=4, total_ms=20.0, adapter="toy", phases_ms={"pack": 1.5, "wire": 2.5, "ack": 18.0})
 EVAL = EvalRecord(
-    version=4, step=4, accuracy=0.75, n=8, adapter="toy",
+    version=4, step=4, accuracy=0.75, n=8, reward_mean=0.5, unscored=1, adapter="toy",
     samples=[SampleRecord(prompt="p\n", completion="é\u2028", gold="1", reward=1.0)],
 )  # fmt: skip
 SAMPLE = RolloutSampleRecord(
@@ -72,6 +72,8 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     assert seen["toy/publish/total_ms"] == [(4, 20.0)]
     assert seen["toy/publish/wire_ms"] == [(4, 2.5)]
     assert seen["toy/eval/accuracy"] == [(4, 0.75)]
+    assert seen["toy/eval/reward_mean"] == [(4, 0.5)]
+    assert seen["toy/eval/unscored"] == [(4, 1.0)]
     assert "toy/train/loss" not in seen
 
 

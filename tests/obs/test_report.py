@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
-from areal_lora.obs.metrics import MetricsWriter, RolloutSampleRecord
+from areal_lora.obs.metrics import EvalRecord, MetricsWriter, RolloutSampleRecord
 from areal_lora.obs.report import write_plot, write_report
 from tests.obs.fake_run import make_config, make_run
 
@@ -44,7 +44,7 @@ class Page(HTMLParser):
 def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
     page = Page(html)
-    assert page.tags.count("svg") == 16
+    assert page.tags.count("svg") == 17
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
     assert "url(" not in html
@@ -70,7 +70,7 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(make_config().model_dump_json())
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert page.text.count("nothing recorded") == 16
+    assert page.text.count("nothing recorded") == 17
     assert "None recorded." in page.text
 
 
@@ -85,3 +85,18 @@ def test_the_plot_is_one_valid_svg(tmp_path: Path) -> None:
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"reward per step", "smoothed", "held-out accuracy", "optimizer step"} <= set(texts)
+
+
+def test_without_a_rule_for_what_is_correct_rewards_are_shown_and_no_accuracy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(make_config().model_dump_json())
+    with MetricsWriter(tmp_path) as writer:
+        for version, reward in ((0, -0.25), (20, 0.125)):
+            figures = {"accuracy": None, "reward_mean": reward, "n": 64, "unscored": 3}
+            writer.write(EvalRecord(version=version, step=version, **figures))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    for shown in ("-held-out greedy accuracy", "-0.250 → 0.125held-out mean reward", "3 of 64"):
+        assert shown in page.text, shown
+    root = ET.parse(write_plot(tmp_path, tmp_path / "run.svg")).getroot()
+    texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "held-out reward" in texts
+    assert "held-out accuracy" not in texts

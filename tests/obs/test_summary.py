@@ -9,7 +9,7 @@ from rich.console import Console
 
 from areal_lora.errors import ConfigError
 from areal_lora.obs.events import RestartEvent, now_utc, write_event
-from areal_lora.obs.metrics import EvalRecord, MetricsWriter, PublishRecord, StepRecord
+from areal_lora.obs.metrics import EvalRecord, MetricsWriter, PublishRecord, SampleRecord, StepRecord
 from areal_lora.obs.summary import print_closing, read_summary, write_summary
 from tests.obs.fake_run import make_config
 
@@ -18,13 +18,18 @@ def small_run(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(make_config().model_dump_json())
     with MetricsWriter(folder) as writer:
-        writer.write(EvalRecord(version=0, step=0, accuracy=0.25, n=200, tag="before"))
+        writer.write(EvalRecord(version=0, step=0, accuracy=0.25, reward_mean=0.5, n=200, tag="before"))
         writer.write(PublishRecord(version=0, total_ms=9.0, probe_mean_abs=1e-7, probe_max_abs=4e-6))
         writer.write(StepRecord(step=0, version=0, time_s=1.0, staleness={0: 10}, dropped={"stale": 1}))
         writer.write(PublishRecord(version=1, total_ms=9.0, probe_mean_abs=3e-7, probe_max_abs=2e-6))
         writer.write(StepRecord(step=1, version=1, time_s=2.0, staleness={1: 4, 2: 0}, dropped={"stale": 3}))
         writer.write(PublishRecord(version=2, total_ms=9.0))
-        writer.write(EvalRecord(version=2, step=2, accuracy=0.5, n=200, tag="after"))
+        writer.write(
+            EvalRecord(
+                version=2, step=2, accuracy=0.5, reward_mean=0.75, n=200, unscored=3, left_out=2, tag="after",
+                samples=[SampleRecord(prompt="p", completion="c", gold="g", reward=None)],
+            )
+        )
     for who in ("server-0", "trainer", "server-0"):
         write_event(folder, RestartEvent(at=now_utc(), who=who, how="was killed by SIGKILL"))
     return folder
@@ -41,7 +46,8 @@ def test_figures(tmp_path: Path) -> None:
     assert len(digest) == 64
     assert values == {
         "run": "fake", "model": "tiny/model", "seed": 7, "steps": 2, "wall_s": 12.346,
-        "eval_before": 0.25, "eval_after": 0.5, "publishes": 3, "publishes_probed": 2,
+        "eval_before": 0.25, "eval_after": 0.5, "eval_reward_before": 0.5, "eval_reward_after": 0.75,
+        "eval_problems": 200, "eval_unscored": 3, "eval_left_out": 2, "publishes": 3, "publishes_probed": 2,
         "probe_max_abs_dlogp": 4e-6, "probe_mean_abs_dlogp": 3e-7,
         "staleness_histogram": {"0": 10, "1": 4, "2": 0}, "max_staleness": 1, "max_staleness_allowed": 2,
         "dropped": {"stale": 3}, "restarts": {"server-0": 2, "trainer": 1},

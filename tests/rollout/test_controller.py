@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.trainer_client import RolloutClient
-from areal_lora.types import AdapterRef, Outcome
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.rollout.helpers import NAME, CharTokenizer, config
 
 
@@ -180,6 +181,62 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
         assert sum(len(r["prompt"]) for r in evaluated) <= 3 * 40
     finally:
         other.close()
+
+
+def test_evaluations_come_one_after_the_other_and_hold_up_no_rollouts(controller: Callable[..., Running]) -> None:
+    """Each holds its version on the servers, which have room for one beside those that are rolled out."""
+    slow_s = 0.4
+    begun: list[tuple[float, str]] = []
+
+    def delay(k: int) -> float:
+        request = server.requests[k]
+        if not isinstance(request["prompt"][0], list):
+            return 0.0
+        begun.append((time.monotonic(), request["model"]))
+        return slow_s
+
+    server = FakeServer(delay_s=delay)
+    run = controller(server, steps=6, eta=0)
+    start = time.monotonic()
+    for step in range(6):
+        if step in (1, 2):  # asked before it is announced
+            run.client.request_eval(AdapterRef(name=NAME, version=step), "e")
+        run.activate(step)
+        run.batch(step)
+        run.client.commit(NAME, step)
+        if step in (0, 5):
+            run.client.request_eval(AdapterRef(name=NAME, version=step), "e")
+    assert time.monotonic() - start < 2 * slow_s, "training waited for evaluations"
+    results = [run.client.wait_eval(AdapterRef(name=NAME, version=v), "e") for v in (0, 1, 2, 5)]
+    assert [(r.n, r.error) for r in results] == [(40, "")] * 4
+    assert [model for _, model in begun] == [f"{NAME}@v{v}" for v in (0, 0, 1, 1, 2, 2, 5, 5)]
+    ends = {model: at + slow_s for at, model in begun}
+    for (at, model), (_, before) in zip(begun[2::2], begun[::2], strict=False):
+        assert at > ends[before] - 0.01, f"{model} was begun while {before} was evaluated"
+
+
+def test_held_out_prompts_that_are_too_long_are_left_out_and_named_before_anything_is_trained(
+    controller: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would refuse each request that has one of them, and with it the whole evaluation."""
+
+    def samples(task: Any, split: str) -> list[Sample]:
+        made = load_samples(task, split)
+        if split == "eval":
+            made[3:5] = [replace(sample, prompt="9" * 5000) for sample in made[3:5]]
+        return made
+
+    monkeypatch.setattr("areal_lora.rollout.main.load_samples", samples)
+    server = FakeServer()
+    run = controller(server, steps=1, eta=0)
+    named = [load_samples(config("m").adapters[0].task, "eval")[i].uid for i in (3, 4)]
+    status = (run.folder / "status" / "controller-0.txt").read_text()
+    assert f"2 of 40 held-out prompts are too long and left out: {', '.join(named)}" in status
+    run.activate(0)
+    run.client.request_eval(AdapterRef(name=NAME, version=0), "e")
+    result = run.client.wait_eval(AdapterRef(name=NAME, version=0), "e")
+    assert (result.n, result.left_out, list(result.left_out_first), result.error) == (38, 2, named, "")
+    assert max(len(p) for r in server.requests for p in r["prompt"] if isinstance(p, list)) < 4096
 
 
 def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running]) -> None:

@@ -29,7 +29,7 @@ Handler = Callable[[m.Request], Awaitable[m.Reply]]
 
 
 def result(version: int, tag: str) -> m.EvalResult:
-    return m.EvalResult(adapter=NAME, version=version, tag=tag, accuracy=0.5, n=2, wall_s=0.1)
+    return m.EvalResult(adapter=NAME, version=version, tag=tag, accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
 
 
 @pytest.fixture

@@ -23,6 +23,19 @@ def reward(completion: str, gold: str) -> float:
                 pass
         case "sleep":
             time.sleep(3600)
+        case "nap":
+            time.sleep(0.2)
+        case "hang_deaf":
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            while True:
+                pass
+        case "hang_without_timers":
+            for timer in range(10):
+                ctypes.CDLL(None).syscall({"x86_64": 226, "aarch64": 111}[os.uname().machine], timer)  # timer_delete
+            while True:
+                pass
+        case "kill_self":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "hang_later":
             signal.signal(signal.SIGALRM, lambda *_: time.sleep(3600))
             signal.setitimer(signal.ITIMER_REAL, 0.05)

@@ -44,7 +44,7 @@ def test_a_gold_answer_that_states_nothing_is_an_error():
         math_verify("7", "")
 
 
-def test_the_parents_deadline_rules_over_expressions_that_never_end():
+def test_the_deadline_rules_over_expressions_that_never_end():
     async def run():
         async with ScorerPool(MathVerifyReward(timeout_s=2.0)) as pool:
             texts = ("#### 7", r"\boxed{9^{9^{9^9}}}", "#### 7")

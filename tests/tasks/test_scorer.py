@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from areal_lora.config.models import FunctionReward, NumericMatchReward
+from areal_lora.config.models import FunctionReward, MathVerifyReward, NumericMatchReward
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
-from areal_lora.tasks.scorer import ScoreItem, ScorerPool
+from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
+from areal_lora.tasks.tally import tally
 from areal_lora.types import Outcome
 
 FAULTY = f"{Path(__file__).parent / 'faulty_reward.py'}:reward"
@@ -59,9 +61,10 @@ def test_rewards_come_back_in_order():
     ("fault", "words"),
     [
         ("exit", "ended with status 3"), ("segfault", "ended with status -11"), ("exit_quietly", "ended with status 0"),
-        ("native_segfault", "ended with status -11"), ("allocate", "MemoryError"), ("allocate_slowly", "MemoryError"),
-        ("thread", "still running"), ("flood_pipes", "reply pipe"), ("forge", "reply pipe"),
-        ("close", "ended with status 1"), ("close_and_sleep", "closed its pipes"),
+        ("native_segfault", "ended with status -11"), ("kill_self", "ended with status -9"),
+        ("allocate", "MemoryError"), ("allocate_slowly", "MemoryError"), ("thread", "still running"),
+        ("flood_pipes", "reply pipe"), ("forge", "reply pipe"), ("close", "ended with status 1"),
+        ("close_and_sleep", "closed its pipes"),
     ],
 )  # fmt: skip
 def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fault, words):
@@ -100,6 +103,81 @@ def test_a_hang_is_a_timeout_of_that_item_only(fault):
     assert math.isnan(scores[1].reward)
     assert "0.5 s" in scores[1].detail
     assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("fault", ["hang_deaf", "hang_without_timers"])
+def test_a_child_that_hangs_whatever_it_does_about_signals_and_timers_is_killed(fault):
+    [scores] = score([item("7", "7"), item("pid"), item(fault), item("7", "7")], reward=faulty(timeout_s=0.5))
+    assert [s.outcome for s in scores] == [Outcome.OK, Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
+    assert not psutil.pid_exists(int(scores[1].reward))
+
+
+def stalled(during: Callable[[], None], *batches: list[ScoreItem]) -> list[list[Score]]:
+    """Scores with a time-out of 1 s, while the event loop is blocked by ``during`` once all children have begun."""
+
+    async def run():
+        async with ScorerPool(faulty(timeout_s=1.0, workers=len(batches))) as pool:
+            await asyncio.gather(*(pool.score([item("nap")]) for _ in batches))  # all children have started
+            calls = [asyncio.create_task(pool.score(batch)) for batch in batches]
+            await asyncio.sleep(0.1)
+            during()
+            return await asyncio.gather(*calls)
+
+    scores = asyncio.run(run())
+    assert children() == []
+    return scores
+
+
+def test_scoring_that_ends_in_time_survives_a_controller_that_stalls():
+    """A user's workflow that blocks, garbage collection: the loop comes back when all time-outs seem to be over."""
+    both = stalled(lambda: time.sleep(2.5), [item("nap", "nap")] * 4, [item("nap", "nap")] * 4)
+    assert [[s.outcome for s in scores] for scores in both] == [[Outcome.OK] * 4] * 2
+    assert all(s.reward == 1.0 for scores in both for s in scores)
+
+
+def test_a_hang_ends_in_time_although_the_controller_stalls_and_is_a_timeout_of_that_item_only():
+    left = []
+
+    def stall() -> None:
+        left.append(len(children()))
+        time.sleep(2.0)
+        left.append(len(children()))
+
+    [scores] = stalled(stall, [item("7", "7"), item("nap", "nap"), item("hang"), item("7", "7")])
+    assert left == [1, 0], "its own timer did not end it"
+    assert [s.outcome for s in scores] == [Outcome.OK, Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
+    assert "1 s" in scores[2].detail
+
+
+def test_scoring_that_ends_in_time_survives_a_controller_that_is_stopped(tmp_path):
+    code = (
+        "import asyncio\n"
+        "from pathlib import Path\n"
+        "from areal_lora.config.models import FunctionReward\n"
+        "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
+        "async def run():\n"
+        f"    async with ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=1)) as pool:\n"
+        "        nap = ScoreItem(completion='nap', gold='nap')\n"
+        "        await pool.score([nap])\n"
+        "        call = asyncio.create_task(pool.score([nap] * 4))\n"
+        "        await asyncio.sleep(0.1)\n"
+        f"        Path({str(tmp_path / 'begun')!r}).touch()\n"
+        "        for score in await call:\n"
+        "            print(score.outcome, score.reward)\n"
+        "asyncio.run(run())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            controller.send_signal(signal.SIGSTOP)
+            time.sleep(2.5)
+            controller.send_signal(signal.SIGCONT)
+            printed, _ = controller.communicate(timeout=30)
+        finally:
+            controller.kill()
+    assert printed.splitlines() == ["ok 1.0"] * 4
 
 
 def test_a_child_that_no_longer_reads_is_given_up():
@@ -306,6 +384,58 @@ def test_a_reward_that_cannot_be_loaded_is_found_at_the_start(tmp_path, source, 
     with pytest.raises(ConfigError, match=re.escape(words)):
         score([], reward=FunctionReward(path=f"{path}:reward"))
     assert children() == []
+
+
+RULES = """
+RETURNED = {
+    "right": True, "wrong": False, "number": 0.5, "whole": 2, "dict": {"reward": -0.25, "correct": True},
+    "unsure": {"reward": 0.75}, "none": {"reward": 0.1, "correct": None}, "bool": {"reward": True},
+    "zero": {"reward": 0.9, "correct": 0}, "empty": {}, "typo": {"reward": 1.0, "corect": True},
+    "maybe": {"reward": 1.0, "correct": 0.5}, "list": [1.0], "text": {"reward": "much", "correct": True},
+    "nan": {"reward": float("nan"), "correct": True},
+}
+
+def reward(completion, answer):
+    return RETURNED[completion]
+"""
+
+
+def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(RULES)
+    good = ["right", "wrong", "number", "whole", "dict", "unsure", "none", "bool", "zero"]
+    bad = {
+        "empty": "this one has nothing", "typo": "'corect'", "maybe": "neither true nor false", "list": "TypeError",
+        "text": "could not convert", "nan": "not a finite number",
+    }
+    reward = FunctionReward(path=f"{path}:reward")
+    [scores] = score([item(x) for x in (*good, *bad)], reward=reward)
+    assert [s.reward for s in scores[:9]] == [1.0, 0.0, 0.5, 2.0, -0.25, 0.75, 0.1, 1.0, 0.9]
+    assert [s.correct for s in scores[:9]] == [True, False, None, None, True, None, None, True, False]
+    for scored, words in zip(scores[9:], bad.values(), strict=True):
+        assert (scored.outcome, scored.correct) == (Outcome.ERROR, None)
+        assert words in scored.detail
+    [scores] = score([item(x) for x in good], reward=reward.model_copy(update={"correct_threshold": 0.75}))
+    assert [s.correct for s in scores] == [True, False, False, True, True, True, False, True, False]
+
+
+@pytest.mark.parametrize(("example", "threshold"), [(0, 0.5), (1, None)])
+def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_one(tmp_path, example, threshold):
+    page = Path(__file__).parents[2] / "docs" / "en" / "rewards.md"
+    path = tmp_path / "rewards.py"
+    path.write_text(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[example])
+    reward = FunctionReward(path=f"{path}:reward", correct_threshold=threshold)
+    right, wrong = [item(f"it is {k}", f"{k}") for k in range(64)], [item("I do not know", "7")] * 64
+    [of_right, of_all] = score(right, right + wrong, reward=reward)
+    assert all(0.9 < s.reward < 1.0 for s in of_right)
+    assert tally(of_right).accuracy == 1.0
+    assert tally(of_all).accuracy == 0.5
+
+
+@pytest.mark.parametrize("reward", [NumericMatchReward(), MathVerifyReward()])
+def test_the_built_in_rewards_say_what_is_correct(reward):
+    [scores] = score([item("#### 7"), item("#### 8")], reward=reward)
+    assert [(s.reward, s.correct) for s in scores] == [(1.0, True), (0.0, False)]
 
 
 def test_a_child_that_ends_while_it_loads_is_an_environment_error(tmp_path):

@@ -26,6 +26,7 @@ from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.obs import faults
 from areal_lora.trainer import loop
 from areal_lora.trainer.learn import LearnReport, learn
+from areal_lora.trainer.recording import evaluation_due
 from areal_lora.trainer.resume import resume
 from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant, scoring_batch
@@ -97,10 +98,10 @@ class Publishing:
 class Controller:
     """The part of the controller that decides what comes next: a position, kept in the ledger's snapshot."""
 
-    def __init__(self, folder: Path, engine: MegatronEngine, tenant: Tenant) -> None:
+    def __init__(self, folder: Path, engine: MegatronEngine, tenant: Tenant, steps: int) -> None:
         self._journal, self._engine = folder / f"journal-{engine.rank}", engine
         self._position = int(tenant.ledger or b"0")
-        self._tenant = tenant
+        self._tenant, self._steps = tenant, steps
         self._order = PromptOrder(3, 13)
         self.note(f"life {tenant.version}")
 
@@ -139,10 +140,15 @@ class Controller:
     def step(self, tenant: Tenant, *_: Any) -> None:
         self.note(f"record {tenant.version - 1}")
 
+    def evaluate(self, tenant: Tenant) -> None:
+        if evaluation_due(tenant.version, tenant.asked, every_steps=3, last=self._steps):
+            self.request_eval(tenant.ref)
+
     def request_eval(self, ref: AdapterRef) -> None:
         """No answer ever comes."""
         self.note(f"evaluate {ref.version}")
         self._tenant.awaited.add(ref.version)
+        self._tenant.asked = max(self._tenant.asked, ref.version)
 
     def ignored(self, *_: Any) -> None:
         pass
@@ -165,7 +171,7 @@ def live(life: Life) -> dict[str, Any]:
     engine.add_adapter(tenant.spec, adapter.optimizer, seed=1)
     resume(engine, [tenant], config, folder, GroupExchange(60.0))
     begun = tenant.version
-    controller = Controller(folder, engine, tenant)
+    controller = Controller(folder, engine, tenant, config.run.steps)
     commit = partial(_commit, controller) if engine.rank == 0 else None
     saver = Saver(store=Store(folder, GroupExchange(60.0), Disk()), config=config.checkpoint, committed=commit)
     trainer: Any = loop.Trainer(

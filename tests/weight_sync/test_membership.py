@@ -31,8 +31,8 @@ def server(index, port=0):
 A, B, C = (server(i) for i in range(3))
 
 
-def judged(*findings, retried=False):
-    judgement = judge(findings, retried=retried)
+def judged(*findings, retried=False, late=False):
+    judgement = judge(findings, retried=retried, late=late)
     return [s.name for s in judgement.keep], [s.name for s in judgement.lost], judgement.complete
 
 
@@ -68,6 +68,33 @@ def test_a_member_that_refuses_ends_the_publish_and_a_newcomer_itself(error):
     assert judged(Finding(server=A), Finding(server=B, error=error, newcomer=True)) == (
         ["server-0"], ["server-1"], True
     )
+
+
+FULL = ManifestError("slot", "no free adapter slot for a@v9; held by a@v3 (2 running)")
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_server_without_a_free_slot_is_waited_for_with_all_others(retried):
+    findings = [Finding(server=A), Finding(server=B, error=FULL)]
+    assert judged(*findings, retried=retried) == (["server-0", "server-1"], [], False)
+    newcomer = Finding(server=C, error=FULL, newcomer=True)
+    assert judged(newcomer, retried=retried) == (["server-2"], [], False)
+    assert judged(*findings, newcomer, retried=retried) == (["server-0", "server-1"], ["server-2"], False)
+    assert judged(findings[0], newcomer, retried=retried) == (["server-0"], ["server-2"], True)
+
+
+def test_a_server_without_a_free_slot_is_left_behind_at_the_deadline():
+    findings = [Finding(server=A), Finding(server=B, error=FULL)]
+    assert judged(*findings, retried=True, late=True) == (["server-0"], ["server-1"], True)
+    [(_, reason)] = judge(findings, retried=True, late=True).lost.items()
+    assert reason.startswith("has no room yet: ")
+    assert "held by a@v3 (2 running)" in reason
+
+
+def test_a_server_without_a_free_slot_is_not_lost_for_another_that_failed():
+    findings = [Finding(server=A, error=FULL), Finding(server=B, error=BROKEN)]
+    assert judged(*findings) == (["server-0", "server-1"], [], False)
+    assert judged(*findings, retried=True) == (["server-0"], ["server-1"], False)
 
 
 def test_the_reason_says_how_it_failed():

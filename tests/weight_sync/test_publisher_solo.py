@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections import deque
 
 import pytest
 
@@ -165,6 +167,80 @@ def test_a_publish_waits_for_the_server_that_comes_in_its_place():
             watch.servers = [fresh.endpoint]
             report = handle.join()
             assert [ack.server for ack in report.acks] == [fresh.endpoint]
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
+    """Each lasts for four versions, while rollouts hold all versions that may still be trained on."""
+    with (
+        serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server) as solo, contextlib.ExitStack() as rest,
+        contextlib.ExitStack() as evaluation,
+    ):
+        rollouts = deque[contextlib.ExitStack]()
+        for version in range(14):
+            solo.publish(version).join()
+            rollouts.append(contextlib.ExitStack())
+            rollouts[-1].enter_context(server.lease(f"a@v{version}"))
+            rest.enter_context(rollouts[-1])
+            if len(rollouts) > eta:
+                rollouts.popleft().close()
+            if version % 4 == 0:
+                evaluation.close()
+                evaluation.enter_context(server.lease(f"a@v{version}", pinned=True))
+        assert "waits for" not in caplog.text
+        assert ref(12) in server.slots.active()
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
+    """Two evaluations of old versions at a time: one more than there are slots for. Sizes as the real server's."""
+    with serve(n_slots=eta + 3, keep=eta + 1, deadline_s=2.0) as server, Solo(server, deadline_s=5.0) as solo:
+        held = contextlib.ExitStack()
+        for version in range(eta + 2):  # rollouts and evaluations, each on its own version
+            solo.publish(version).join()
+            held.enter_context(server.lease(f"a@v{version}"))
+        last = solo.publish(eta + 2)
+        last.join()
+        held.enter_context(server.lease(f"a@v{eta + 2}"))
+        waiting = solo.publish(eta + 3)
+        threading.Timer(1.5, held.close).start()
+        began = time.monotonic()
+        report = waiting.join()
+        assert time.monotonic() - began > 1.0
+        assert (report.ref, report.lost) == (ref(eta + 3), {})
+        assert server.slots.newest("a") == ref(eta + 3)
+        assert "waits for an adapter slot: server-0: " in caplog.text
+        assert "a@v0 (1 running)" in caplog.text
+        solo.publish(eta + 4).join()
+
+
+def test_a_server_that_has_no_slot_until_the_deadline_is_left_behind_and_catches_up():
+    with serve(n_slots=2, keep=1, deadline_s=1.2) as full, serve(name="server-1") as roomy:
+        watch = Watch(full, roomy)
+        with Solo(full, roomy, watch=watch, deadline_s=3.0) as solo, contextlib.ExitStack() as held:
+            for version in range(2):
+                solo.publish(version).join()
+                held.enter_context(full.lease(f"a@v{version}"))
+            report = solo.publish(2).join()
+            assert [ack.server for ack in report.acks] == [roomy.endpoint]
+            assert "has no room yet" in report.lost["server-0"]
+            held.close()
+            until = time.monotonic() + 20
+            while not solo.publisher.changed() and time.monotonic() < until:
+                time.sleep(0.05)
+            assert {ack.server for ack in solo.publish(3).join().acks} == {full.endpoint, roomy.endpoint}
+
+
+def test_a_run_whose_only_server_has_no_slot_until_the_deadline_goes_on_when_it_has():
+    with serve(n_slots=2, keep=1, deadline_s=1.2) as server:
+        with Solo(server, watch=Watch(server), deadline_s=3.0, rejoin_s=30.0) as solo, contextlib.ExitStack() as held:
+            for version in range(2):
+                solo.publish(version).join()
+                held.enter_context(server.lease(f"a@v{version}"))
+            threading.Timer(6.0, held.close).start()
+            report = solo.publish(2).join()
+            assert [ack.server for ack in report.acks] == [server.endpoint]
+            assert server.slots.newest("a") == ref(2)
 
 
 def test_a_wrong_secret_fails_the_publish_by_name():

@@ -79,14 +79,17 @@ class ServedAdapters:
     def lease(self, model: str, *, pinned: bool = False, or_newer: bool = False) -> Iterator[Lease]:
         """Hold the version that ``model`` names; ``or_newer``: the newest of its adapter, if that is no older one.
 
-        ``pinned`` keeps it for ``PINNED_S`` after that, unless a publish finds no other slot. Raises
-        UnknownVersionError, never falls back to the base.
+        ``pinned`` keeps it for ``PINNED_S`` after that, unless a publish finds no other slot or another version of
+        the adapter is asked for so: there is room for one. Raises UnknownVersionError, never falls back to the base.
         """
         if model == BASE:
             yield Lease(name=BASE, ref=None, lora=None)
             return
         ref = self._slots.newest_from(model) if or_newer else self._slots.resolve(model).ref
         self._slots.acquire(ref)
+        if pinned:
+            for other in [pin for pin in self._pins if pin.name == ref.name and pin != ref]:
+                self._unpin(other)
         try:
             yield Lease(name=str(ref), ref=ref, lora=self._loras[ref])
         finally:
@@ -217,6 +220,8 @@ class ServedAdapters:
         """All workers hold the version, verified, or none does."""
         results = await self._begin(body, ref, slot, deadline)
         refused = [r for r in results if not r.ok]
+        if refused and refused[0].reason == Refusal.SLOT:
+            raise self._slots.full(ref)  # a worker does not know what holds them
         if not refused and len({r.digest for r in results}) > 1:
             detail = "workers received different numbers"
             refused = [msgspec.structs.replace(results[0], reason=Refusal.HASH, detail=detail)]

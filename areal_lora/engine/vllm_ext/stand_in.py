@@ -55,7 +55,6 @@ from areal_lora.weight_sync.testing import MemoryServer
 log = get_logger("areal_lora.engine.vllm_ext.stand_in")  # __name__ is __main__ here
 
 TOKEN_S = "AREAL_LORA_STAND_IN_TOKEN_S"
-N_SLOTS = 64  # never full: what waits for a slot is tested with the real server
 _STORY = re.compile(r"(\d+) (bags of )?(?:\w+, (buys|finds|gets|sells|loses|uses) )?(\d+) .*?and (\w+) (\d+)\.")
 _PLUS = ("buys", "finds", "gets")
 
@@ -87,8 +86,9 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
         data, _ = stack.enter_context(bound_sockets(config, index))
         server = stack.enter_context(MemoryServer(
             run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.folder),
-            shapes=lambda spec: served_shapes(modules, spec), modules=modules, n_slots=N_SLOTS,
-            keep=config.rollout.resident_versions, deadline_s=config.weight_sync.attempt_s, score=score,
+            shapes=lambda spec: served_shapes(modules, spec), modules=modules,
+            n_slots=(config.rollout.resident_versions + 1) * len(config.adapters),
+            keep=config.rollout.resident_versions - 1, deadline_s=config.weight_sync.attempt_s, score=score,
             declared={a.name: a.spec(config.model.path) for a in config.adapters},
             on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
         ))  # fmt: skip
@@ -124,7 +124,7 @@ class StandInDataPlane:
     async def completions(self, request: Request) -> Response:
         try:
             body = msgspec.json.decode(await request.body(), type=CompletionBody)
-            with self._server.lease(body.model) as ref:
+            with self._server.lease(body.model, pinned=body.pin_version) as ref:
                 return await self._complete(body, ref)
         except UnknownVersionError as e:
             return Response(error_body(404, str(e)), status_code=404, media_type="application/json")

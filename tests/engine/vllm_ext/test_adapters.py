@@ -286,6 +286,7 @@ def test_a_straggler_keeps_its_version_and_others_make_room() -> None:
                         with pytest.raises(ManifestError) as e:
                             await b.publish(6)
                         assert e.value.reason == "slot"
+                        assert "a@v0 (1 running)" in str(e.value), "it says what the publish waits for"
                         assert 0.4 < asyncio.get_running_loop().time() - began < 1.0, "half the deadline"
                         assert b.workers[0].begins[-1].slot == -1, "the bytes are still taken off the wire"
                 waiting = asyncio.create_task(b.publish(6))
@@ -309,6 +310,27 @@ def test_a_pinned_version_stays_for_the_next_request_of_its_evaluation(monkeypat
             await asyncio.sleep(0.7)
             await b.publish(4)
             assert b.holds(3, 4)
+
+    run(test())
+
+
+def test_an_evaluation_ends_the_pin_of_the_one_before() -> None:
+    """Else two held slots, of which there is one, and a publish waited for the older pin."""
+
+    async def test() -> None:
+        async with bench(resident=2, spare=1) as b:
+            await b.publish(0)
+            with b.adapters.lease("a@v0", pinned=True):
+                pass
+            for version in range(1, 4):
+                await b.publish(version)
+            assert b.holds(0, 2, 3)
+            began = asyncio.get_running_loop().time()
+            with b.adapters.lease("a@v3", pinned=True):
+                for version in range(4, 7):
+                    await b.publish(version)
+            assert asyncio.get_running_loop().time() - began < 0.5, "a publish waited"
+            assert b.holds(3, 5, 6)
 
     run(test())
 
