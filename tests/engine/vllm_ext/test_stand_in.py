@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,14 @@ import pytest
 from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, base_modules, dice, interpreter, solution
 from areal_lora.errors import PublishError
 from areal_lora.obs.faults import VARIABLE
+from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.evaluation import CHUNK, Evaluator, HeldOut
+from areal_lora.rollout.messages import EvalResult
+from areal_lora.rollout.routing import Router
 from areal_lora.tasks.rewards import numeric_match
+from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.tasks.word_problems import word_problem
+from areal_lora.types import AdapterRef, Outcome, Sample
 from areal_lora.weight_sync.transport import RESTART_EXIT
 
 from .serving import HIDDEN, PROMPT, RunningServer, connect, start
@@ -130,3 +136,50 @@ def test_running_answers_go_on_with_a_new_version_where_the_policy_says_so(tiny_
         assert set(cut["choices"][0]["versions"]) == {0, 1}
         assert set(pinned["choices"][0]["versions"]) == {0}
         assert (cut["model"], pinned["model"]) == ("math@v1", "math@v0")
+
+
+class Counting:
+    """Every answer is right."""
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        return [Score(reward=0.5, outcome=Outcome.OK, correct=True) for _ in items]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_publish(
+    tiny_model: Path, tmp_path: Path, eta: int
+) -> None:
+    """Three requests one after the other each, while versions come faster than evaluations end."""
+    problems = [Sample(uid=str(i), prompt="", answer="") for i in range(2 * CHUNK + 1)]
+    held_out = HeldOut(samples=problems, token_ids=[PROMPT] * len(problems))
+    with stand_in(tmp_path / "run", tiny_model, {TOKEN_S: "0.03"}, max_staleness=eta) as server:
+
+        async def run() -> tuple[list[EvalResult], list[float]]:
+            router, took, results = Router(), list[float](), list[EvalResult]()
+            weights = server.adapter(1)
+
+            async def publish() -> AdapterRef:
+                began = time.monotonic()
+                ref = await asyncio.to_thread(server.publish, weights)
+                took.append(time.monotonic() - began)
+                router.announce(ref, {"server-0": f"http://{server.endpoint.host}:{server.endpoint.ports['data']}"})
+                return ref
+
+            async with CompletionClient(router, "") as client:
+                evaluator = Evaluator(
+                    client=client, scorer=Counting(), sampling=server.config.adapters[0].sampling, held_out=held_out,
+                    max_chunks=1,
+                )
+                for _ in range(2):
+                    evaluation = asyncio.create_task(evaluator.run(await publish(), "held-out"))
+                    await asyncio.sleep(0.1)
+                    while not evaluation.done():
+                        await publish()
+                    results.append(evaluation.result())
+            return results, took
+
+        results, took = asyncio.run(run())
+        assert [(r.n, r.accuracy, r.error) for r in results] == [(len(problems), 1.0, "")] * 2
+        assert len(took) > 2 * (eta + 3), "fewer versions than would fill all slots"
+        assert max(took[1:]) < 0.4 * server.config.weight_sync.attempt_s, "a publish waited for a slot"
