@@ -95,10 +95,10 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False) -> i
         if folder.earlier is not None:
             check_present(plan.run_folder, config)
             say(out, going_on(folder.earlier))
-        folder.prepare()
         if config.cluster.kind == "slurm":
-            say(out, f"Submitted Slurm job {submit(config, plan)}; logs in {plan.run_folder / 'logs'}")
+            say(out, f"Submitted Slurm job {submit(config, plan, folder)}; logs in {plan.run_folder / 'logs'}")
             return ExitCode.DONE
+        folder.prepare()
         code = run_local(config, plan, out)
     if code == ExitCode.DONE:
         print_closing(plan.run_folder, out)
