@@ -154,8 +154,8 @@ def _task_line(spec: ProcessSpec) -> str:
 # Slurm signals all processes of a task. This shell outlives the one that works, to say how it ended.
 # The link is made once, by the first that fails: no two nodes' clocks are compared.
 _TASK_END = """\
-trap : TERM
-( task )
+trap '' TERM
+( trap - TERM; task )
 CODE=$?
 if cd "$EXITS"; then
   echo "$(date -u '+%F %T') UTC on $(hostname)" > ".$NAME"

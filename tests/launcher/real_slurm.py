@@ -26,8 +26,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
 CredType=cred/munge
-# A requeued job waits until the credentials of its steps have expired.
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+AuthInfo=socket={folder}/munge.socket
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 ReturnToService=2
@@ -111,8 +110,20 @@ class Slurm:
         self.until(f"the end of job {job}", lambda: self.state(job) not in going, timeout_s)
         return self.job(job)
 
+    def until_requeued(self, job: str, timeout_s: float = 30.0) -> None:
+        """Wait until ``job`` was requeued, and let it begin: Slurm would wait for two minutes more."""
+        self.until(f"job {job} to be requeued", lambda: self.job(job)["Restarts"] == "1", timeout_s)
+        self.until(f"job {job} to be over", lambda: self.state(job) != "COMPLETING")
+
+        def begun() -> bool:
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            return self.state(job) != "PENDING"
+
+        self.until(f"job {job} to begin again", begun)
+
     def logs(self) -> str:
-        tails = [f"--- {path.name}\n" + path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log")]
+        tails = [f"--- {path.name}\n" + path.read_text(errors="replace")[-1500:] 
+            for path in self.folder.glob("slurm*.log")]
         return "\n".join(tails)
 
 
