@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import create_secret
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.resume import conflict
+from areal_lora.launcher.run_lock import RunLock
 from areal_lora.obs import heartbeat
 from areal_lora.obs.events import StartEvent, now_utc, write_event
 from areal_lora.obs.summary import CONFIG_FILE, SUMMARY_FILE, read_summary
@@ -89,28 +88,22 @@ class RunFolder:
         self.earlier: Earlier | None = None
         self.moved: Path | None = None
         self._fresh = fresh
-        self._lock = -1
+        self._lock = RunLock(self.path)
 
     def __enter__(self) -> RunFolder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path.parent / f".{self.path.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock.take()
         try:
-            self._take()
+            self._look()
         except ConfigError:
-            os.close(self._lock)
+            self._lock.release()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        os.close(self._lock)
+        self._lock.release()
 
-    def _take(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                "run.name", f"a run in {self.path} is still going", "wait for it, or set another run.name"
-            ) from None
+    def _look(self) -> None:
         check_no_job(self.path)
         if self._fresh:
             self.moved = move_aside(self.path)
