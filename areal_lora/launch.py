@@ -105,10 +105,10 @@ def start(
             say(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
         if needed is not None:
             download(needed, partial(say, out))
-        folder.prepare()
         if config.cluster.kind == "slurm":
-            say(out, f"Submitted Slurm job {submit(config, plan)}; logs in {plan.run_folder / 'logs'}")
+            say(out, f"Submitted Slurm job {submit(config, plan, folder)}; logs in {plan.run_folder / 'logs'}")
             return ExitCode.DONE
+        folder.prepare()
         code = run_local(config, plan, out)
     if code == ExitCode.DONE:
         print_closing(plan.run_folder, out)

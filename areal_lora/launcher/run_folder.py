@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -17,11 +15,15 @@ from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.rendezvous import create_secret
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.resume import conflict
+from areal_lora.launcher.run_lock import RunLock
 from areal_lora.obs import heartbeat
 from areal_lora.obs.events import StartEvent, now_utc, write_event
 from areal_lora.obs.summary import CONFIG_FILE, SUMMARY_FILE, read_summary
 
 JOB_FILE = "job.id"
+SQUEUE_S = 60.0
+_FORGOTTEN = "Invalid job id"
+"""What squeue says of a job that has been over for some minutes."""
 ANEW = ("rendezvous", "status", heartbeat.FOLDER)
 """Folders that speak of living processes only."""
 
@@ -92,31 +94,23 @@ class RunFolder:
         self.earlier: Earlier | None = None
         self.moved: Path | None = None
         self._fresh = fresh
-        self._lock = -1
+        self._lock = RunLock(self.path)
 
     def __enter__(self) -> RunFolder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path.parent / f".{self.path.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock.take()
         try:
-            self._take()
+            self._look()
         except ConfigError:
-            os.close(self._lock)
+            self._lock.release()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        os.close(self._lock)
+        self._lock.release()
 
-    def _take(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                "run.name", f"a run in {self.path} is still going", "wait for it, or set another run.name"
-            ) from None
-        if (job := active_job(self.path)) is not None:
-            fix = f"wait for it, scancel {job}, or set another run.name"
-            raise ConfigError("run.name", f"Slurm job {job} works in {self.path}", fix)
+    def _look(self) -> None:
+        check_no_job(self.path)
         if self._fresh:
             self.moved = move_aside(self.path)
         self.earlier = look(self.path)
@@ -152,15 +146,26 @@ def move_aside(folder: Path) -> Path | None:
     return target
 
 
-def active_job(folder: Path) -> str | None:
-    """The Slurm job that was submitted for ``folder`` and is waiting or running; None where there is none."""
+def check_no_job(folder: Path) -> None:
+    """Raise ConfigError where the Slurm job that was submitted for ``folder`` waits or runs, or may do so."""
     try:
         job = (folder / JOB_FILE).read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        return None
-    squeue = shutil.which("squeue")
-    if squeue is None:
-        return None
-    done = subprocess.run([squeue, "-h", "-j", job, "-o", "%T"], capture_output=True, text=True, check=False)
-    # A job that is over is unknown to squeue: an error.
-    return job if done.returncode == 0 and done.stdout.strip() else None
+        return
+    command = ["squeue", "-h", "-j", job, "-o", "%T"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SQUEUE_S)
+        why = " ".join(done.stderr.split())
+    except FileNotFoundError:
+        done, why = None, "squeue is not on this machine"
+    except subprocess.TimeoutExpired:
+        done, why = None, f"squeue gave no answer within {SQUEUE_S:g} s"
+    if done is not None and done.returncode == 0:
+        if done.stdout.strip():
+            fix = f"wait for it, scancel {job}, or set another run.name"
+            raise ConfigError("run.name", f"Slurm job {job} works in {folder}", fix)
+    elif _FORGOTTEN not in why:
+        raise ConfigError(
+            "run.name", f"Slurm job {job} may still work in {folder}: {why}",
+            f"start where squeue works, or remove {folder / JOB_FILE} if the job is over",
+        )  # fmt: skip

@@ -2,25 +2,30 @@
 
 Every role is one job step; an `arbitrary` distribution puts each task on the node that the
 plan chose, and a task takes its own environment from the plan by its number in the step. The
-job requeues itself when it is preempted, before its time is up, and after a failure that may
-not come again (``run.max_restarts`` times); each life of it goes on from the newest checkpoint.
+job requeues itself a minute before its time limit and after a failure that may not come again
+(``run.max_restarts`` times), and resumes from the newest checkpoint. A job that Slurm itself
+ends (scancel) or requeues (preemption) only stops its steps.
+
+Each task records the code it ended with in ``exits/``. The first one that is not 0 decides
+about the job: srun knows only the highest code, which a killed peer has.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.errors import SAME_AGAIN, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.run_folder import ANEW, JOB_FILE
+from areal_lora.launcher.run_folder import ANEW, JOB_FILE, RunFolder
 
 SCRIPT_NAME = "job.sbatch"
 FAILURES_FILE = "job.failures"
+EXITS_FOLDER = "exits"
 _FINAL = " ".join(str(int(code)) for code in sorted({ExitCode.DONE, *SAME_AGAIN}))
 SIGNAL_LEAD_S = 60
 """How long before the time limit Slurm signals the script."""
@@ -28,43 +33,67 @@ SIGNAL_LEAD_S = 60
 
 def sbatch_script(config: Config, plan: JobPlan) -> str:
     """The whole batch script as text."""
+    made_again = " ".join((*ANEW, EXITS_FOLDER))
     parts = [
         "#!/bin/bash",
         *_directives(config, plan),
         "set -u",
         f"RUN={shlex.quote(str(plan.run_folder))}",
-        f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
-        'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         f"MOST={config.run.max_restarts}",
         f"FINAL={shlex.quote(f' {_FINAL} ')}",
         f"FAILURES={shlex.quote(str(plan.run_folder / FAILURES_FILE))}",
+        f"JOB_FILE={shlex.quote(str(plan.run_folder / JOB_FILE))}",
+        f"GRACE_S={math.ceil(config.run.stop_grace_s)}",
+        _FUNCTIONS,
+        f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
+        'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "# A requeued job must meet neither the ports nor the secret of its former life.",
-        f'( cd "$RUN" && rm -rf {" ".join(ANEW)} && mkdir -p {" ".join(ANEW)} logs ) || exit 70',
+        f'( cd "$RUN" && rm -rf {made_again} && mkdir -p {made_again} logs ) || exit 70',
         "( umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > \"$RUN/.secret.job\" )",
         'mv "$RUN/.secret.job" "$RUN/secret"',
         "",
     ]
     for role in (SERVER, CONTROLLER, TRAINER):
-        parts += _step(config, plan.role(role))
+        parts += _step(config, plan, role)
     return "\n".join([*parts, _WAIT])
 
 
-def submit(config: Config, plan: JobPlan) -> str:
-    """Write the script into the run folder and submit it. Returns the job id; raises EnvironmentError_."""
-    (plan.run_folder / FAILURES_FILE).unlink(missing_ok=True)
+def submit(config: Config, plan: JobPlan, folder: RunFolder) -> str:
+    """Submit the job, prepare ``folder`` for it, let it start. Returns the job id; raises EnvironmentError_.
+
+    A job that Slurm refuses leaves the folder as it was.
+    """
+    text = sbatch_script(config, plan)
     script = plan.run_folder / SCRIPT_NAME
-    script.write_text(sbatch_script(config, plan), encoding="utf-8")
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
+    if shutil.which("sbatch") is None:
+        folder.prepare()
+        script.write_text(text, encoding="utf-8")
         raise EnvironmentError_(
             f"sbatch is not on this machine (fix: run `sbatch {script}` where it is, or set cluster.kind=local)"
         )
-    done = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EnvironmentError_(f"sbatch refused {script}: {' '.join(done.stderr.split())}")
-    job = done.stdout.strip().partition(";")[0]
-    (plan.run_folder / JOB_FILE).write_text(f"{job}\n", encoding="ascii")
+    # Held, because it would begin with the folder as it is now.
+    job = _slurm("sbatch", "--parsable", "--hold", stdin=text, fix="see cluster.slurm").partition(";")[0]
+    try:
+        folder.prepare()
+        script.write_text(text, encoding="utf-8")
+        (plan.run_folder / JOB_FILE).write_text(f"{job}\n", encoding="ascii")
+        (plan.run_folder / FAILURES_FILE).unlink(missing_ok=True)
+        _slurm("scontrol", "release", job, fix="submit again")
+    except (OSError, EnvironmentError_):
+        _slurm("scancel", job, fix=f"scancel {job}")
+        raise
     return job
+
+
+def _slurm(program: str, *arguments: str, fix: str, stdin: str | None = None) -> str:
+    """What a command of Slurm prints. Raises EnvironmentError_ where it is not there or fails."""
+    try:
+        done = subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise EnvironmentError_(f"{program} is not on this machine (fix: {fix})") from None
+    if done.returncode:
+        raise EnvironmentError_(f"{program} refused the job: {' '.join(done.stderr.split())} (fix: {fix})")
+    return done.stdout.strip()
 
 
 def _directives(config: Config, plan: JobPlan) -> list[str]:
@@ -88,26 +117,29 @@ def _directives(config: Config, plan: JobPlan) -> list[str]:
     return [f"#SBATCH {option}" for option in options]
 
 
-def _step(config: Config, specs: Iterable[ProcessSpec]) -> list[str]:
-    specs = list(specs)
-    role = specs[0].role
+def _step(config: Config, plan: JobPlan, role: str) -> list[str]:
+    specs = plan.role(role)
     hosts = " ".join(f'"${{NODES[{spec.node}]}}"' for spec in specs)
-    nodes = sorted({spec.node for spec in specs})
-    nodelist = ",".join(f"${{NODES[{node}]}}" for node in nodes)
     return [
         f"# {role}: {len(specs)} tasks",
         f'printf "%s\\n" {hosts} > "$RUN/hosts-{role}"',
         f"cat > \"$RUN/task-{role}.sh\" <<'END_OF_TASK'",
         "#!/bin/bash",
         *config.cluster.slurm.setup,
-        'case "$SLURM_PROCID" in',
+        "task() {",
+        '  case "$SLURM_PROCID" in',
         *(f"  {i}) {_task_line(spec)} ;;" for i, spec in enumerate(specs)),
-        "esac",
+        "  esac",
+        "}",
+        f'NAME="{role}-$SLURM_PROCID"',
+        f"EXITS={shlex.quote(str(plan.run_folder / EXITS_FOLDER))}",
+        _TASK_END,
         "END_OF_TASK",
+        # --nodelist would override the host file.
         f'SLURM_HOSTFILE="$RUN/hosts-{role}" srun --overlap --kill-on-bad-exit=1 --distribution=arbitrary \\',
-        f"  --nodes={len(nodes)} --ntasks={len(specs)} --cpus-per-task={max(s.cpus for s in specs)} \\",
-        f'  --nodelist="{nodelist}" --output="$RUN/logs/{role}-%t.log" --open-mode=append \\',
-        f'  bash "$RUN/task-{role}.sh" &',
+        f"  --nodes={len({spec.node for spec in specs})} --ntasks={len(specs)} "
+        f"--cpus-per-task={max(s.cpus for s in specs)} \\",
+        f'  --output="$RUN/logs/{role}-%t.log" --open-mode=append bash "$RUN/task-{role}.sh" &',
         f"{role.upper()}=$!",
         "",
     ]
@@ -119,38 +151,99 @@ def _task_line(spec: ProcessSpec) -> str:
     return f"exec env {variables} {shlex.join(spec.argv)}"
 
 
-# The trainer's end is the job's end. The script's own exit code is what Slurm records.
-_WAIT = """\
+# Slurm signals all processes of a task. This shell outlives the one that works, to say how it ended.
+# The link is made once, by the first that fails: no two nodes' clocks are compared.
+_TASK_END = """\
+trap '' TERM
+( trap - TERM; task )
+CODE=$?
+if cd "$EXITS"; then
+  echo "$(date -u '+%F %T') UTC on $(hostname)" > ".$NAME"
+  mv ".$NAME" "$NAME.$CODE"
+  [ "$CODE" -eq 0 ] || ln -sT "$NAME.$CODE" first 2>/dev/null
+fi
+exit "$CODE"
+"""
+
+_FUNCTIONS = """\
+say() { echo "$(date -u '+%F %T') UTC: $*"; }
+
+# RUNNING also after USR1 and before a preemption with a grace time. COMPLETING or PENDING: Slurm ends or requeues the
+# job by itself, after scancel or a preemption.
+job_state() {
+  for TRY in 1 2 3; do
+    squeue -h -j "$SLURM_JOB_ID" -o %T && return
+    sleep 2
+  done
+}
+
 stop_steps() {
-  kill -TERM "$SERVER" "$CONTROLLER" "$TRAINER" 2>/dev/null
+  # To the tasks of all steps. srun itself, when signalled, kills its tasks without a grace.
+  scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null
+  for ((I = 0; I < 10 * GRACE_S; I++)); do
+    [ -n "$(jobs -rp)" ] || break
+    sleep 0.1
+  done
+  kill -TERM $(jobs -rp) 2>/dev/null
   wait
 }
-on_preemption() {
+
+requeue() {
+  STATE=$(job_state)
+  if [ "$STATE" = RUNNING ]; then
+    say "The job is requeued: $1"
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    say "The job is ${STATE:-unknown to squeue} and is not requeued by itself"
+  fi
+}
+
+on_signal() {
   trap '' TERM USR1
+  say "$1 arrived: the steps are stopped"
   stop_steps
-  scontrol requeue "$SLURM_JOB_ID"
+  requeue "$1 arrived"
   exit 143
 }
-trap on_preemption TERM USR1
+trap 'on_signal TERM' TERM
+trap 'on_signal USR1' USR1
 
+OTHER=$(cat "$JOB_FILE" 2>/dev/null)
+if [ "${OTHER:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ] && [ -n "$(squeue -h -j "$OTHER" -o %T 2>/dev/null)" ]; then
+  say "Slurm job $OTHER works in $RUN (fix: wait for it, or scancel $OTHER)"
+  exit 64
+fi
+echo "$SLURM_JOB_ID" > "$JOB_FILE"
+# Meant for a step of as many tasks on each node as sbatch was told.
+unset SLURM_NTASKS_PER_NODE
+"""
+
+# The trainer's end is the job's end. The script's own exit code is what Slurm records.
+_WAIT = """\
 REST=("$SERVER" "$CONTROLLER" "$TRAINER")
 while true; do
-  wait -n -p FIRST "${REST[@]}"
+  wait -n -p ENDED "${REST[@]}"
   CODE=$?
-  if [ "$FIRST" = "$TRAINER" ] || [ "$CODE" -ne 0 ]; then break; fi
+  if [ "${ENDED:-}" = "$TRAINER" ] || [ "$CODE" -ne 0 ]; then break; fi
   # A step that ended well early: the others can still fail.
   LEFT=()
-  for STEP in "${REST[@]}"; do [ "$STEP" = "$FIRST" ] || LEFT+=("$STEP"); done
+  for STEP in "${REST[@]}"; do [ "$STEP" = "$ENDED" ] || LEFT+=("$STEP"); done
   REST=("${LEFT[@]}")
 done
 trap '' TERM USR1
+WHO="A step"
+if [ "$CODE" -ne 0 ] && FIRST=$(readlink "$RUN/exits/first"); then
+  CODE=${FIRST##*.}
+  WHO=${FIRST%.*}
+fi
 stop_steps
+if [ "$CODE" -eq 0 ]; then exit 0; fi
+say "$WHO ended with code $CODE"
 case "$FINAL" in *" $CODE "*) exit "$CODE" ;; esac
 TIMES=$(cat "$FAILURES" 2>/dev/null || echo 0)
 if [ "$TIMES" -lt "$MOST" ]; then
   echo $((TIMES + 1)) > "$FAILURES"
-  echo "A step ended with code $CODE; the job starts again ($((TIMES + 1)) of $MOST)"
-  scontrol requeue "$SLURM_JOB_ID"
+  requeue "$WHO ended with code $CODE; start $((TIMES + 1)) of $MOST after a failure"
 fi
 exit 70
 """
