@@ -56,7 +56,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     saver = Saver(store=store, config=config.checkpoint, committed=partial(_commit, client) if client else None)
     publisher = Publisher(
         run=config.run.name, config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        coordinator=_coordinator(config, run_folder, client) if client else None,
+        coordinator=_coordinator(config, run_folder, client) if client else None, secret=read_secret(run_folder),
         bind=reachable_host(config.cluster.bind), backend=platform_of(device).xccl, device=device,
     )
     publishing = AdapterPublishing(

@@ -78,8 +78,8 @@ class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
 class SourceEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One broadcast group: the store of trainer rank ``source``, and what its members must agree on.
 
-    ``world`` counts the source (rank 0) and all receivers. ``token`` prefixes the store's
-    keys, so only who heard it over the admin plane can join.
+    ``world`` counts the source (rank 0) and all receivers. Who joins needs the run secret for the store, and
+    ``token``, which prefixes its keys and was told over the admin plane.
     """
 
     source: int
