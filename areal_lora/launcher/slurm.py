@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from areal_lora.config.addresses import NODES_VARIABLE
 from areal_lora.config.models import Config
 from areal_lora.errors import SAME_AGAIN, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
@@ -35,6 +36,7 @@ def sbatch_script(config: Config, plan: JobPlan) -> str:
         f"RUN={shlex.quote(str(plan.run_folder))}",
         f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
         'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        f'export {NODES_VARIABLE}="${{NODES[*]}}"',
         f"MOST={config.run.max_restarts}",
         f"FINAL={shlex.quote(f' {_FINAL} ')}",
         f"FAILURES={shlex.quote(str(plan.run_folder / FAILURES_FILE))}",

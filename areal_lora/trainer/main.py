@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from areal_lora.config.addresses import own_place, set_variables
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import publish_endpoint, reachable_host, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import publish_endpoint, read_secret, wait_endpoint
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.obs import stacks
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 from areal_lora.platforms.device import platform_of
-from areal_lora.platforms.store import CurveStore
-from areal_lora.platforms.store_server import StoreServer
+from areal_lora.weight_sync.store import CurveStore
+from areal_lora.weight_sync.store_server import StoreServer
 
 ROLE = "trainer"
 STARTUP_TIMEOUT_S = 600.0
@@ -33,9 +34,10 @@ log = get_logger("areal_lora.trainer.main")  # __name__ is __main__ here
 
 def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> None:
     """Initialise torch.distributed over a store that asks for the run secret."""
-    host = reachable_host(config.cluster.bind)
-    if host.startswith("127."):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    place = own_place(config.cluster, run_folder)
+    if warning := set_variables(place):
+        log.warning(warning)
+    host = place.address
     secret = read_secret(run_folder)
     if rank == 0:
         port = StoreServer(host, secret).port

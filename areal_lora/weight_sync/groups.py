@@ -2,7 +2,7 @@
 
 Each group is a process group of its own on its own store, apart from any default group, so
 that trainer and servers, which share no launcher, can meet and part at any time. The store
-lives at the source and asks for the run secret (``platforms.store``). gloo's own connections do not: see
+lives at the source and asks for the run secret (``store``). gloo's own connections do not: see
 "Security" in docs/en/operations.md. Every wait has a deadline in seconds.
 
 When all have met they find out whether every receiver can read the source's memory (``same_host``).
@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.obs.log import get_logger
-from areal_lora.platforms.store import CurveStore
-from areal_lora.platforms.store_server import StoreServer
 from areal_lora.weight_sync.backends import Backend, Seat, backend_of, delta
 from areal_lora.weight_sync.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.same_host import NO_CARD, Segment, readable
+from areal_lora.weight_sync.store import CurveStore
+from areal_lora.weight_sync.store_server import StoreServer
 from areal_lora.weight_sync.transport import SourceEndpoint
 
 READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing

@@ -20,7 +20,7 @@ from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.testing import SOCKETS, MemoryWriter, pack_of
 from areal_lora.weight_sync.wire import adapter_digest
 
-from .helpers import BASE, BUCKET_BYTES, RUN, announce, packed, ref, shapes_of, share, spec, values
+from .helpers import BASE, BUCKET_BYTES, RUN, SECRET, announce, packed, ref, shapes_of, share, spec, values
 
 pytestmark = pytest.mark.slow
 LORA_B = "model.layers.1.mlp.experts.2.up_proj.lora_B.weight"

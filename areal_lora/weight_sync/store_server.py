@@ -19,7 +19,7 @@ import torch.distributed as dist
 import zmq
 from zmq.utils import z85
 
-from areal_lora.config.rendezvous import zmq_curve_keys
+from areal_lora.config.rendezvous import bracketed, zmq_curve_keys
 from areal_lora.obs.log import get_logger
 
 SERVER_ROLE, CLIENT_ROLE = "torch-store", "torch-store-client"  # CURVE identities
@@ -228,8 +228,3 @@ class StoreServer:
 
     def _answer(self, sender: list[bytes], reply: Reply) -> None:
         self._socket.send_multipart([*sender, msgspec.msgpack.encode(reply)])
-
-
-def bracketed(host: str) -> str:
-    """``host`` as an address has it: IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from areal_lora.config.rendezvous import zmq_curve_keys
-from areal_lora.platforms.store_server import (
+from areal_lora.config.rendezvous import bracketed, zmq_curve_keys
+from areal_lora.weight_sync.store_server import (
     CLIENT_ROLE,
     MAX_MESSAGE_BYTES,
     SERVER_ROLE,
@@ -33,7 +33,6 @@ from areal_lora.platforms.store_server import (
     Reply,
     Request,
     Swap,
-    bracketed,
 )  # fmt: skip
 
 
