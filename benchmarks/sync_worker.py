@@ -33,12 +33,12 @@ register_backend(SOCKETS, over_sockets)
 class BenchExtension(AdapterWorkerExtension):
     """RPC methods; each stalls generation while it runs, as it does in the systems it stands for."""
 
-    def bench_join(self, endpoint: bytes) -> None:
+    def bench_join(self, endpoint: bytes, secret: str) -> None:
         decoded = msgspec.msgpack.decode(endpoint, type=SourceEndpoint)
         self._bench_flat, self._bench_count = torch.zeros(0, dtype=torch.uint8), 0
 
         def join() -> None:
-            self._bench_group: BroadcastGroup = join_group(decoded, 1, "127.0.0.1", 60.0)
+            self._bench_group: BroadcastGroup = join_group(decoded, 1, "127.0.0.1", 60.0, secret)
 
         self._bench_thread = threading.Thread(target=join, daemon=True)
         self._bench_thread.start()

@@ -131,7 +131,7 @@ class Setup:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(config.model_dump_json())
         create_secret(folder)
-        self._secret = read_secret(folder)
+        self.secret = read_secret(folder)
         self.servers = [Server(folder, i, cores) for i in range(receivers)]
         self.specs = [case.spec(i, self._model) for i in range(case.adapters)]
         self.tensors = [Tensors(case, spec, seed=i) for i, spec in enumerate(self.specs)]
@@ -145,10 +145,11 @@ class Setup:
     def make_publisher(self, servers: Sequence[Server], backend: str = "gloo") -> Publisher:
         config = self._weight_sync.model_copy(update={"bucket_mib": BUCKET_MIB})
         coordinator = Coordinator(
-            run=self._run, secret=self._secret, servers=[s.endpoint for s in servers], config=config
+            run=self._run, secret=self.secret, servers=[s.endpoint for s in servers], config=config
         )
         return Publisher(
-            run=self._run, config=config, exchange=SoloExchange(), coordinator=coordinator, backend=backend
+            run=self._run, config=config, exchange=SoloExchange(), coordinator=coordinator, secret=self.secret,
+            backend=backend,
         )
 
     def publish(self, adapter: int = 0, publisher: Publisher | None = None) -> tuple[float, dict[str, float]]:
@@ -217,9 +218,11 @@ class Baselines:
         self._whole = tensors.whole()
         self._names = [(name, list(t.shape)) for name, t in self._whole.items()]
         listener = GroupListener(
-            source=0, bind="127.0.0.1", world=2, bucket_bytes=1 << 30, backend="gloo", timeout_s=60.0
+            source=0, bind="127.0.0.1", world=2, bucket_bytes=1 << 30, backend="gloo", timeout_s=60.0,
+            secret=setup.secret,
         )
-        self._server.call("bench_join", base64.b64encode(msgspec.msgpack.encode(listener.endpoint)).decode())
+        endpoint = base64.b64encode(msgspec.msgpack.encode(listener.endpoint)).decode()
+        self._server.call("bench_join", endpoint, setup.secret)
         self._group = listener.accept()
 
     def raw(self) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from areal_lora.config import architectures as arch
 from areal_lora.config import targets
+from areal_lora.config.addresses import WILDCARDS, as_network
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.findings import Finding, Rule, Severity, shape_of
 from areal_lora.config.models import Config
@@ -256,6 +257,21 @@ def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:
         )
 
 
+def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
+    cluster = config.cluster
+    try:
+        as_network(cluster.interface)
+    except ConfigError as error:
+        yield Finding(path=error.path, reason=error.reason, fix=error.fix)
+        return
+    if cluster.interface != "auto" and cluster.bind not in WILDCARDS:
+        yield Finding(
+            path="cluster.interface",
+            reason=f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is",
+            fix="set cluster.bind=0.0.0.0, or leave cluster.interface out",
+        )
+
+
 def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
     shape = shape_of(facts)
     if config.cluster.device != "cpu" or facts.memory_bytes is None or shape is None:
@@ -274,6 +290,6 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     model_readable, model_trainable, adapter_names, targets_exist, no_dropout, ranks_fit, init_from, user_code,
-    groups, lengths, trainer_layout, rollout_layout, cluster_is_reachable, devices_suffice, ports_free,
-    memory_suffices, deterministic,
+    groups, lengths, trainer_layout, rollout_layout, cluster_is_reachable, interface_counts, devices_suffice,
+    ports_free, memory_suffices, deterministic,
 )  # fmt: skip

@@ -338,7 +338,16 @@ class ClusterConfig(Section):
     device: Literal["cpu", "cuda", "npu"] = "cuda"
     nodes: PositiveInt = 1
     devices_per_node: PositiveInt = 8
-    bind: str = Field("127.0.0.1", description="Address that ports bind to; other than loopback needs the run secret.")
+    bind: str = Field(
+        "127.0.0.1",
+        description="Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address "
+        "that `interface` finds. Other than loopback needs the run secret.",
+    )
+    interface: str = Field(
+        "auto",
+        description="With `bind: 0.0.0.0` or `::`, which address of a node the others reach: the name of an interface, "
+        "a network such as `10.0.0.0/8`, or `auto`: the one on the route to the other nodes.",
+    )
     slurm: SlurmConfig = SlurmConfig()
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 import stat
 import sys
 import time
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lora.errors import EnvironmentError_, ProcessFailed
+from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
 
 POLL_S = 0.05
 REMIND_S = 10.0
@@ -44,19 +43,28 @@ def publish_endpoint(
 ) -> None:
     """Say, atomically, which ports this process has bound. A later call replaces the earlier one.
 
-    ``host`` is the address bound; for a wildcard the machine's own address is published.
+    ``host`` is the address bound, which others dial: no wildcard (``addresses.own_place``).
     """
+    if host in ("0.0.0.0", "::", ""):
+        raise ConfigError("cluster.bind", f"nobody can dial {host!r}", "publish an address of this machine")
     path = endpoint_path(run_folder, role, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    endpoint = {"pid": os.getpid(), "host": reachable_host(host), "ports": dict(ports)}
+    endpoint = {"pid": os.getpid(), "host": host, "ports": dict(ports)}
     temporary.write_text(json.dumps(endpoint), encoding="utf-8")
     temporary.replace(path)
 
 
-def reachable_host(bind: str) -> str:
-    """The address others dial for something bound to ``bind``: a wildcard means this machine's own."""
-    return socket.gethostbyname(socket.gethostname()) if bind in ("0.0.0.0", "::") else bind
+def published_hosts(run_folder: Path | str) -> list[str]:
+    """Addresses that processes of the run have published so far, each once."""
+    files = sorted((Path(run_folder) / "rendezvous").glob("*.json"))
+    hosts = [str(json.loads(file.read_text(encoding="utf-8"))["host"]) for file in files]
+    return list(dict.fromkeys(hosts))
+
+
+def bracketed(host: str) -> str:
+    """``host`` as URLs and zmq's addresses have it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | None:

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from areal_lora.config.addresses import NODES_VARIABLE
 from areal_lora.config.models import Config
 from areal_lora.errors import SAME_AGAIN, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
@@ -47,6 +48,7 @@ def sbatch_script(config: Config, plan: JobPlan) -> str:
         _FUNCTIONS,
         f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
         'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        f'export {NODES_VARIABLE}="${{NODES[*]}}"',
         "# A requeued job must meet neither the ports nor the secret of its former life.",
         f'( cd "$RUN" && rm -rf {made_again} && mkdir -p {made_again} logs ) || exit 70',
         "( umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > \"$RUN/.secret.job\" )",

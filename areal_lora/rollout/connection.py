@@ -8,7 +8,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from areal_lora.config.rendezvous import Endpoint, zmq_curve_keys
+from areal_lora.config.rendezvous import Endpoint, bracketed, zmq_curve_keys
 from areal_lora.rollout.control import CLIENT_ROLE, SERVER_ROLE
 
 LOOK_S = 0.25  # how often a waiting request looks whether the controller has moved
@@ -33,11 +33,12 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, secret: str) -> None:
         self.endpoint = endpoint
-        self.address = f"tcp://{endpoint.host}:{endpoint.ports['control']}"
+        self.address = f"tcp://{bracketed(endpoint.host)}:{endpoint.ports['control']}"
         self.ready = False
         self._next_id = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.ipv6 = ":" in endpoint.host
         self._socket.curve_serverkey, _ = zmq_curve_keys(secret, SERVER_ROLE)
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, CLIENT_ROLE)
         self._monitor = self._socket.get_monitor_socket(

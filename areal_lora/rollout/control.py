@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from areal_lora.config.rendezvous import zmq_curve_keys
+from areal_lora.config.rendezvous import bracketed, zmq_curve_keys
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.log import get_logger
 from areal_lora.rollout.ledger import LedgerError
@@ -46,7 +46,8 @@ class ControlSocket:
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, SERVER_ROLE)
         self._socket.linger = 500  # ms
-        self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self._socket.ipv6 = ":" in host
+        self.port = self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
 
     async def serve(self, handler: Handler, tasks: asyncio.TaskGroup) -> None:
         """Receive for ever. ArealLoraError becomes a Failed reply; LedgerError and others end the task group."""

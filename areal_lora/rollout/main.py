@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_lora.config.addresses import own_place
 from areal_lora.config.models import AdapterConfig, AgentWorkflow, Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.errors import ArealLoraError
@@ -130,7 +131,8 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
                 config, part, client, scorer, gateway.sessions if gateway else Sessions(),
                 ledger.adapter(part.config.name, part.prompts.digest),
             )
-        socket = ControlSocket(config.cluster.bind, secret)
+        host = own_place(config.cluster, run_folder).address
+        socket = ControlSocket(host, secret)
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -139,7 +141,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
                 tasks.create_task(controller.watch_leases())
                 tasks.create_task(_beat(run_folder))
                 ports = {"control": socket.port} | ({"agents": gateway.port} if gateway else {})
-                publish_endpoint(run_folder, ROLE, 0, ports, host=config.cluster.bind)
+                publish_endpoint(run_folder, ROLE, 0, ports, host=host)
                 notes = [note for part in data if (note := part.held_out.note())]
                 set_status(run_folder, ROLE, 0, "; ".join(["serving", *notes]))
                 log.info("serving %s on port %d", ", ".join(runtimes), socket.port)

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
+from areal_lora.config.addresses import own_place
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import Endpoint, reachable_host, read_endpoint, read_secret, wait_endpoint
+from areal_lora.config.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.obs.faults import reached
 from areal_lora.obs.heartbeat import beat_on
@@ -65,7 +66,8 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     publisher = Publisher(
         run=config.run.name, config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
         coordinator=_coordinator(config, run_folder, client, auditor) if client and auditor else None,
-        bind=reachable_host(config.cluster.bind), backend=platform_of(device).xccl, device=device,
+        secret=read_secret(run_folder), bind=own_place(config.cluster, run_folder).address,
+        backend=platform_of(device).xccl, device=device,
     )
     publishing = AdapterPublishing(
         engine, publisher, config.weight_sync, recorder.published if recorder else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from areal_lora.config.addresses import own_place, set_variables
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import publish_endpoint, reachable_host, wait_endpoint
+from areal_lora.config.rendezvous import publish_endpoint, read_secret, wait_endpoint
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.obs import stacks
 from areal_lora.obs.log import get_logger, set_status, setup_logging
 from areal_lora.platforms.device import platform_of
+from areal_lora.weight_sync.store import CurveStore
+from areal_lora.weight_sync.store_server import StoreServer
 
 ROLE = "trainer"
 STARTUP_TIMEOUT_S = 600.0
@@ -31,28 +33,23 @@ log = get_logger("areal_lora.trainer.main")  # __name__ is __main__ here
 
 
 def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> None:
-    """Initialise torch.distributed over a store that listens on the configured address only."""
-    bind = config.cluster.bind
-    host = reachable_host(bind)
-    if host.startswith("127."):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout = timedelta(seconds=STARTUP_TIMEOUT_S)
+    """Initialise torch.distributed over a store that asks for the run secret."""
+    place = own_place(config.cluster, run_folder)
+    if warning := set_variables(place):
+        log.warning(warning)
+    host = place.address
+    secret = read_secret(run_folder)
     if rank == 0:
-        # TCPStore by address would listen on all interfaces; a socket bound here does not.
-        listener = socket.create_server((bind, 0))
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        publish_endpoint(run_folder, ROLE, 0, {"store": port}, host=bind)
+        port = StoreServer(host, secret).port
+        publish_endpoint(run_folder, ROLE, 0, {"store": port}, host=host)
     else:
         endpoint = wait_endpoint(run_folder, ROLE, 0, STARTUP_TIMEOUT_S)
-        store = dist.TCPStore(
-            endpoint.host, endpoint.ports["store"], world_size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
-    backend = platform_of(config.cluster.device).collective
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        host, port = endpoint.host, endpoint.ports["store"]
+    store = CurveStore(host, port, secret, STARTUP_TIMEOUT_S)
+    dist.init_process_group(
+        platform_of(config.cluster.device).collective, store=store, rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=STARTUP_TIMEOUT_S),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
 Each group is a process group of its own on its own store, apart from any default group, so
 that trainer and servers, which share no launcher, can meet and part at any time. The store
-lives at the source on a socket bound here: a ``TCPStore`` that binds by itself listens on all
-interfaces whatever host name it is given. Every wait has a deadline in seconds.
+lives at the source and asks for the run secret (``store``). gloo's own connections do not: see
+"Security" in docs/en/operations.md. Every wait has a deadline in seconds.
 
 When all have met they find out whether every receiver can read the source's memory (``same_host``).
 If so, broadcasts only tell of its versions; if one cannot, the bytes are sent to all.
@@ -12,12 +12,9 @@ If so, broadcasts only tell of its versions; if one cannot, the bytes are sent t
 from __future__ import annotations
 
 import secrets
-import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -29,10 +26,11 @@ from areal_lora.obs.log import get_logger
 from areal_lora.weight_sync.backends import Backend, Seat, backend_of, delta
 from areal_lora.weight_sync.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.same_host import NO_CARD, Segment, readable
+from areal_lora.weight_sync.store import CurveStore
+from areal_lora.weight_sync.store_server import StoreServer
 from areal_lora.weight_sync.transport import SourceEndpoint
 
 READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
-REACH = 1 / 3  # of a member's time for reaching the store: torch tries for up to three times what it is given
 CPU = torch.device("cpu")
 
 log = get_logger(__name__)
@@ -64,8 +62,11 @@ class BroadcastGroup:
     for all members.
     """
 
-    def __init__(self, endpoint: SourceEndpoint, rank: int, backend: Backend, device: torch.device = CPU) -> None:
-        self.source, self.rank = endpoint.source, rank
+    def __init__(
+        self, endpoint: SourceEndpoint, rank: int, backend: Backend, device: torch.device = CPU, *,
+        leave: Callable[[], None],
+    ) -> None:
+        self.source, self.rank, self._leave_store = endpoint.source, rank, leave
         self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
         self._twins = _Twins(backend.through) if backend.through is not None else None
@@ -134,6 +135,7 @@ class BroadcastGroup:
         if self._group is not None:
             self._group.abort()
             self._group = None  # gloo's abort does nothing: its connections close with the last reference
+            self._leave_store()
 
     @staticmethod
     def _options(deadline: float) -> dist.BroadcastOptions:
@@ -167,79 +169,71 @@ class _Twins:
 
 
 class GroupListener:
-    """The source's side before the group exists: binds, publishes ``endpoint``, then ``accept``s."""
+    """The source's side before the group exists: binds, publishes ``endpoint``, then ``accept``s or is closed."""
 
     def __init__(
-        self, *, source: int, bind: str, world: int, bucket_bytes: int, backend: str, timeout_s: float,
+        self, *, source: int, bind: str, world: int, bucket_bytes: int, backend: str, timeout_s: float, secret: str,
         device: torch.device = CPU,
     ) -> None:
         _check_bind(bind)
-        self._bind, self._timeout_s, self._device = bind, timeout_s, device
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((bind, 0))
-            listener.listen(max(128, world))
-            port = listener.getsockname()[1]
-            self._store = dist.TCPStore(
-                bind, port, None, True, delta(timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+        self._bind, self._timeout_s, self._secret, self._device = bind, timeout_s, secret, device
+        self._server = StoreServer(bind, secret)
         self.endpoint = SourceEndpoint(
-            source=source, host=bind, port=port, world=world, token=secrets.token_hex(16),
+            source=source, host=bind, port=self._server.port, world=world, token=secrets.token_hex(16),
             bucket_bytes=bucket_bytes, backend=backend,
         )
 
     def accept(self) -> BroadcastGroup:
-        """Block until all receivers are members. Raises PublishError at the timeout."""
+        """Block until all receivers are members. Raises PublishError at the timeout. The group closes the listener."""
         deadline = time.monotonic() + self._timeout_s
-        return _member(self._store, self.endpoint, 0, self._bind, deadline, self._device)
+        return _join(self.endpoint, 0, self._bind, deadline, self._secret, self._device, closing=self.close)
+
+    def close(self) -> None:
+        """Stop listening: members that wait to meet here fail at once."""
+        self._server.close()
 
 
 def join_group(
-    endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, device: torch.device = CPU
+    endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, secret: str, device: torch.device = CPU
 ) -> BroadcastGroup:
     """Become receiver ``rank`` (1..world-1). ``bind`` is this machine's address towards the source.
 
     Raises PublishError if the group is not complete within ``timeout_s``.
     """
     _check_bind(bind)
-    timeout_s = delta(timeout_s).total_seconds()  # sockets refuse negative ones: what is left after other groups
-    deadline = time.monotonic() + timeout_s
+    return _join(endpoint, rank, bind, time.monotonic() + timeout_s, secret, device)
+
+
+def _join(
+    endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, secret: str, device: torch.device,
+    closing: Callable[[], None] = lambda: None,
+) -> BroadcastGroup:
+    """Meet the others at the source's store. ``closing`` is called when the group is left or does not come about."""
+    leave = ExitStack()
+    leave.callback(closing)
     try:
-        store = _reach(endpoint, timeout_s)
-    except (OSError, dist.DistError, RuntimeError) as e:
+        store = _reach(endpoint, delta(deadline - time.monotonic()).total_seconds(), secret)
+        leave.callback(store.close)
+        return _member(store, endpoint, rank, bind, deadline, device, leave.close)
+    except BaseException:
+        leave.close()
+        raise
+
+
+def _reach(endpoint: SourceEndpoint, timeout_s: float, secret: str) -> CurveStore:
+    """The source's store. A source that refuses connections is an error at once: it listens before it tells where."""
+    try:
+        return CurveStore(endpoint.host, endpoint.port, secret, timeout_s)
+    except dist.DistError as e:
         raise PublishError(
             f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
             f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
         ) from e
-    return _member(store, endpoint, rank, bind, deadline, device)
-
-
-def _reach(endpoint: SourceEndpoint, timeout_s: float) -> dist.Store:
-    """The source's store. Raises what sockets and torch raise, TimeoutError for a source that stands still."""
-    # A source listens before it tells where: if nobody does, it is gone. torch would go on trying.
-    socket.create_connection((endpoint.host, endpoint.port), timeout_s * REACH).close()
-    reached: Future[dist.Store] = Future()
-
-    def reach() -> None:
-        try:
-            reached.set_result(
-                dist.TCPStore(
-                    endpoint.host, endpoint.port, None, False, delta(timeout_s * REACH), wait_for_workers=False
-                )
-            )
-        except Exception as e:  # fault boundary: the thread's error is the caller's
-            reached.set_exception(e)
-
-    # torch waits without end for the first answer of a process that was stopped: then the thread is left to it.
-    threading.Thread(target=reach, name="reach-source", daemon=True).start()
-    try:
-        return reached.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError("it listens, but does not answer") from None
 
 
 def _member(
-    store: dist.Store, endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, device: torch.device
+    store: CurveStore, endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, device: torch.device,
+    leave: Callable[[], None],
 ) -> BroadcastGroup:
     factory = backend_of(endpoint.backend)
     left_s = max(deadline - time.monotonic(), 0.0)
@@ -255,8 +249,12 @@ def _member(
             f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
             f"{left_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
         ) from e
-    group = BroadcastGroup(endpoint, rank, backend, device)
-    group.agree(backend.same_host, deadline)
+    group = BroadcastGroup(endpoint, rank, backend, device, leave=leave)
+    try:
+        group.agree(backend.same_host, deadline)
+    except PublishError:
+        group.close()
+        raise
     if rank == 0:
         how = "read its memory" if group.same_host else "get its bytes over the network"
         log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)

@@ -101,14 +101,16 @@ class Publisher:
 
     ``publish`` is collective: all ranks call it in the same order from their main threads. All
     else between ranks happens in the publisher threads, which alone use ``exchange``. Rank 0 has
-    a ``coordinator``; ``bind`` is this rank's own address, which the servers' workers must reach;
+    a ``coordinator``; ``bind`` is this rank's own address, which the servers' workers must reach; they meet
+    with the run's ``secret``;
     ``backend`` names a ``groups`` backend, ``device`` is what this rank computes on.
     """
 
     def __init__(
         self, *, run: str, config: WeightSyncConfig, exchange: Exchange, coordinator: Coordinator | None,
-        bind: str = "127.0.0.1", backend: str = "gloo", device: torch.device = CPU,
+        secret: str, bind: str = "127.0.0.1", backend: str = "gloo", device: torch.device = CPU,
     ) -> None:
+        self._secret = secret
         self._run_name, self._config, self._exchange, self._coordinator = run, config, exchange, coordinator
         self._bind, self._backend, self._device = bind, backend, device
         self._shards: dict[str, PackedShard] = {}
@@ -274,14 +276,19 @@ class Publisher:
             listener = GroupListener(
                 source=self._exchange.rank, bind=self._bind, world=1 + sum(s.workers for s in members),
                 backend=self._backend, timeout_s=left_s, bucket_bytes=int(self._config.bucket_mib * 2**20),
-                device=self._device,
+                secret=self._secret, device=self._device,
             )
-        gathered = self._exchange.all_gather_bytes(
-            msgspec.msgpack.encode(listener and listener.endpoint), self._patience_s(job)
-        )
-        endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
-        if self._coordinator is not None:
-            self._coordinator.join(members, endpoints, left_s)
+        try:
+            gathered = self._exchange.all_gather_bytes(
+                msgspec.msgpack.encode(listener and listener.endpoint), self._patience_s(job)
+            )
+            endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
+            if self._coordinator is not None:
+                self._coordinator.join(members, endpoints, left_s)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
         failure: Failure | None = None
         try:
             if listener is not None:

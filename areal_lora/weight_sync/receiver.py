@@ -104,14 +104,16 @@ class AdapterReceiver:
 
     ``declared`` holds the adapters of the configuration by name: a publish that differs from
     its declaration is refused. Without a declaration the first accepted version declares.
-    ``bind`` is this machine's address towards the sources, ``device`` what the worker computes on.
+    ``secret`` is the run's, ``bind`` this machine's address towards the sources, ``device`` what the worker
+    computes on.
     """
 
     def __init__(
-        self, writer: SlotWriter, *, run: str, base_digest: str, on_staged: Callable[[StageResult], None],
+        self, writer: SlotWriter, *, run: str, secret: str, base_digest: str,
+        on_staged: Callable[[StageResult], None],
         declared: Mapping[str, AdapterSpec] | None = None, bind: str = "127.0.0.1", device: torch.device = CPU,
     ) -> None:
-        self._writer, self._on_staged = writer, on_staged
+        self._writer, self._on_staged, self._secret = writer, on_staged, secret
         self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
         self._specs: dict[str, AdapterSpec] = dict(declared or {})
         self._current: dict[str, AdapterRef] = {}
@@ -133,7 +135,7 @@ class AdapterReceiver:
         try:
             for e in sorted(endpoints, key=lambda e: e.source):
                 self._groups[e.source] = join_group(
-                    e, rank, self._bind, deadline - time.monotonic(), self._device
+                    e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device
                 )
         except PublishError:
             self._leave(0.0)

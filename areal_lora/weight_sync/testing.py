@@ -163,7 +163,8 @@ class MemoryServer:
         self._arrived = threading.Condition()
         self._receivers = [
             AdapterReceiver(
-                writer, run=run, base_digest=base_digest, declared=declared, on_staged=partial(self._arrive, w)
+                writer, run=run, secret=secret, base_digest=base_digest, declared=declared,
+                on_staged=partial(self._arrive, w),
             )
             for w, writer in enumerate(self.writers)
         ]

@@ -35,6 +35,7 @@ from typing import TypeVar
 
 import msgspec
 
+from areal_lora.config.rendezvous import bracketed
 from areal_lora.errors import ManifestError, PublishError
 
 INFO_PATH = "/admin/info"
@@ -69,7 +70,7 @@ class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def data_url(self) -> str:
-        return f"http://{self.host}:{self.data_port}"
+        return f"http://{bracketed(self.host)}:{self.data_port}"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.host}:{self.admin_port})"
@@ -78,8 +79,8 @@ class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
 class SourceEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One broadcast group: the store of trainer rank ``source``, and what its members must agree on.
 
-    ``world`` counts the source (rank 0) and all receivers. ``token`` prefixes the store's
-    keys, so only who heard it over the admin plane can join.
+    ``world`` counts the source (rank 0) and all receivers. Who joins needs the run secret for the store, and
+    ``token``, which prefixes its keys and was told over the admin plane.
     """
 
     source: int

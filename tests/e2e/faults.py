@@ -163,7 +163,8 @@ def main(run_folder: Path) -> None:
     )
     publisher = Tampering(
         Publisher(
-            run=config.run.name, config=config.weight_sync, exchange=SoloExchange(), coordinator=coordinator
+            run=config.run.name, config=config.weight_sync, exchange=SoloExchange(), coordinator=coordinator,
+            secret=read_secret(run_folder),
         )
     )
     publishing = AdapterPublishing(engine, publisher, config.weight_sync, None)

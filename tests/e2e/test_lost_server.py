@@ -69,7 +69,7 @@ class Run:
         self.active: list[Active] = []
         self.watch = RendezvousWatch(folder, workers=1)
         self.publisher = Publisher(
-            run="test", config=self.config.weight_sync, exchange=SoloExchange(),
+            run="test", config=self.config.weight_sync, exchange=SoloExchange(), secret=read_secret(folder),
             coordinator=Coordinator(
                 run="test", secret=read_secret(folder), servers=self.watch.present(), config=self.config.weight_sync,
                 watch=self.watch, on_active=self.active.append,

@@ -136,7 +136,7 @@ class Rank:
                 run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.announce
             )
         self.publisher = Publisher(
-            run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator, backend=backend
+            run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator, secret=SECRET, backend=backend
         )
 
     def reads(self) -> bool:

@@ -17,20 +17,26 @@ from areal_lora.weight_sync.groups import GroupListener, join_group
 from areal_lora.weight_sync.same_host import Segment
 from areal_lora.weight_sync.testing import SOCKETS
 
+from .helpers import SECRET
+
 pytestmark = pytest.mark.slow
 
 
 def listen(world=2, bucket_bytes=1000, timeout_s=10.0, bind="127.0.0.1", backend="gloo"):
     return GroupListener(
-        source=0, bind=bind, world=world, bucket_bytes=bucket_bytes, backend=backend, timeout_s=timeout_s
+        source=0, bind=bind, world=world, bucket_bytes=bucket_bytes, backend=backend, timeout_s=timeout_s, secret=SECRET
     )
+
+
+def join(endpoint, rank, bind, timeout_s, secret=SECRET):
+    return join_group(endpoint, rank, bind, timeout_s, secret)
 
 
 def meet(world=2, bind="127.0.0.1", **options):
     """[source, receiver 1, ...] as threads of this process."""
     listener = listen(world, bind=bind, **options)
     with ThreadPoolExecutor(world) as pool:
-        joins = [pool.submit(join_group, listener.endpoint, r, bind, 10.0) for r in range(1, world)]
+        joins = [pool.submit(join, listener.endpoint, r, bind, 10.0) for r in range(1, world)]
         source = listener.accept()
         return [source, *(j.result() for j in joins)]
 
@@ -127,7 +133,7 @@ def test_store_and_pairs_listen_on_the_given_address_only():
 @pytest.mark.parametrize("bind", ["0.0.0.0", "::", ""])
 def test_all_interfaces_are_refused(bind):
     with pytest.raises(ConfigError, match="all interfaces"):
-        GroupListener(source=0, bind=bind, world=2, bucket_bytes=1, backend="gloo", timeout_s=1.0)
+        GroupListener(source=0, bind=bind, world=2, bucket_bytes=1, backend="gloo", timeout_s=1.0, secret=SECRET)
 
 
 def test_a_receiver_that_never_comes_is_an_error_in_time():
@@ -141,10 +147,10 @@ def test_a_receiver_that_never_comes_is_an_error_in_time():
 def test_a_source_that_is_not_there_is_an_error_in_time():
     listener = listen()
     endpoint = listener.endpoint
-    del listener
+    listener.close()
     began = time.monotonic()
     with pytest.raises(PublishError, match="cannot be reached"):
-        join_group(endpoint, 1, "127.0.0.1", 1.0)
+        join(endpoint, 1, "127.0.0.1", 1.0)
     assert time.monotonic() - began < 8.0
 
 
@@ -152,7 +158,7 @@ def test_a_source_that_nobody_listens_for_is_an_error_at_once():
     endpoint = msgspec.structs.replace(listen().endpoint, port=free_port())
     began = time.monotonic()
     with pytest.raises(PublishError, match=r"cannot be reached.*refused"):
-        join_group(endpoint, 1, "127.0.0.1", 30.0)
+        join(endpoint, 1, "127.0.0.1", 30.0)
     assert time.monotonic() - began < 1.0
 
 
@@ -162,7 +168,7 @@ def test_who_has_no_time_left_does_not_join(timeout_s):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = msgspec.structs.replace(listen().endpoint, port=mute.getsockname()[1])
         with pytest.raises(PublishError, match="cannot be reached"):
-            join_group(endpoint, 1, "127.0.0.1", timeout_s)
+            join(endpoint, 1, "127.0.0.1", timeout_s)
 
 
 def test_a_source_that_is_reached_and_says_nothing_is_an_error_in_time():
@@ -170,7 +176,7 @@ def test_a_source_that_is_reached_and_says_nothing_is_an_error_in_time():
         endpoint = msgspec.structs.replace(listen().endpoint, port=mute.getsockname()[1])
         began = time.monotonic()
         with pytest.raises(PublishError, match=r"cannot be reached.*does not answer"):
-            join_group(endpoint, 1, "127.0.0.1", 1.0)
+            join(endpoint, 1, "127.0.0.1", 1.0)
         assert time.monotonic() - began < 3.0
 
 
@@ -181,7 +187,7 @@ def test_who_does_not_know_the_token_is_not_a_member():
 
     def intrude():
         try:
-            join_group(stranger, 1, "127.0.0.1", 1.0)
+            join(stranger, 1, "127.0.0.1", 1.0)
         except PublishError as e:
             errors.append(e)
 
@@ -271,18 +277,18 @@ def test_one_member_that_cannot_read_the_source_has_the_bytes_sent_to_all(monkey
     monkeypatch.setattr(same_host, "_place", other_place)
     monkeypatch.setattr(same_host, "Window", closed_window)
 
-    def join(rank):
+    def join_oddly(rank):
         chosen.it = True
-        return join_group(listener.endpoint, rank, "127.0.0.1", 10.0)
+        return join(listener.endpoint, rank, "127.0.0.1", 10.0)
 
     listener = listen(4)
     with ThreadPoolExecutor(1) as odd, ThreadPoolExecutor(3) as pool:
         if who == "a source elsewhere":
-            joins = [pool.submit(join_group, listener.endpoint, r, "127.0.0.1", 10.0) for r in (1, 2, 3)]
+            joins = [pool.submit(join, listener.endpoint, r, "127.0.0.1", 10.0) for r in (1, 2, 3)]
             chosen.it = True
         else:
-            joins = [pool.submit(join_group, listener.endpoint, r, "127.0.0.1", 10.0) for r in (1, 2)]
-            joins.append(odd.submit(join, 3))
+            joins = [pool.submit(join, listener.endpoint, r, "127.0.0.1", 10.0) for r in (1, 2)]
+            joins.append(odd.submit(join_oddly, 3))
         members = [listener.accept(), *(j.result() for j in joins)]
     assert [m.same_host for m in members] == [False] * 4
     assert {m.bucket_bytes for m in members} == {1000}

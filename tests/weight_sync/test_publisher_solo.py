@@ -58,7 +58,7 @@ class Solo:
         self.active = []
         config = WeightSyncConfig(**({"deadline_s": 10.0, "bucket_mib": 0.001} | config))
         self.publisher = Publisher(
-            run=RUN, config=config, exchange=SoloExchange(),
+            run=RUN, config=config, exchange=SoloExchange(), secret=SECRET,
             coordinator=Coordinator(
                 run=RUN, secret=secret, servers=[s.endpoint for s in servers], config=config, watch=watch,
                 on_active=self.active.append,

@@ -20,7 +20,7 @@ from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.testing import SOCKETS, MemoryWriter, pack_of
 from areal_lora.weight_sync.wire import adapter_digest
 
-from .helpers import BASE, BUCKET_BYTES, RUN, announce, packed, ref, shapes_of, share, spec, values
+from .helpers import BASE, BUCKET_BYTES, RUN, SECRET, announce, packed, ref, shapes_of, share, spec, values
 
 pytestmark = pytest.mark.slow
 LORA_B = "model.layers.1.mlp.experts.2.up_proj.lora_B.weight"
@@ -40,13 +40,14 @@ class Bench:
         self.writer = MemoryWriter(shapes_of)
         self.results = queue.Queue()
         self.receiver = AdapterReceiver(
-            self.writer, run=RUN, base_digest=BASE, on_staged=self.results.put, **options
+            self.writer, run=RUN, secret=SECRET, base_digest=BASE, on_staged=self.results.put, **options
         )
         self.connect()
 
     def connect(self):
         listener = GroupListener(
-            source=0, bind="127.0.0.1", world=2, bucket_bytes=BUCKET_BYTES, backend=self.backend, timeout_s=10.0
+            source=0, bind="127.0.0.1", world=2, bucket_bytes=BUCKET_BYTES, backend=self.backend, timeout_s=10.0,
+            secret=SECRET,
         )
         thread = threading.Thread(target=self.receiver.join, args=([listener.endpoint], 1, 10.0))
         thread.start()
@@ -301,7 +302,7 @@ def test_groups_that_were_left_are_let_go_while_nothing_is_staged(backend):
 
 
 def test_begin_before_join_is_an_error():
-    receiver = AdapterReceiver(MemoryWriter(shapes_of), run=RUN, base_digest=BASE, on_staged=print)
+    receiver = AdapterReceiver(MemoryWriter(shapes_of), run=RUN, secret=SECRET, base_digest=BASE, on_staged=print)
     with pytest.raises(PublishError, match="no group"):
         receiver.begin(packed(*share(values(1)))[1].manifest, None, 0, 1.0)
 

@@ -16,9 +16,9 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from areal_lora.config.addresses import own_place
 from areal_lora.config.architectures import TARGETS, Scope
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import reachable_host
 from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth
 from areal_lora.engine.vllm_ext.channel import WorkerChannel
@@ -110,8 +110,8 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     channel = WorkerChannel(secret)
     setup = WorkerSetup(
         run=config.run.name, run_folder=str(run_folder), base_digest=digest, ports=channel.ports, index=index,
-        declared={a.name: a.spec(config.model.path) for a in config.adapters}, bind=reachable_host(config.cluster.bind),
-        cores=tuple(sorted(os.sched_getaffinity(0))),
+        declared={a.name: a.spec(config.model.path) for a in config.adapters},
+        bind=own_place(config.cluster, run_folder).address, cores=tuple(sorted(os.sched_getaffinity(0))),
     )
     await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
     described = [

@@ -29,6 +29,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from areal_lora.config.addresses import own_place, set_variables
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
@@ -60,8 +61,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         die_with_parent(signal.SIGTERM)
         config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
-        with bound_sockets(config, args.index) as sockets:
+        place = own_place(config.cluster, args.run_folder)
+        with bound_sockets(config, args.index, place.address) as sockets:
             set_environment(config)
+            if warning := set_variables(place):
+                log.warning(warning)
             return uvloop.run(serve(config, args.run_folder, args.index, sockets))
     except ArealLoraError as e:
         log.error("%s", e)
@@ -69,19 +73,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def bound_sockets(config: Config, index: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Listening data-plane and admin sockets. Raises ConfigError if the port is taken."""
     data_port = config.rollout.port + index if config.rollout.port else 0
     with contextlib.ExitStack() as stack:
         sockets = []
         for port in (data_port, 0):
-            family = socket.AF_INET6 if ":" in config.cluster.bind else socket.AF_INET
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((config.cluster.bind, port))
+                sock.bind((host, port))
             except OSError as e:
-                where = f"{config.cluster.bind}:{port}"
+                where = f"{host}:{port}"
                 raise ConfigError("rollout.port", f"cannot bind {where}: {e.strerror}", "use 0") from e
             sock.listen(1024)
             sockets.append(sock)
@@ -124,7 +128,7 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
         tasks = [asyncio.create_task(server.serve()) for server in http]
         beats = asyncio.create_task(_beat(parts.engine, run_folder, index, min(BEAT_S, config.run.stall_s / 4)))
         ports = {"data": sockets[0].getsockname()[1], "admin": sockets[1].getsockname()[1]}
-        publish_endpoint(run_folder, ROLE, index, ports, config.cluster.bind)
+        publish_endpoint(run_folder, ROLE, index, ports, own_place(config.cluster, run_folder).address)
         set_status(run_folder, ROLE, index, "serving")
         log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
         while not stop.event.is_set() and not parts.engine.errored:

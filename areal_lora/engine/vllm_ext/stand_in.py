@@ -36,6 +36,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from areal_lora.config.addresses import own_place
 from areal_lora.config.architectures import target_of
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
@@ -83,7 +84,8 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
     stop.on_signals()
     modules = base_modules(Path(config.model.folder))
     with ExitStack() as stack:
-        data, _ = stack.enter_context(bound_sockets(config, index))
+        host = own_place(config.cluster, run_folder).address
+        data, _ = stack.enter_context(bound_sockets(config, index, host))
         server = stack.enter_context(MemoryServer(
             run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.folder),
             shapes=lambda spec: served_shapes(modules, spec), modules=modules,
@@ -95,8 +97,7 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
         http = HttpServer(StandInDataPlane(config, server).app(), data)
         serving = asyncio.create_task(http.serve())
         publish_endpoint(
-            run_folder, ROLE, index, {"data": data.getsockname()[1], "admin": server.endpoint.admin_port},
-            config.cluster.bind,
+            run_folder, ROLE, index, {"data": data.getsockname()[1], "admin": server.endpoint.admin_port}, host
         )
         set_status(run_folder, ROLE, index, "serving")
         every_s = min(BEAT_S, config.run.stall_s / 4)

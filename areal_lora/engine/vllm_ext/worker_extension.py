@@ -93,15 +93,16 @@ class _WorkerAdapters:
         self.max_rank = adapter_manager(worker).lora_config.max_lora_rank
         enable_slots(worker)
         self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
+        secret = read_secret(setup.run_folder)
         self._receiver = AdapterReceiver(
-            self.writer, run=setup.run, base_digest=setup.base_digest, on_staged=self._staged,
+            self.writer, run=setup.run, secret=secret, base_digest=setup.base_digest, on_staged=self._staged,
             declared=setup.declared, bind=setup.bind, device=self.writer.device,
         )  # fmt: skip
         self._asked: Respond | None = None  # who waits for the staging under way
         self._last_staged: AdapterRef | None = None
         self._joining = False
         self._commands = CommandThread(
-            secret=read_secret(setup.run_folder), ports=setup.ports, worker=rank, cores=setup.cores, handle=self._handle
+            secret=secret, ports=setup.ports, worker=rank, cores=setup.cores, handle=self._handle
         )
 
     def _handle(self, command: Command, respond: Respond) -> None:

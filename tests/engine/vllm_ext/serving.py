@@ -114,8 +114,9 @@ class Source:
     """
 
     def __init__(
-        self, admin: AdminClient, run: str = "test", bucket_bytes: int = 65536, backend: str = "gloo"
+        self, admin: AdminClient, secret: str, run: str = "test", bucket_bytes: int = 65536, backend: str = "gloo"
     ) -> None:
+        self.secret = secret
         self.admin, self.run, self.bucket_bytes, self.backend = admin, run, bucket_bytes, backend
         self._group: BroadcastGroup | None = None
         self._told: set[str] = set()  # layouts the server was sent
@@ -125,7 +126,7 @@ class Source:
             workers = self.admin.server.workers
             listener = GroupListener(
                 source=0, bind="127.0.0.1", world=1 + workers, bucket_bytes=self.bucket_bytes,
-                backend=self.backend, timeout_s=timeout_s,
+                backend=self.backend, timeout_s=timeout_s, secret=self.secret,
             )
             endpoint = msgspec.structs.replace(listener.endpoint, backend="gloo")
             request = JoinRequest(
@@ -271,10 +272,11 @@ def connect(folder: Path, model: Path, process: subprocess.Popen[bytes], backend
         name="server-0", host=endpoint.host, admin_port=endpoint.ports["admin"], data_port=endpoint.ports["data"],
         workers=config.rollout.tp,
     )
-    admin = AdminClient(server, read_secret(folder))
+    secret = read_secret(folder)
+    admin = AdminClient(server, secret)
     return RunningServer(
         folder=folder, model=model, config=config, process=process, endpoint=endpoint, admin=admin,
-        source=Source(admin, backend=backend),
+        source=Source(admin, secret, backend=backend),
     )
 
 

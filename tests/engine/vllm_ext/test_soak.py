@@ -199,7 +199,9 @@ def test_a_thousand_publishes_under_streaming_requests(server):
     config = server.config.weight_sync.model_copy(update={"deadline_s": 60.0})
     secret = read_secret(server.folder)
     coordinator = Coordinator(run="test", secret=secret, servers=[server.admin.server], config=config)
-    publisher = Publisher(run="test", config=config, exchange=SoloExchange(), coordinator=coordinator)
+    publisher = Publisher(
+        run="test", config=config, exchange=SoloExchange(), coordinator=coordinator, secret=secret
+    )
     began = time.monotonic()
     try:
         seen, grown = asyncio.run(soak(server, publisher, layout, values))

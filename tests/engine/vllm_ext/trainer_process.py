@@ -53,7 +53,10 @@ def main(folder: Path) -> None:
     coordinator = Coordinator(
         run=config.run.name, secret=read_secret(folder), servers=watch.present(), config=sync, watch=watch
     )
-    publisher = Publisher(run=config.run.name, config=sync, exchange=SoloExchange(), coordinator=coordinator)
+    publisher = Publisher(
+        run=config.run.name, config=sync, exchange=SoloExchange(), coordinator=coordinator,
+        secret=read_secret(folder),
+    )
     print("ready", flush=True)
     for line in sys.stdin:
         version, seed, *fault = line.split()
