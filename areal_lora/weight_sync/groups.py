@@ -174,7 +174,7 @@ class GroupListener:
         device: torch.device = CPU,
     ) -> None:
         _check_bind(bind)
-        self._bind, self._timeout_s, self._device = bind, timeout_s, device
+        self._bind, self._deadline, self._device = bind, time.monotonic() + timeout_s, device
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind((bind, 0))
@@ -189,9 +189,8 @@ class GroupListener:
         )
 
     def accept(self) -> BroadcastGroup:
-        """Block until all receivers are members. Raises PublishError at the timeout."""
-        deadline = time.monotonic() + self._timeout_s
-        return _member(self._store, self.endpoint, 0, self._bind, deadline, self._device)
+        """Block until all receivers are members. Raises PublishError ``timeout_s`` after this was made."""
+        return _member(self._store, self.endpoint, 0, self._bind, self._deadline, self._device)
 
 
 def join_group(

@@ -365,7 +365,7 @@ def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Pat
 
     def post() -> None:
         try:
-            running.admin.publish(encode(Announcement(manifest=manifest, layout=None)), 60.0)
+            running.admin.publish(encode(Announcement(manifest=manifest, layout=None, timeout_s=8.0)), 60.0)
         except (ManifestError, PublishError) as e:
             raised.append(e)
 

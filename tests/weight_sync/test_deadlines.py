@@ -1,0 +1,155 @@
+"""Nothing of a publish is done after its time: not by servers, and no rank waits for less or more than the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.errors import ArealLoraError, PublishError
+from areal_lora.weight_sync import publisher as publisher_module
+from areal_lora.weight_sync.coordinator import Coordinator
+from areal_lora.weight_sync.exchange import SoloExchange
+from areal_lora.weight_sync.outcome import PublishReport
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.publisher import Publisher
+from areal_lora.weight_sync.testing import SOCKETS, MemoryServer, ThreadExchange, pack_of
+
+from .helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+BUCKET_MIB = 0.001
+
+
+def score(model, ids):
+    return [[0.0] + [-1.0 if model else -2.0] * (len(row) - 1) for row in ids]
+
+
+def serve(kind=MemoryServer, **options):
+    return kind(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score, **options)
+
+
+class Ranks:
+    """Trainer ranks as threads; the first is the only source."""
+
+    def __init__(self, *servers, world=1, backend="gloo", **config):
+        self.config = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB} | config))
+        exchanges = ThreadExchange.world(world) if world > 1 else [SoloExchange()]
+        self.publishers = [
+            Publisher(
+                run=RUN, config=self.config, exchange=exchange, backend=backend,
+                coordinator=None if exchange.rank else Coordinator(
+                    run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config
+                ),
+            )
+            for exchange in exchanges
+        ]  # fmt: skip
+
+    def publish(self, version, gates=(), slow=0):
+        owned, aliases = share(values(version))
+        layout = layout_of(owned, aliases)
+        probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, -1.0, -1.0]], differs=True)
+        return [
+            publisher.publish(
+                ref(version), None, layout, pack_of(layout, rank, dict(owned)), BASE, probe,
+                gates[rank] if gates else None,
+            )
+            for rank, publisher in enumerate(self.publishers)
+        ]
+
+    def outcomes(self, version, **options):
+        """(report or error, seconds) of each rank."""
+        began = time.monotonic()
+        got = [None] * len(self.publishers)
+
+        def join(rank, handle):
+            try:
+                answer = handle.join()
+            except ArealLoraError as e:
+                answer = e
+            got[rank] = answer, time.monotonic() - began
+
+        threads = [threading.Thread(target=join, args=x) for x in enumerate(self.publish(version, **options))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        return got
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for publisher in self.publishers:
+            publisher.close()
+
+
+class Late:
+    """Holds up the writing of the last bucket of a version: all bytes have arrived by then."""
+
+    def __init__(self, server, last, hold_s):
+        self.n, self.last, self.hold_s, self.ended = 0, last, hold_s, threading.Event()
+        server.writers[0].on_write = self
+
+    def __call__(self):
+        self.n += 1
+        if self.n == self.last:
+            time.sleep(self.hold_s)
+            self.ended.set()
+
+
+def buckets_of(server, backend):
+    """How many buckets a version has."""
+    seen = []
+    server.writers[0].on_write = lambda: seen.append(1)
+    with Ranks(server, backend=backend, deadline_s=20.0) as ranks:
+        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+    return len(seen)
+
+
+@pytest.mark.parametrize("backend", ["gloo", SOCKETS])
+def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
+    with serve() as server:
+        last = buckets_of(server, backend)
+        late = Late(server, last, hold_s=4.0)
+        with Ranks(server, backend=backend, deadline_s=2.0) as ranks:
+            (answer, seconds), = ranks.outcomes(1)
+            assert isinstance(answer, PublishError), answer
+            assert not late.ended.is_set(), f"the trainer gave up first, after {seconds:.1f} s"
+            assert late.ended.wait(10.0)
+            time.sleep(0.5)
+            assert server.slots.active() == [ref(0)], "the server serves a version that was given up"
+        server.writers[0].on_write = None
+        with Ranks(server, backend=backend, deadline_s=20.0) as ranks:
+            assert isinstance(ranks.outcomes(1)[0][0], PublishReport), "it may come again"
+
+
+def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
+    held, looked = threading.Event(), []
+
+    class Busy(MemoryServer):
+        def _publish(self, announcement, *rest):
+            looked.append(announcement.manifest.ref)
+            return super()._publish(announcement, *rest)
+
+    with serve(Busy) as server, Ranks(server, deadline_s=2.0) as ranks:
+        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+        server._one_publish.acquire()  # by a request of somebody else
+        threading.Timer(4.0, lambda: (server._one_publish.release(), held.set())).start()
+        (answer, _), = ranks.outcomes(1)
+        assert isinstance(answer, PublishError), answer
+        assert held.wait(10.0)
+        time.sleep(0.5)
+        assert looked == [ref(0)]
+
+
+def test_no_rank_gives_up_while_rank_0_waits_for_its_checkpoint(monkeypatch):
+    """Ranks come to the beginning of a publish at different times; its time counts from the last one's."""
+    monkeypatch.setattr(publisher_module, "SLACK_S", 0.3)
+    with serve() as server, Ranks(server, world=2, deadline_s=1.0) as ranks:
+        for version in range(2):
+            late = [lambda: time.sleep(2.0), lambda: None]
+            outcomes = ranks.outcomes(version, gates=late if version == 0 else late[::-1])
+            assert all(isinstance(answer, PublishReport) for answer, _ in outcomes), outcomes
