@@ -10,6 +10,7 @@ import pytest
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import publisher as publisher_module
+from areal_lora.weight_sync import transport as tp
 from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.exchange import SoloExchange
 from areal_lora.weight_sync.outcome import PublishReport
@@ -153,3 +154,57 @@ def test_no_rank_gives_up_while_rank_0_waits_for_its_checkpoint(monkeypatch):
             late = [lambda: time.sleep(2.0), lambda: None]
             outcomes = ranks.outcomes(version, gates=late if version == 0 else late[::-1])
             assert all(isinstance(answer, PublishReport) for answer, _ in outcomes), outcomes
+
+
+class Hanging(MemoryServer):
+    """Does not answer requests to ``path`` any more, but others."""
+
+    path = ""
+
+    def handle(self, method, path, header, body):
+        if path == self.path:
+            time.sleep(20.0)
+        return super().handle(method, path, header, body)
+
+
+@pytest.mark.parametrize("path", [tp.PUBLISH_PATH, tp.JOIN_PATH, tp.SCORE_PATH, tp.MODULES_PATH, tp.PING_PATH])
+def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(monkeypatch, path):
+    monkeypatch.setattr(publisher_module, "SLACK_S", 0.5)
+    with serve(Hanging) as server, Ranks(server, world=2, deadline_s=2.0) as ranks:
+        if path in (tp.PUBLISH_PATH, tp.SCORE_PATH):  # also one that is found out in the middle of a run
+            assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+        server.path = path
+        (first, first_s), (other, other_s) = ranks.outcomes(1)
+        assert isinstance(first, PublishError)
+        assert str(other) == str(first), "every rank has the same reason, nobody gave up before"
+        assert "gone or late" not in str(first)
+        assert max(first_s, other_s) < ranks.config.publish_s + 0.5
+
+
+def test_what_a_gate_raises_on_one_rank_is_raised_on_all():
+    def shut():
+        raise PublishError("a@v0 is not sent, its checkpoint ended")
+
+    with serve() as server, Ranks(server, world=2, deadline_s=5.0) as ranks:
+        outcomes = ranks.outcomes(0, gates=[lambda: None, shut])
+        assert [str(answer) for answer, _ in outcomes] == ["a@v0 is not sent, its checkpoint ended"] * 2
+        assert max(seconds for _, seconds in outcomes) < 2.0
+        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+
+
+def test_packing_that_does_not_end_in_time_ends_the_publish():
+    with serve() as server, Ranks(server, deadline_s=1.0) as ranks:
+        owned, aliases = share(values(0))
+        layout = layout_of(owned, aliases)
+
+        def pack(flat):
+            for done in pack_of(layout, 0, dict(owned))(flat):
+                yield done
+                if done == 3:
+                    time.sleep(2.5)
+
+        handle = ranks.publishers[0].publish(ref(0), None, layout, pack, BASE, None)
+        assert handle.done(), "it ended while the tensors were still being packed"
+        with pytest.raises(PublishError, match="not packed in time at trainer rank 0"):
+            handle.join()
+        assert server.slots.active() == []
