@@ -15,7 +15,8 @@ ArealLoraError
 ├── RolloutError         the rollout plane answered with an error
 ├── CheckpointError      training states cannot be written, or none that exists can be read
 ├── RecordError          records of the run cannot be written
-└── ProcessFailed        a supervised process ended
+├── ProcessFailed        a supervised process ended
+└── BackgroundFailed     a long-lived thread or task of this process died
 """
 
 from __future__ import annotations
@@ -143,3 +144,13 @@ class ProcessFailed(ArealLoraError):
     """A supervised process ended when it should not have."""
 
     exit_code = ExitCode.COMPONENT_FAILED
+
+
+class BackgroundFailed(ArealLoraError):
+    """A long-lived thread or task died, and its process with it. ``exit_code`` is that of what it died of."""
+
+    def __init__(self, who: str, error: BaseException) -> None:
+        self.exit_code = error.exit_code if isinstance(error, ArealLoraError) else ExitCode.FAILED
+        super().__init__(
+            f"{who} died, so this process ends with exit code {int(self.exit_code)}: {type(error).__name__}: {error}"
+        )

@@ -20,6 +20,7 @@ from areal_lora.checkpoint.store import Snapshot, Store
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError
 from areal_lora.obs.log import get_logger
+from areal_lora.obs.watched import watched_thread
 from areal_lora.types import AdapterRef
 
 WAIT_LINE_S = 10.0
@@ -63,8 +64,7 @@ class Saver:
         self._failures: dict[str, int] = {}
         self._pending: dict[str, Save] = {}
         self._jobs: queue.SimpleQueue[tuple[Save, Snapshot] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
-        self._thread.start()
+        self._thread = watched_thread("saver", self._work)
 
     def save(self, snapshot: Snapshot) -> Save:
         """Begin. At most one per adapter is under way: call ``join`` first. Collective."""

@@ -19,6 +19,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.rules_init import init_from
 from areal_lora.config.rules_layout import rollout_layout, trainer_layout
 from areal_lora.config.rules_rollout import deterministic
+from areal_lora.config.rules_run import time_outs
 from areal_lora.errors import ConfigError
 
 __all__ = ["Finding", "Severity", "check", "resolve_targets"]
@@ -291,5 +292,5 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     model_readable, model_trainable, adapter_names, targets_exist, no_dropout, ranks_fit, init_from, user_code,
     groups, lengths, trainer_layout, rollout_layout, cluster_is_reachable, interface_counts, devices_suffice,
-    ports_free, memory_suffices, deterministic,
+    ports_free, memory_suffices, deterministic, time_outs,
 )  # fmt: skip

@@ -36,7 +36,12 @@ class RunConfig(Section):
         3, description="How often the trainer and the controller each are started again after a failure."
     )
     stall_s: PositiveFloat = Field(
-        900.0, description="A process that gives no sign of life for so long is stuck: stacks are written, it restarts."
+        900.0, description="Trainer rank 0, the controller's event loop or a server's engine is stuck if it does not "
+        "get on for so long: stacks are written, it restarts."
+    )
+    heartbeat_timeout_s: PositiveFloat = Field(
+        45.0, description="A controller or server without a heartbeat for so long is stopped or dead: it restarts. "
+        "Heartbeats come once a second, however long a step takes."
     )
 
 
@@ -305,6 +310,25 @@ class WeightSyncConfig(Section):
     def ping_s(self) -> float:
         """A server that is silent for this long is taken for dead."""
         return min(2.0, 0.1 * self.deadline_s)
+
+    @property
+    def answer_s(self) -> float:
+        """How much later than a transfer's end its answer may come: a server's own diagnosis is better than none."""
+        return 0.1 * self.attempt_s
+
+    @property
+    def verdict_s(self) -> float:
+        """What rank 0 may need after ``deadline_s``, by which the last transfer has ended.
+
+        The last answers, then pings of those that failed, telling some to end, and the probe (or, instead of the
+        last two, looking for servers to send to).
+        """
+        return self.answer_s + 3 * self.ping_s
+
+    @property
+    def publish_s(self) -> float:
+        """No publish takes longer, from its gate on, unless too few servers are left (``rejoin_s``)."""
+        return self.deadline_s + self.verdict_s
 
 
 class CheckpointConfig(Section):

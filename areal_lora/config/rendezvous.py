@@ -8,6 +8,7 @@ secret is 32 random bytes in hex, in ``<run_folder>/secret`` with mode 0600 (con
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
 
 POLL_S = 0.05
 REMIND_S = 10.0
+READ_TRIES, RETRY_S = 3, 0.02
+"""A file that is replaced while it is read: ESTALE on NFS, where the name already leads to the new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +71,26 @@ def bracketed(host: str) -> str:
 
 
 def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | None:
-    """What ``<role>-<index>`` published, or None where it has not yet."""
-    try:
-        text = endpoint_path(run_folder, role, index).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
+    """What ``<role>-<index>`` published, or None where it has not yet.
+
+    A file that is replaced while it is read is read again. Raises OSError where that does not help.
+    """
+    path = endpoint_path(run_folder, role, index)
+    for tries_left in reversed(range(READ_TRIES)):
+        try:
+            return _endpoint(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not tries_left:
+                if isinstance(error, OSError):
+                    raise
+                raise OSError(errno.EIO, f"holds no endpoint: {error!r}", str(path)) from error
+            time.sleep(RETRY_S)
+    return None
+
+
+def _endpoint(text: str) -> Endpoint:
     data = json.loads(text)
     return Endpoint(host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]))
 
@@ -92,24 +110,30 @@ def wait_endpoint(
     """Wait until ``<role>-<index>`` has published.
 
     Prints a waiting line to stderr every 10 s. Raises ProcessFailed, naming what was
-    waited for, at ``timeout_s`` or as soon as ``still_alive`` returns False.
+    waited for, at ``timeout_s`` or as soon as ``still_alive`` returns False. A file that cannot
+    be read is waited for like one that is not there.
     """
     start = time.monotonic()
     remind_at = start + REMIND_S
     while True:
-        endpoint = read_endpoint(run_folder, role, index)
-        if endpoint is not None:
-            return endpoint
+        problem = ""
+        try:
+            endpoint = read_endpoint(run_folder, role, index)
+            if endpoint is not None:
+                return endpoint
+        except OSError as error:
+            problem = f" ({error.filename}: {error.strerror})"
         now = time.monotonic()
         if still_alive is not None and not still_alive():
             raise ProcessFailed(f"{role}-{index} ended before it published its ports; see logs/{role}-{index}.log")
         if now - start >= timeout_s:
             raise ProcessFailed(
-                f"{role}-{index} did not publish its ports within {timeout_s:.0f} s; see logs/{role}-{index}.log"
+                f"{role}-{index} did not publish its ports within {timeout_s:.0f} s{problem}; "
+                f"see logs/{role}-{index}.log"
             )
         if now >= remind_at:
             remind_at = now + REMIND_S
-            print(f"waiting for {role}-{index} since {now - start:.0f} s", file=sys.stderr, flush=True)
+            print(f"waiting for {role}-{index} since {now - start:.0f} s{problem}", file=sys.stderr, flush=True)
         time.sleep(POLL_S)
 
 

@@ -62,8 +62,9 @@ class _Watch:
     def __init__(self, config: Config, plan: JobPlan, supervisor: Supervisor, view: LiveConsole) -> None:
         self._folder, self._supervisor, self._view = plan.run_folder, supervisor, view
         trainer, servers = config.run.max_restarts, config.rollout.max_restarts
+        beats_s = config.run.heartbeat_timeout_s
         self._restarts = Restarts(plan.processes, {TRAINER: trainer, CONTROLLER: trainer, SERVER: servers})
-        self._pulse = Pulse(config.run.stall_s)
+        self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s})
         self._early: list[tuple[float, Ended]] = []
         self._next_tick = 0.0
 

@@ -63,11 +63,11 @@ def set_status(run_folder: Path | str, role: str, index: int, text: str) -> None
     A disk that fails is a warning: nobody ends for want of a status.
     """
     folder = Path(run_folder) / STATUS_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{role}-{index}.txt"
     # Threads of one process may report at the same time: the id keeps their temporary files apart.
     temporary = folder / f".{target.name}.{os.getpid()}.{threading.get_ident():x}.tmp"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         temporary.write_text(" ".join(text.split()) + "\n", encoding="utf-8")
         temporary.replace(target)
     except OSError as error:
@@ -77,8 +77,13 @@ def set_status(run_folder: Path | str, role: str, index: int, text: str) -> None
 
 
 def read_statuses(run_folder: Path | str) -> dict[str, str]:
-    """``{"trainer-0": "loading the base model", ...}`` in name order; empty before the first report."""
-    folder = Path(run_folder) / STATUS_FOLDER
-    if not folder.is_dir():
-        return {}
-    return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(folder.glob("[!.]*.txt"))}
+    """``{"trainer-0": "loading the base model", ...}`` in name order; empty before the first report.
+
+    What cannot be read now is left out: statuses are looked at again, and nobody ends for want of one.
+    """
+    folder, statuses = Path(run_folder) / STATUS_FOLDER, {}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.glob("[!.]*.txt")):
+            with contextlib.suppress(OSError):
+                statuses[path.stem] = path.read_text(encoding="utf-8").strip()
+    return statuses

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from areal_lora.config.addresses import own_place
@@ -24,8 +25,9 @@ from areal_lora.config.models import AdapterConfig, AgentWorkflow, Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs import stacks
-from areal_lora.obs.heartbeat import EVERY_S, beat
+from areal_lora.obs.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.obs.watched import watched_task
 from areal_lora.rollout.agents import Sessions
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.control import ControlSocket
@@ -114,7 +116,7 @@ async def serve_until_signal(config: Config, run_folder: Path, data: Sequence[Ad
 
 
 async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], stop: asyncio.Event) -> None:
-    """Serve until ``stop`` is set; nothing is left behind. Raises the first error of any task."""
+    """Serve until ``stop`` is set; nothing is left behind. Raises the first error of any rollout or request."""
     secret = read_secret(run_folder)
     router = Router()
     async with AsyncExitStack() as stack:
@@ -137,9 +139,9 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
         try:
             async with asyncio.TaskGroup() as tasks:
                 controller = Controller(runtimes, router, seed=config.run.seed, tasks=tasks, stop=stop)
-                tasks.create_task(socket.serve(controller.handle, tasks))
-                tasks.create_task(controller.watch_leases())
-                tasks.create_task(_beat(run_folder))
+                watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
+                watched_task("leases", controller.watch_leases, tasks)
+                watched_task("event-loop-ticks", partial(_tick, config, run_folder), tasks)
                 ports = {"control": socket.port} | ({"agents": gateway.port} if gateway else {})
                 publish_endpoint(run_folder, ROLE, 0, ports, host=host)
                 notes = [note for part in data if (note := part.held_out.note())]
@@ -153,10 +155,15 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
             raise _first(errors) from errors
 
 
-async def _beat(run_folder: Path) -> None:
-    while True:
-        beat(run_folder, ROLE, 0)
-        await asyncio.sleep(EVERY_S)
+async def _tick(config: Config, run_folder: Path) -> None:
+    """Keep the heart beating for as long as this event loop runs; workflows are user code and may hold it up."""
+    heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
+    try:
+        while True:
+            heart.progress(EVENT_LOOP)
+            await asyncio.sleep(EVERY_S)
+    finally:
+        heart.stop()  # the tasks are being ended; one that does not let itself be ended must not look alive
 
 
 def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from areal_lora.weight_sync.membership import RendezvousWatch
 from areal_lora.weight_sync.publisher import Publisher
 
 STARTUP_TIMEOUT_S = 900.0
-CONTROLLER_START_S = 120.0  # what a controller that was stuck for run.stall_s needs to be there again
+CONTROLLER_START_S = 120.0  # what a controller that was ended needs to be there again
 CONTROL_TIMEOUT_S = 7200.0  # rank 0 may wait this long for rollouts while the others wait for rank 0
 
 
@@ -87,11 +88,18 @@ def _controller(config: Config, run_folder: Path, tenants: Sequence[Tenant]) -> 
     def find() -> Endpoint | None:
         # Asked a few times a second while the controller is waited for.
         beat_on(run_folder, "trainer", 0)
-        return read_endpoint(run_folder, "controller", 0)
+        with suppress(OSError):  # asked again at once; the client's patience bounds how long
+            return read_endpoint(run_folder, "controller", 0)
+        return None
 
-    client = RolloutClient(find, read_secret(run_folder), patience_s=config.run.stall_s + CONTROLLER_START_S)
+    client = RolloutClient(find, read_secret(run_folder), patience_s=controller_patience_s(config))
     client.hello({t.name: t.version for t in tenants}, {t.name: t.ledger for t in tenants if t.ledger})
     return client
+
+
+def controller_patience_s(config: Config) -> float:
+    """How long a controller may be away: its event loop stuck, found out, ended, and started again."""
+    return config.run.stall_s + config.run.heartbeat_timeout_s + CONTROLLER_START_S
 
 
 def _commit(client: RolloutClient, ref: AdapterRef) -> None:

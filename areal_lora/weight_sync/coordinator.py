@@ -80,6 +80,7 @@ class Coordinator:
         self._newcomers: set[ServerEndpoint] = set()
         self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
         self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}
+        self._answered_by = 0.0  # when the last of these has come, or is not waited for any more; time.monotonic
         self._attempts = 0
         self._waiting_since: float | None = None
         self._full_since: float | None = None  # a member has no free adapter slot
@@ -125,18 +126,20 @@ class Coordinator:
 
     def announce(self, job: Publish, deadline: float) -> None:
         """Post the version to all members."""
-        left_s = max(deadline - time.monotonic(), 0.01)
-        self._posts = self._fleet.publish(self._membership.members, job.manifest, job.layout, left_s)
+        answer_s = self._config.answer_s
+        self._posts = self._fleet.publish(self._membership.members, job.manifest, job.layout, deadline, answer_s)
+        self._answered_by = deadline + answer_s
 
     def join(
-        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], timeout_s: float
+        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float
     ) -> None:
         """Ask every member into the sources' groups; ``joined`` waits for them."""
-        self._joins = self._fleet.join(members, sources, timeout_s)
+        self._joins = self._fleet.join(members, sources, deadline, self._config.answer_s)
+        self._answered_by = deadline + self._config.answer_s
 
     def joined(self) -> None:
         """Raises PublishError for a server that did not come."""
-        for answer in answers(self._joins).values():
+        for answer in answers(self._joins, self._answered_by).values():
             if isinstance(answer, ArealLoraError):
                 raise answer
 
@@ -150,7 +153,8 @@ class Coordinator:
     def _connect(self, job: Publish) -> Step:
         """Make an attempt with whoever answers, or wait a while for a server to come (back) if too few are left."""
         now = time.monotonic()
-        while time.monotonic() < now + WAIT_STEP_S:
+        until = min(now + WAIT_STEP_S, job.deadline)
+        while True:
             plan = self._able(job, self._candidates())
             if len(plan) >= self._config.min_servers:
                 self._sources, self._posts, self._joins, self._waiting_since = _sources(job.layout), {}, {}, None
@@ -160,8 +164,9 @@ class Coordinator:
                 log.warning("%s; waiting up to %g s", self._too_few(job, plan), self._config.rejoin_s)
             if self._watcher is None or time.monotonic() >= self._waiting_since + self._config.rejoin_s:
                 raise PublishError(self._too_few(job, plan))
+            if time.monotonic() >= until:
+                return Step(wait=True)
             time.sleep(WAIT_S)
-        return Step(wait=True)
 
     def _able(self, job: Publish, plan: tuple[ServerEndpoint, ...]) -> tuple[ServerEndpoint, ...]:
         """Those of ``plan`` that answer, as the new members. Raises AdapterError if an old one cannot serve this."""
@@ -173,7 +178,8 @@ class Coordinator:
         self._membership.admit(plan)
         self._fleet.keep(plan)
         self._weed_out(self._fleet.silent(plan, timeout_s))
-        self._weed_out(errors(answers(self._fleet.check(self._membership.members, job.layout, timeout_s))))
+        checks = self._fleet.check(self._membership.members, job.layout, timeout_s)
+        self._weed_out(errors(answers(checks, time.monotonic() + timeout_s)))
         return self._membership.members
 
     def _weed_out(self, failed: Mapping[ServerEndpoint, ArealLoraError]) -> None:
@@ -191,9 +197,7 @@ class Coordinator:
         judgement = judge(findings, retried=self._attempts > 1, late=self._waited_for_slots(full))
         if any(f.error for f in findings) or any(p.wire for p in parts):
             self._sources = None  # members may be out of step
-        for f in findings:
-            if f.leftover:
-                self._fleet.end(f.server, self._config.ping_s)
+        self._fleet.end([f.server for f in findings if f.leftover], self._config.ping_s)
         self._give_up(judgement.lost)
         acked_s = time.monotonic()
         probes: dict[ServerEndpoint, ProbeResult] = {}
@@ -202,7 +206,7 @@ class Coordinator:
         if not judgement.complete or len(self._membership.members) < self._config.min_servers:
             if full:
                 return self._wait_for_slots(job, findings, judgement)
-            if time.monotonic() >= job.deadline:
+            if job.deadline - time.monotonic() < self._config.ping_s:  # too little for another transfer
                 within = f"{job.ref} did not reach all servers within {self._config.deadline_s:g} s"
                 raise PublishError(f"{within}: {_errors(findings, parts)}")
             log.warning("%s is sent again: %s", job.ref, _errors(findings, parts))
@@ -238,7 +242,11 @@ class Coordinator:
         return self._membership.with_newcomers(self._watcher.newcomers() if self._watcher else ())
 
     def _answers_ping(self, server: ServerEndpoint) -> bool:
-        return self._fleet.ping(server, self._config.ping_s) is None
+        try:
+            self._fleet.ping(server, self._config.ping_s)
+        except ArealLoraError:
+            return False
+        return True
 
     def _give_up(self, lost: Mapping[ServerEndpoint, str]) -> None:
         if not lost:
@@ -251,10 +259,10 @@ class Coordinator:
         self._sources = None
 
     def _findings(self, job: Publish, parts: Sequence[Sent]) -> list[Finding]:
-        """How every member fared. Waits for all answers."""
+        """How every member fared. Waits for all answers, for as long as they may take."""
         self._digest = adapter_digest(job.layout, (part.sum for part in parts))
-        self._replies = answers(self._posts)
-        failed = errors(self._replies) if self._posts else errors(answers(self._joins))
+        self._replies = answers(self._posts, self._answered_by)
+        failed = errors(self._replies) if self._posts else errors(answers(self._joins, self._answered_by))
         foreign = {s for s, e in failed.items() if isinstance(e, ManifestError) and e.reason == Refusal.STALE_VERSION}
         for server in self._membership.members:
             reply = self._replies.get(server)
@@ -283,7 +291,7 @@ class Coordinator:
             return {}
         deadline = max(job.deadline, time.monotonic() + self._config.ping_s)
         posts = self._fleet.probe(judgement.keep, job.ref, job.probe, self._config.probe_tolerance, deadline)
-        results = answers(posts)
+        results = answers(posts, deadline)
         self._weed_out(errors(results))
         return {s: r for s, r in results.items() if isinstance(r, ProbeResult)}
 

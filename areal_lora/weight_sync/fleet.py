@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from areal_lora.errors import ArealLoraError
+import msgspec
+
+from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.manifest import Announcement, encode
+from areal_lora.weight_sync.manifest import Envelope
 from areal_lora.weight_sync.modules import check_served
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 from areal_lora.weight_sync.transport import (
@@ -22,8 +24,6 @@ from areal_lora.weight_sync.transport import (
     ServerEndpoint,
     SourceEndpoint,
 )
-
-LATER = 1.1  # a server's own diagnosis comes a little later than its workers' deadline
 
 log = get_logger(__name__)
 
@@ -43,8 +43,9 @@ class _Line:
         self.served_logprobs: dict[str, dict[AdapterRef, list[list[float]]]] = {}  # of each probe, newest versions
 
     def close(self) -> None:
-        self.thread.shutdown(wait=False, cancel_futures=True)
-        self.client.close()
+        """Without waiting for the request under way; those behind it find that their time has passed, or are quick."""
+        self.thread.submit(self.client.close)
+        self.thread.shutdown(wait=False)
 
 
 class Fleet:
@@ -65,26 +66,22 @@ class Fleet:
     def close(self) -> None:
         self.keep(())
 
-    def ping(self, server: ServerEndpoint, timeout_s: float) -> ArealLoraError | None:
-        """Why ``server``, a member or not, does not answer in time; None if it does."""
-        client = AdminClient(server, self._secret)
-        try:
-            client.ping(timeout_s)
-        except ArealLoraError as e:
-            return e
-        return None
+    def ping(self, server: ServerEndpoint, timeout_s: float) -> None:
+        """Raises PublishError if ``server``, a member or not, does not answer in time."""
+        AdminClient(server, self._secret).ping(timeout_s)
 
-    def end(self, server: ServerEndpoint, timeout_s: float) -> None:
-        """Tell a member to end, so that it is started again without what it holds."""
-        try:
-            self._lines[server].client.shutdown(timeout_s)
-        except ArealLoraError as e:
+    def end(self, servers: Iterable[ServerEndpoint], timeout_s: float) -> None:
+        """Tell members to end, so that they are started again without what they hold."""
+        posts = {s: self._lines[s].thread.submit(self._lines[s].client.shutdown, timeout_s) for s in servers}
+        for server, e in errors(answers(posts, time.monotonic() + timeout_s)).items():
             log.warning("rollout server %s could not be told to end: %s", server, e)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
         """Which of ``servers`` do not answer a ping, and why; asks all at once."""
-        with ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="ping") as pool:
-            return errors(dict(zip(servers, pool.map(lambda s: self.ping(s, timeout_s), servers), strict=True)))
+        pool, until = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="ping"), time.monotonic() + timeout_s
+        pings = {server: pool.submit(self.ping, server, timeout_s) for server in servers}
+        pool.shutdown(wait=False)  # a ping that connects late and answers late takes longer than ``timeout_s``
+        return errors(answers(pings, until))
 
     def checked(self, members: Sequence[ServerEndpoint], layout: AdapterLayout) -> bool:
         """Whether all members were found to be able to serve ``layout``."""
@@ -103,33 +100,34 @@ class Fleet:
         return {server: self._lines[server].thread.submit(check, self._lines[server]) for server in members}
 
     def join(
-        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], timeout_s: float
+        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float, answer_s: float
     ) -> dict[ServerEndpoint, Future[JoinReply]]:
-        """Tell every member which ranks its workers have in the sources' groups."""
+        """Tell every member which ranks its workers have in the sources' groups, to be joined by ``deadline``."""
         posts, first = {}, 1
         for server in members:
             line = self._lines[server]
             line.layouts.clear()
             ranks = list(range(first, first + server.workers))
-            request = JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=timeout_s)
-            posts[server] = line.thread.submit(line.client.join, request, timeout_s * LATER)
+            request = JoinRequest(run=self._run, endpoints=sources, ranks=ranks, timeout_s=0.0)
+            posts[server] = line.thread.submit(_join, line, request, deadline, answer_s)
             first += server.workers
         return posts
 
     def publish(
-        self, members: Sequence[ServerEndpoint], manifest: ShardManifest, layout: AdapterLayout, timeout_s: float
+        self, members: Sequence[ServerEndpoint], manifest: ShardManifest, layout: AdapterLayout, deadline: float,
+        answer_s: float,
     ) -> dict[ServerEndpoint, Future[PublishReply]]:
         """Announce a version to all members; the layout goes along where it was not sent since the join.
 
-        ``timeout_s`` is what the servers' workers get for the transfer.
+        The transfer has to end by ``deadline``, answers come up to ``answer_s`` later.
         """
-        short, long, posts = encode(Announcement(manifest=manifest, layout=None)), None, {}
+        short, long, posts = Envelope(manifest, None), None, {}
         for server in members:
-            line, body = self._lines[server], short
+            line, announcement = self._lines[server], short
             if manifest.layout not in line.layouts:
-                body = long = long or encode(Announcement(manifest=manifest, layout=layout))
+                announcement = long = long or Envelope(manifest, layout)
                 line.layouts.add(manifest.layout)
-            posts[server] = line.thread.submit(line.client.publish, body, timeout_s * LATER)
+            posts[server] = line.thread.submit(_publish, line, announcement, deadline, answer_s)
         return posts
 
     def probe(
@@ -158,12 +156,32 @@ def _left_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.01)
 
 
-def answers(posts: Mapping[ServerEndpoint, Future[T]]) -> Answers[T]:
-    """Every server's answer or error, after all have come; each is bounded by its request's time-out."""
+def _join(line: _Line, request: JoinRequest, deadline: float, answer_s: float) -> JoinReply:
+    left_s = _time_to_send(line, deadline)
+    return line.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
+
+
+def _publish(line: _Line, announcement: Envelope, deadline: float, answer_s: float) -> PublishReply:
+    left_s = _time_to_send(line, deadline)
+    return line.client.publish(announcement.seal(left_s), left_s + answer_s)
+
+
+def _time_to_send(line: _Line, deadline: float) -> float:
+    """Seconds left when a request's turn comes; waiting for it counts. Raises PublishError if there are none."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise PublishError(f"server {line.client.server} was not asked: the request before has taken all the time")
+    return left_s
+
+
+def answers(posts: Mapping[ServerEndpoint, Future[T]], until: float) -> Answers[T]:
+    """Every server's answer or error; PublishError for one that has not come by ``until`` (time.monotonic)."""
     got: Answers[T] = {}
     for server, post in posts.items():
         try:
-            got[server] = post.result()
+            got[server] = post.result(max(until - time.monotonic(), 0.0))
+        except TimeoutError:
+            got[server] = PublishError(f"server {server} did not answer in time; see the server's log")
         except ArealLoraError as e:
             got[server] = e
     return got

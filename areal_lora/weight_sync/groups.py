@@ -176,7 +176,7 @@ class GroupListener:
         device: torch.device = CPU,
     ) -> None:
         _check_bind(bind)
-        self._bind, self._timeout_s, self._secret, self._device = bind, timeout_s, secret, device
+        self._bind, self._deadline, self._secret, self._device = bind, time.monotonic() + timeout_s, secret, device
         self._server = StoreServer(bind, secret)
         self.endpoint = SourceEndpoint(
             source=source, host=bind, port=self._server.port, world=world, token=secrets.token_hex(16),
@@ -184,9 +184,11 @@ class GroupListener:
         )
 
     def accept(self) -> BroadcastGroup:
-        """Block until all receivers are members. Raises PublishError at the timeout. The group closes the listener."""
-        deadline = time.monotonic() + self._timeout_s
-        return _join(self.endpoint, 0, self._bind, deadline, self._secret, self._device, closing=self.close)
+        """Block until all receivers are members. The group closes the listener.
+
+        Raises PublishError ``timeout_s`` after this was made.
+        """
+        return _join(self.endpoint, 0, self._bind, self._deadline, self._secret, self._device, closing=self.close)
 
     def close(self) -> None:
         """Stop listening: members that wait to meet here fail at once."""

@@ -17,14 +17,39 @@ from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 from areal_lora.weight_sync.refusal import Refusal
 
-_MAGIC = b"ALM2"  # wire format version of an encoded announcement
+_MAGIC = b"ALM3"  # wire format version of an encoded announcement
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /admin/publish``. The layout comes along when the server may not know it yet."""
+    """Body of ``POST /admin/publish``. The layout comes along when the server may not know it yet.
+
+    ``timeout_s`` is how long the sender waits for the transfer, from the moment it sends this: a duration, because
+    clocks of two machines differ. What has not ended by then must be dropped.
+    """
 
     manifest: ShardManifest
     layout: AdapterLayout | None
+    timeout_s: float
+
+
+class Envelope:
+    """An announcement that several servers get, each with the time that is left when it is sent."""
+
+    def __init__(self, manifest: ShardManifest, layout: AdapterLayout | None) -> None:
+        self._manifest, self._layout = manifest, msgspec.Raw(msgspec.msgpack.encode(layout))
+
+    def seal(self, timeout_s: float) -> bytes:
+        return _MAGIC + msgspec.msgpack.encode(
+            _Sealed(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s)
+        )
+
+
+class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """An ``Announcement`` whose layout, a few megabytes, was encoded before."""
+
+    manifest: ShardManifest
+    layout: msgspec.Raw
+    timeout_s: float
 
 
 def encode(announcement: Announcement) -> bytes:
@@ -36,9 +61,12 @@ def decode(data: bytes) -> Announcement:
     if data[: len(_MAGIC)] != _MAGIC:
         raise ManifestError(Refusal.MALFORMED, "not a manifest of this wire format; run one version of areal_lora")
     try:
-        return msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement)
+        announcement = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=Announcement)
     except msgspec.MsgspecError as e:
         raise ManifestError(Refusal.MALFORMED, str(e)) from e
+    if not 0.0 < announcement.timeout_s < math.inf:
+        raise ManifestError(Refusal.MALFORMED, f"its sender waits for {announcement.timeout_s} s")
+    return announcement
 
 
 def check_successor(

@@ -18,12 +18,16 @@ from typing import Protocol
 
 from areal_lora.config.rendezvous import read_endpoint
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError
+from areal_lora.obs.log import get_logger
+from areal_lora.obs.watched import watched_thread
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.transport import ServerEndpoint
 
 WATCH_S = 1.0
 MISSES = 2  # one may be a busy moment
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # before a server that was given up is tried again
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +145,7 @@ class ServerWatch(Protocol):
     """Where servers can be seen."""
 
     def present(self) -> list[ServerEndpoint]:
-        """Servers that say they serve; some may be dead."""
+        """Servers that say they serve; some may be dead. Raises OSError if that cannot be seen now."""
         ...
 
 
@@ -171,7 +175,11 @@ class RendezvousWatch:
 
 
 class ServerWatcher:
-    """Looks about every ``period_s`` who could take part and whether all members answer, in a thread of its own."""
+    """Looks about every ``period_s`` who could take part and whether all members answer, in a thread of its own.
+
+    A folder that cannot be read is looked at again; members are pinged meanwhile. Anything else that goes wrong
+    ends the process: without this thread no server would come back and no dead one be noticed.
+    """
 
     def __init__(
         self, watch: ServerWatch, membership: Membership, ping: Callable[[ServerEndpoint], bool],
@@ -180,9 +188,9 @@ class ServerWatcher:
         self._watch, self._membership, self._ping, self._period_s = watch, membership, ping, period_s
         self._newcomers: tuple[ServerEndpoint, ...] = ()
         self._missed: dict[ServerEndpoint, int] = {}
+        self._readable = True
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
-        self._thread.start()
+        self._thread = watched_thread("server-watch", self._run)
 
     def newcomers(self) -> tuple[ServerEndpoint, ...]:
         """Servers that are not members and answered a ping a moment ago."""
@@ -198,7 +206,19 @@ class ServerWatcher:
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
-            wanted = [s for s in self._watch.present() if self._membership.wants(s)]
+            wanted = [s for s in self._present() if self._membership.wants(s)]
             self._newcomers = tuple(s for s in wanted if self._ping(s))
             missed = self._missed
             self._missed = {s: 0 if self._ping(s) else missed.get(s, 0) + 1 for s in self._membership.members}
+
+    def _present(self) -> Sequence[ServerEndpoint]:
+        """Who can be seen; those seen last where the file system is in the way."""
+        try:
+            present = self._watch.present()
+        except OSError as error:
+            if self._readable:
+                log.warning("rollout servers cannot be looked for, which is tried again: %s", error)
+            self._readable = False
+            return self._newcomers
+        self._readable = True
+        return present

@@ -88,10 +88,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     ``connect`` lists the servers that new groups are to be made with; None keeps the groups. With
     ``wait`` too few servers are left, or one has no free adapter slot: the publish's deadline begins anew, and
-    another step follows.
+    another step follows. ``left_s`` is when the publish is over at the latest, as rank 0 counts: all ranks wait for
+    each other by that.
     """
 
     wait: bool = False
     connect: list[ServerEndpoint] | None = None
     report: PublishReport | None = None
     failure: Failure | None = None
+    left_s: float = 0.0

@@ -28,6 +28,7 @@ import torch
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.obs.log import get_logger
+from areal_lora.obs.watched import watched_thread
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.exchange import Exchange
@@ -38,7 +39,8 @@ from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.transport import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.wire import Pack, PackedShard
 
-SLACK_S = 10.0  # how much later than a publish's deadline other trainer ranks are waited for
+SLACK_S = 10.0
+"""How much longer than rank 0 may need, by ``Step.left_s``, another rank is waited for: they run on busy machines."""
 
 log = get_logger(__name__)
 
@@ -118,8 +120,7 @@ class Publisher:
         self._group: BroadcastGroup | None = None
         self._previous: PublishHandle | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
-        self._thread.start()
+        self._thread = watched_thread("publisher", self._work)
 
     def publish(
         self, ref: AdapterRef, parent: AdapterRef | None, layout: AdapterLayout, pack: Pack, base_digest: str,
@@ -129,8 +130,8 @@ class Publisher:
 
         Servers prepare and the first buckets travel meanwhile, but no server hears of the version before
         ``gate``, called in the publisher thread of every rank, has returned; times and deadlines begin
-        then. ``weight_sync.deadline_s`` bounds the rest, retries included, except waiting while too few
-        servers are left (``rejoin_s``). Only rank 0's ``probe`` is used. Joins the publish before first,
+        then, on all ranks at once. ``weight_sync.publish_s`` bounds the rest, retries included, except waiting
+        while too few servers are left (``rejoin_s``). Only rank 0's ``probe`` is used. Joins the publish before first,
         if nobody did, and raises what that ended with. An error of ``pack`` that this library knows comes
         out of ``join`` on every rank, any other is raised here.
         """
@@ -212,12 +213,8 @@ class Publisher:
             job.ended.set()
 
     def _run(self, job: Job) -> PublishReport:
-        if job.gate is not None:
-            job.gate()
-            now = time.monotonic()
-            job.gate_ms = (now - job.began_s) * 1e3
-            job.began_s, job.deadline = now, now + self._config.deadline_s
-        step = self._told(job, self._coordinator.open(job) if self._coordinator is not None else None)
+        self._meet(job)
+        step = self._told(job, lambda c: c.open(job))
         while True:
             if step.failure is not None:
                 raise step.failure.error()
@@ -227,21 +224,44 @@ class Publisher:
                     self._coordinator.ended(job)
                 return step.report
             if step.wait:
-                job.deadline = time.monotonic() + self._config.deadline_s
-                step = self._told(job, self._coordinator.go_on(job) if self._coordinator is not None else None)
+                step = self._told(job, lambda c: c.go_on(job))
                 continue
             deadline = min(time.monotonic() + self._config.attempt_s, job.deadline)
             sent = self._attempt(job, step, deadline)
             raw = self._exchange.all_gather_bytes(msgspec.msgpack.encode(sent), self._patience_s(job))
             parts = [msgspec.msgpack.decode(r, type=Sent) for r in raw]
-            step = self._told(job, self._coordinator.next_step(job, parts) if self._coordinator is not None else None)
+            step = self._told(job, lambda c, parts=parts: c.next_step(job, parts))  # type: ignore[misc]
 
-    def _told(self, job: Job, mine: Step | None) -> Step:
-        """Rank 0's step, on every rank."""
-        raw = self._exchange.broadcast_bytes(
-            None if mine is None else msgspec.msgpack.encode(mine), self._patience_s(job)
-        )
-        return msgspec.msgpack.decode(raw, type=Step) if mine is None else mine
+    def _meet(self, job: Job) -> None:
+        """Begin when all ranks' gates are open; raise on all what was raised by one."""
+        failure: Failure | None = None
+        try:
+            if job.gate is not None:
+                job.gate()
+        except ArealLoraError as e:
+            failure = Failure.of(e)
+        for raw in self._exchange.all_gather_bytes(msgspec.msgpack.encode(failure)):
+            if (failed := msgspec.msgpack.decode(raw, type=Failure | None)) is not None:
+                raise failed.error()
+        now = time.monotonic()
+        job.deadline = now + self._config.deadline_s
+        if job.gate is not None:
+            job.gate_ms, job.began_s = (now - job.began_s) * 1e3, now
+
+    def _told(self, job: Job, decide: Callable[[Coordinator], Step]) -> Step:
+        """Rank 0's step and how much time is left, on every rank."""
+        if self._coordinator is not None:
+            mine = decide(self._coordinator)
+            if mine.wait:
+                job.deadline = time.monotonic() + self._config.deadline_s
+            left_s = job.deadline + self._config.verdict_s - time.monotonic()
+            mine = msgspec.structs.replace(mine, left_s=left_s)
+            self._exchange.broadcast_bytes(msgspec.msgpack.encode(mine), self._patience_s(job))
+            return mine
+        raw = self._exchange.broadcast_bytes(None, self._patience_s(job))
+        step = msgspec.msgpack.decode(raw, type=Step)
+        job.deadline = time.monotonic() + step.left_s - self._config.verdict_s
+        return step
 
     def _attempt(self, job: Job, step: Step, deadline: float) -> Sent:
         began = time.perf_counter()
@@ -258,10 +278,13 @@ class Publisher:
             self._leave()
             wire = Failure.of(e)
         send_ms = (time.perf_counter() - began) * 1e3
-        job.packed.wait()
+        own = job.own
+        if not job.packed.wait(max(job.deadline - time.monotonic(), 0.0)):
+            rank = self._exchange.rank
+            own = Failure(kind="failed", message=f"{job.ref} was not packed in time at trainer rank {rank}")
         return Sent(
-            ref=job.ref, layout=job.layout.digest, sum=job.shard.sum, pack_ms=job.pack_ms, send_ms=send_ms, own=job.own,
-            wire=wire,
+            ref=job.ref, layout=job.layout.digest, sum=job.shard.sum, pack_ms=job.pack_ms, send_ms=send_ms,
+            own=own or job.own, wire=wire,
         )
 
     def _connect(self, job: Job, members: Sequence[ServerEndpoint], deadline: float) -> None:
@@ -284,7 +307,7 @@ class Publisher:
             )
             endpoints = [e for raw in gathered if (e := msgspec.msgpack.decode(raw, type=SourceEndpoint | None))]
             if self._coordinator is not None:
-                self._coordinator.join(members, endpoints, left_s)
+                self._coordinator.join(members, endpoints, deadline)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -309,4 +332,5 @@ class Publisher:
             self._group = None
 
     def _patience_s(self, job: Job) -> float:
-        return max(job.deadline - time.monotonic(), 0.0) + SLACK_S
+        """How long other ranks are waited for: until rank 0 has come to an end at the latest, and a little longer."""
+        return max(job.deadline + self._config.verdict_s - time.monotonic(), 0.0) + SLACK_S

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.obs.log import get_logger
+from areal_lora.obs.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.groups import CPU, BroadcastGroup, join_group
@@ -37,8 +37,6 @@ from areal_lora.weight_sync.wire import LayoutTables
 KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
 
 _Groups = Mapping[int, BroadcastGroup]  # by source rank
-
-log = get_logger(__name__)
 
 
 class SlotWriter(Protocol):
@@ -169,8 +167,7 @@ class AdapterReceiver:
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are
             begun = e
         if self._thread is None:
-            self._thread = threading.Thread(target=self._stage_all, name="stage", daemon=True)
-            self._thread.start()
+            self._thread = watched_thread("stage", self._stage_all)
         self._idle.clear()
         self._work.put(partial(self._stage, manifest, slot, groups, begun, clock))
 
@@ -197,10 +194,7 @@ class AdapterReceiver:
 
     def _stage_all(self) -> None:
         while (stage := self._work.get()) is not None:
-            try:
-                stage()
-            except Exception:  # fault boundary: the next version must find a thread that stages it
-                log.exception("reporting a staged version")
+            stage()
             del stage  # or it would hold on to groups that are left meanwhile, with their memory and connections
 
     def _stage(
@@ -223,6 +217,7 @@ class AdapterReceiver:
             digest = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
             with clock.phase("write"):
                 self._writer.flush(place)
+            reception.check_time(manifest.ref)
             self._accept(manifest, known.layout.spec)
             result = clock.result(manifest.ref, slot, digest=digest)
         except ManifestError as e:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from areal_lora.errors import ManifestError
+from areal_lora.errors import ManifestError, PublishError
 from areal_lora.obs.faults import reached
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import Marks
@@ -133,7 +133,7 @@ class Reception:
         self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, clock: Clock,
         pace: Pace,
     ) -> None:
-        self._layout, self._clock, self._pace = tables.layout, clock, pace
+        self._layout, self._clock, self._pace, self._deadline = tables.layout, clock, pace, deadline
         self._sources = [
             _Source(i, tables, groups[s.source], deadline)
             for i, s in enumerate(tables.layout.shards)
@@ -145,9 +145,10 @@ class Reception:
         """Every bucket once, sources in turn, then the verdict: the digest of the adapter.
 
         Raises ManifestError (``hash``, ``non_finite``) after all bytes were taken off the wire,
-        PublishError if the transfer breaks.
+        PublishError if the transfer breaks or its deadline passes.
         """
         for source, bucket, base in self._stream:
+            self.check_time(ref)
             try:
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
@@ -160,6 +161,11 @@ class Reception:
                 raise
         with self._clock.phase("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
+
+    def check_time(self, ref: AdapterRef) -> None:
+        """Raises PublishError after the deadline: who sends has given the version up."""
+        if time.monotonic() >= self._deadline:
+            raise PublishError(f"{ref} was not staged in time and is dropped; its sender has given it up")
 
     def drain(self) -> None:
         """Take everything off the wire and forget it, so that the groups stay in step."""

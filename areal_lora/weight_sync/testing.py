@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ import torch
 
 from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.obs.faults import reached
+from areal_lora.obs.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import transport as tp
 from areal_lora.weight_sync.backends import Backend, Seat, gloo, register_backend
@@ -74,6 +76,31 @@ def pack_of(layout: AdapterLayout, source: int, tensors: Mapping[str, torch.Tens
             yield i + 1
 
     return pack
+
+
+class ThreadExchange:
+    """An ``Exchange`` between ranks that are threads of one process."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, said: list[bytes]) -> None:
+        self.rank, self._meeting, self._said = rank, meeting, said
+
+    @classmethod
+    def world(cls, size: int) -> list[ThreadExchange]:
+        meeting, said = threading.Barrier(size), [b""] * size
+        return [cls(rank, meeting, said) for rank in range(size)]
+
+    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        self._said[self.rank] = data
+        try:
+            self._meeting.wait(timeout_s)
+            said = list(self._said)
+            self._meeting.wait(timeout_s)
+        except threading.BrokenBarrierError:
+            raise PublishError(f"trainer rank {self.rank}: a trainer rank is gone or late; see its log") from None
+        return said
+
+    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
+        return self.all_gather_bytes(data or b"", timeout_s)[0]
 
 
 class MemoryWriter:
@@ -153,7 +180,7 @@ class MemoryServer:
 
     def __init__(
         self, *, run: str, secret: str, base_digest: str, shapes: Callable[[AdapterSpec], Shapes], workers: int = 1,
-        n_slots: int = 4, deadline_s: float = 10.0, score: Score | None = None,
+        n_slots: int = 4, score: Score | None = None,
         declared: Mapping[str, AdapterSpec] | None = None, name: str = "server-0", keep: int | None = None,
         modules: Mapping[str, tuple[int, int]] | None = None, on_shutdown: Callable[[], object] | None = None,
     ) -> None:
@@ -169,7 +196,7 @@ class MemoryServer:
             for w, writer in enumerate(self.writers)
         ]
         self._run, self._secret, self._base_digest = run, secret, base_digest
-        self._n_slots, self._deadline_s, self._score, self._last_id = n_slots, deadline_s, score, 0
+        self._n_slots, self._score, self._last_id = n_slots, score, 0
         self._keep = n_slots - 1 if keep is None else keep
         self._modules = _modules(shapes) if modules is None else dict(modules)
         self._on_shutdown = on_shutdown
@@ -182,10 +209,9 @@ class MemoryServer:
         self.endpoint = tp.ServerEndpoint(
             name=name, host="127.0.0.1", admin_port=self._http.server_port, data_port=0, workers=workers
         )
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
 
     def __enter__(self) -> MemoryServer:
-        self._thread.start()
+        watched_thread("memory-server", partial(self._http.serve_forever, 0.05))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -239,8 +265,9 @@ class MemoryServer:
                 with self._turn(request.timeout_s) as left_s:
                     return 200, tp.encode_message(self._join(msgspec.structs.replace(request, timeout_s=left_s)))
             if (method, path) == ("POST", tp.PUBLISH_PATH):
-                with self._turn(self._deadline_s) as left_s:
-                    return 200, tp.encode_message(self._publish(decode(body), left_s))
+                announcement = decode(body)
+                with self._turn(announcement.timeout_s) as left_s:
+                    return 200, tp.encode_message(self._publish(announcement, left_s))
             if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
                 self._on_shutdown()
                 return 200, tp.encode_message(tp.PingReply())
@@ -271,26 +298,17 @@ class MemoryServer:
         )
 
     def _join(self, request: tp.JoinRequest) -> tp.JoinReply:
-        failures: list[PublishError] = []
-
-        def join(receiver: AdapterReceiver, rank: int) -> None:
-            try:
-                receiver.join(request.endpoints, rank, request.timeout_s)
-            except PublishError as e:
-                failures.append(e)
-
-        members = zip(self._receivers, request.ranks, strict=True)
-        threads = [threading.Thread(target=join, args=member) for member in members]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(len(self._receivers), thread_name_prefix="join") as pool:
+            joins = [
+                pool.submit(receiver.join, request.endpoints, rank, request.timeout_s)
+                for receiver, rank in zip(self._receivers, request.ranks, strict=True)
+            ]
+        for join in joins:
+            join.result()
         return tp.JoinReply(workers=len(self._receivers))
 
     def _publish(self, announcement: Announcement, timeout_s: float) -> tp.PublishReply:
-        manifest = announcement.manifest
+        manifest, deadline = announcement.manifest, time.monotonic() + timeout_s
         slot = self._reserve(manifest.ref, timeout_s / 2)
         try:
             results = self._stage(announcement, slot, timeout_s)
@@ -301,14 +319,18 @@ class MemoryServer:
         failed = next((r for r in results if not r.ok), None)
         if failed is not None and failed.reason == Refusal.DUPLICATE and manifest.ref in self._replies:
             return self._replies[manifest.ref]
-        if failed is not None:
+        late = time.monotonic() >= deadline
+        if failed is not None or late:
             for receiver in self._receivers:
                 receiver.discard(manifest.ref)
             if slot is not None:
                 self.slots.abort(manifest.ref)
+        if failed is not None:
             if failed.reason == Refusal.SLOT:
                 raise self.slots.full(manifest.ref)
             raise ManifestError(failed.reason, failed.detail)
+        if late:
+            raise PublishError(f"{manifest.ref} was staged too late: its trainer has given it up")
         self._last_id += 1
         with self._slots_lock:
             self.slots.activate(manifest.ref, self._last_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -69,3 +70,46 @@ def test_curve_keys_are_pairs_that_depend_on_secret_and_role() -> None:
     assert rendezvous.zmq_curve_keys("aa", "controller") == (public, private)
     assert rendezvous.zmq_curve_keys("aa", "trainer")[1] != private
     assert rendezvous.zmq_curve_keys("ab", "controller")[1] != private
+
+
+class Trouble:
+    """``Path.read_text`` that raises ``errors`` (or returns texts) one after the other, then reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: OSError | str) -> None:
+        self.outcomes, self._read = list(outcomes), Path.read_text
+        monkeypatch.setattr(Path, "read_text", lambda path, encoding=None: self.read(path, encoding))
+
+    def read(self, path: Path, encoding: str | None) -> str:
+        if not self.outcomes:
+            return self._read(path, encoding)
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
+
+STALE = OSError(errno.ESTALE, "Stale file handle", "server-0.json")
+
+
+@pytest.mark.parametrize("outcome", [STALE, OSError(errno.EIO, "Input/output error"), "", '{"host": "1.2.3'])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: OSError | str
+) -> None:
+    rendezvous.publish_endpoint(tmp_path, "server", 0, {"admin": 5})
+    Trouble(monkeypatch, outcome)
+    endpoint = rendezvous.read_endpoint(tmp_path, "server", 0)
+    assert endpoint is not None
+    assert endpoint.ports == {"admin": 5}
+
+
+@pytest.mark.parametrize("outcome", [STALE, "{}", "[1]"])
+def test_a_file_that_stays_unreadable_is_an_os_error_and_named_by_who_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: OSError | str
+) -> None:
+    monkeypatch.setattr(rendezvous, "RETRY_S", 0.001)
+    trouble = Trouble(monkeypatch, *[outcome] * 3)
+    with pytest.raises(OSError, match=r"server-0\.json"):
+        rendezvous.read_endpoint(tmp_path, "server", 0)
+    trouble.outcomes = [outcome] * 10_000
+    with pytest.raises(ProcessFailed, match=r"within 0 s \(.*server-0.json: (Stale|holds no endpoint)"):
+        rendezvous.wait_endpoint(tmp_path, "server", 0, timeout_s=0.1)

@@ -335,7 +335,7 @@ def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
     loads = f"import pathlib, time; m = pathlib.Path({str(mark)!r}); time.sleep(4 * m.exists()); m.touch()\n"
     run = begin(
         rank(tmp_path, "server", 0), (role, index, loads + code), rank(tmp_path, "trainer", 0, steps=80),
-        overrides=["run.stall_s=2"],
+        overrides=["run.stall_s=2", "run.heartbeat_timeout_s=2"],
     )  # fmt: skip
     code, output = run.end(timeout_s=40)
     assert code == 0, output

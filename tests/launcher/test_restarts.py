@@ -140,7 +140,7 @@ def test_the_one_to_blame_is_not_a_peer_that_lost_its_connection() -> None:
 
 
 def test_pulse_measures_silence_from_the_first_beat_and_by_its_own_looks() -> None:
-    pulse = Pulse(stall_s=5.0)
+    pulse = Pulse({"trainer": 5.0, "server": 5.0})
     pulse.look({}, 0.0)
     assert pulse.silent(100.0) == {}, "one that has never beaten is still starting"
     pulse.look({"trainer-0": 900, "server-0": 7}, 100.0)
@@ -153,9 +153,34 @@ def test_pulse_measures_silence_from_the_first_beat_and_by_its_own_looks() -> No
     assert pulse.worked_s("server-0") is None
 
 
+def test_each_role_has_its_own_limit() -> None:
+    pulse = Pulse({"trainer": 900.0, "controller": 45.0, "server": 45.0})
+    names = ("trainer-0", "controller-0", "server-11")
+    for now in range(60):
+        pulse.look(dict.fromkeys(names, 1), float(now))
+    assert pulse.silent(45.0) == {}
+    assert pulse.silent(46.0).keys() == {"controller-0", "server-11"}
+
+
+@pytest.mark.parametrize("stopped_s", [60.0, 8 * 3600.0])
+def test_time_in_which_the_launcher_did_not_look_is_nobodys_silence(stopped_s: float) -> None:
+    """A machine that was suspended, a virtual one that was moved, a launcher that was stopped: all clocks jump."""
+    pulse = Pulse({"trainer": 900.0, "server": 45.0})
+    alive = {"trainer-0": 1, "server-0": 1, "server-1": 1}
+    now = 0.0
+    for now in (0.0, 1.0, 2.0):
+        pulse.look(alive, now)
+    now += stopped_s
+    pulse.look(alive, now)
+    assert pulse.silent(now) == {}, "nobody has had the time to beat"
+    for second in range(1, 46):
+        pulse.look(alive | {"server-0": 1 + second}, now + second)
+    assert pulse.silent(now + 45.0).keys() == {"server-1"}, "but one that stays silent is found as late as ever"
+
+
 def test_a_life_that_hangs_does_not_count_as_healthy() -> None:
     """Otherwise a trainer that hangs in its first step would be started again for ever."""
-    pulse, made = Pulse(stall_s=2 * HEALTHY_S), restarts(trainer_times=1)
+    pulse, made = Pulse({"trainer": 2 * HEALTHY_S}), restarts(trainer_times=1)
     for life in (0.0, 1e5):
         pulse.look({"trainer-0": int(life)}, life)
         now = life + 2 * HEALTHY_S + 1

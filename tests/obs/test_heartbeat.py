@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -32,6 +33,89 @@ def test_beats_change_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.
     heartbeat.forget_beats(tmp_path, "trainer", 0)
     heartbeat.forget_beats(tmp_path, "trainer", 1)
     assert heartbeat.last_beats(tmp_path) == {}
+
+
+def test_a_disk_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(*args: object, **options: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    heartbeat.beat(tmp_path, "trainer", 8)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "touch", stale)
+        heartbeat.beat(tmp_path, "trainer", 9)
+    assert heartbeat.last_beats(tmp_path).keys() == {"trainer-8"}
+    for method in ("stat", "glob"):
+        with monkeypatch.context() as broken:
+            broken.setattr(Path, method, stale)
+            assert heartbeat.last_beats(tmp_path) == {}
+
+
+def heart_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> tuple[heartbeat.Heart, list[float]]:
+    """A heart whose clock is set by hand and which is not looked at by its own thread."""
+    clock = [0.0]
+    monkeypatch.setattr(heartbeat, "EVERY_S", 3600.0)
+    return heartbeat.Heart(folder, "server", 3, limits, clock=lambda: clock[0]), clock
+
+
+def test_each_part_has_its_own_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heart, clock = heart_of(tmp_path, monkeypatch, engine=900.0, workers=5.0)
+    clock[0] = 5.0
+    assert heart.late() == {}
+    clock[0] = 5.1
+    assert heart.late() == {"workers": 5.1}
+    heart.progress("workers")
+    assert heart.late() == {}
+    clock[0] = 900.5
+    heart.progress("workers")
+    assert heart.late() == {"engine": 900.5}
+    heart.progress("engine")
+    assert heart.late() == {}
+    heart.stop()
+
+
+LOOP = """
+import asyncio, sys, time
+from areal_lora.obs import heartbeat
+from areal_lora.obs.heartbeat import EVENT_LOOP, Heart
+from areal_lora.obs.log import setup_logging
+setup_logging("controller", 0)
+heartbeat.EVERY_S, heartbeat.SLOW_S = 0.1, 0.4
+def users_workflow():
+    time.sleep(float(sys.argv[2]))
+async def main():
+    heart = Heart(sys.argv[1], "controller", 0, {EVENT_LOOP: 1.5})
+    for _ in range(5):
+        heart.progress(EVENT_LOOP)
+        await asyncio.sleep(0.1)
+    print("blocking", flush=True)
+    users_workflow()
+asyncio.run(main())
+"""
+
+
+def test_user_code_that_blocks_the_event_loop_does_not_stop_the_heart_until_its_own_limit(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, str(tmp_path), "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        blocked_at, last, beats = time.monotonic(), 0, []
+        while time.monotonic() < blocked_at + 3.0:
+            beat = heartbeat.last_beats(tmp_path)["controller-0"]
+            if beat != last:
+                last = beat
+                beats.append(time.monotonic() - blocked_at)
+            time.sleep(0.02)
+        assert [at for at in beats if 0.3 < at < 1.2], f"it looks alive meanwhile: {beats}"
+        assert not [at for at in beats if at > 2.2], f"but not for ever: {beats}"
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert "event loop: no progress for" in errors
+    assert "users_workflow" in errors, "it says who blocks"
 
 
 STUCK = """

@@ -1,5 +1,6 @@
 """Logging: one line per record whatever a message holds; statuses are replaced whole."""
 
+import errno
 import logging
 import resource
 import threading
@@ -84,3 +85,19 @@ def test_a_reader_never_sees_half_a_status(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert read_statuses(tmp_path).keys() == {"server-0"}
+
+
+def test_a_status_that_is_replaced_while_it_is_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_status(tmp_path, "trainer", 0, "step 3")
+    set_status(tmp_path, "server", 0, "serving")
+    read = Path.read_text
+
+    def stale(path: Path, encoding: str | None = None) -> str:
+        if path.stem == "server-0":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return read(path, encoding)
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    assert read_statuses(tmp_path) == {"trainer-0": "step 3"}

@@ -56,7 +56,7 @@ def layout_of(owned, aliases=(), *, s=None, dtype="float32", source=0) -> Adapte
 
 def announce(layout, *, version=0, parent=None, run=RUN, base=BASE, known=False) -> Announcement:
     manifest = ShardManifest(run=run, ref=ref(version), parent=parent, base_digest=base, layout=layout.digest)
-    return Announcement(manifest=manifest, layout=None if known else layout)
+    return Announcement(manifest=manifest, layout=None if known else layout, timeout_s=10.0)
 
 
 def packed(owned, aliases=(), *, version=0, parent=None, s=None, dtype="float32", run=RUN, base=BASE, source=0):

@@ -55,10 +55,10 @@ def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
     return full
 
 
-def serve(pipe: Connection, name: str, workers: int, deadline_s: float) -> None:
+def serve(pipe: Connection, name: str, workers: int) -> None:
     torch.set_num_threads(1)
     server = MemoryServer(
-        run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, workers=workers, deadline_s=deadline_s,
+        run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, workers=workers,
         declared={"a": spec()}, name=name,
         score=lambda model, ids: scores(server.tensors(AdapterRef.parse(model)) if model else None, ids),
     )

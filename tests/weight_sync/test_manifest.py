@@ -10,7 +10,7 @@ import pytest
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.manifest import check_layout, check_successor, decode, encode
+from areal_lora.weight_sync.manifest import Envelope, check_layout, check_successor, decode, encode
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.testing import moe_shapes
 
@@ -56,6 +56,11 @@ def test_encoding_round_trips_and_is_strict(layout):
     for announcement in (announce(layout), announce(layout, known=True)):
         data = encode(announcement)
         assert decode(data) == announcement
+        sealed = Envelope(announcement.manifest, announcement.layout)
+        for timeout_s in (10.0, 0.25):  # what is left when each server is told
+            want = msgspec.structs.replace(announcement, timeout_s=timeout_s)
+            assert sealed.seal(timeout_s) == encode(want)
+            assert decode(sealed.seal(timeout_s)) == want
     data = encode(announce(layout))
     assert isinstance(decode(data).layout.spec.expert_layout, ExpertLayout)
     assert decode(data).layout.digest == layout.digest
@@ -63,7 +68,8 @@ def test_encoding_round_trips_and_is_strict(layout):
     raw["manifest"]["ref"]["version"] = "7"
     torn = msgspec.msgpack.decode(data[4:])
     torn["layout"]["aliases"] = 3
-    wrong = [data[:4] + msgspec.msgpack.encode(x) for x in (raw, torn)]
+    times = [msgspec.msgpack.decode(data[4:]) | {"timeout_s": t} for t in (0.0, -1.0, math.inf, math.nan, None)]
+    wrong = [data[:4] + msgspec.msgpack.encode(x) for x in (raw, torn, *times)]
     for bad in (*wrong, data[:-1], b"XXXX" + data[4:], b""):
         with pytest.raises(ManifestError) as e:
             decode(bad)

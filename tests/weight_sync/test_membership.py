@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
 import threading
 import time
 
@@ -183,6 +186,49 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
         wait_until(watcher.all_answer)
     finally:
         watcher.close()
+
+
+class Flaky:
+    """A folder that raises ``errors`` one after the other, and shows ``servers`` after that."""
+
+    def __init__(self, servers, *errors):
+        self.servers, self.errors = servers, list(errors)
+
+    def present(self):
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.servers
+
+
+def test_a_file_that_was_replaced_while_it_was_read_does_not_end_the_watch():
+    """On NFS that is ESTALE; a file system in trouble says EIO."""
+    silent = set()
+    watch = Flaky([A, C], OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error"))
+    watcher = ServerWatcher(watch, Membership([A]), lambda s: s not in silent, period_s=0.01)
+    try:
+        wait_until(lambda: watcher.newcomers() == (C,))
+        watch.errors = [OSError(errno.ESTALE, "Stale file handle")] * 1000
+        silent.add(A)
+        wait_until(lambda: not watcher.all_answer())  # members are asked for a sign of life meanwhile
+    finally:
+        watcher.close()
+
+
+def test_a_defect_in_the_watch_ends_the_process_with_its_reason():
+    code = """
+import threading
+from areal_lora.obs.log import setup_logging
+from areal_lora.weight_sync.membership import Membership, ServerWatcher
+setup_logging("trainer", 0)
+class Watch:
+    def present(self): raise KeyError("admin")
+ServerWatcher(Watch(), Membership([]), lambda s: True, period_s=0.01)
+threading.Event().wait(10)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    assert "thread server-watch died, so this process ends with exit code 1: KeyError: 'admin'" in done.stderr
+    assert "in present" in done.stderr
 
 
 def wait_until(condition):

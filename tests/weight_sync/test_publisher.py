@@ -45,7 +45,7 @@ class Cluster:
         self.version, self.backend = -1, ""
 
     def start(self, name):
-        return ps.start(ps.serve, name, WORKERS[name], CONFIG.attempt_s)
+        return ps.start(ps.serve, name, WORKERS[name])
 
     def restart(self, name):
         self.servers[name].process.kill()

@@ -60,11 +60,10 @@ class ServedAdapters:
 
     def __init__(
         self, workers: Workers, channel: WorkerChannel, *, n_workers: int, n_slots: int, resident: int,
-        deadline_s: float, generating: Callable[[], bool],
+        generating: Callable[[], bool],
     ) -> None:
         self._workers, self._channel = workers, channel
-        self._n_workers, self._deadline_s = n_workers, deadline_s
-        self._generating = generating
+        self._n_workers, self._generating = n_workers, generating
         self._slots, self._keep = SlotTable(n_slots), resident - 1  # the incoming version needs the last one
         self._loras: dict[AdapterRef, LoRARequest] = {}
         self._replies: dict[AdapterRef, PublishReply] = {}
@@ -117,11 +116,14 @@ class ServedAdapters:
         """Raises PublishError if a worker's background thread does not answer."""
         await self._channel.ask(Ping(), Done, PING_S)
 
-    async def join(self, request: JoinRequest) -> None:
-        """Make all workers members of the trainer's groups. Raises PublishError."""
+    async def join(self, request: JoinRequest, came: float | None = None) -> None:
+        """Make all workers members of the trainer's groups. Raises PublishError.
+
+        Its time counts from ``came`` (time.monotonic), when the request reached this server; now if that is None.
+        """
         if len(request.ranks) != self._n_workers:
             raise PublishError(f"{len(request.ranks)} ranks for {self._n_workers} workers")
-        deadline = time.monotonic() + request.timeout_s
+        deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
             answers = await self._channel.ask(Join(request=left), Done, left.timeout_s + GRACE_S)
@@ -129,13 +131,14 @@ class ServedAdapters:
         if errors:
             raise PublishError("; ".join(errors))
 
-    async def publish(self, body: bytes) -> PublishReply:
+    async def publish(self, body: bytes, came: float | None = None) -> PublishReply:
         """The whole transaction. Raises ManifestError (refused, nothing changed) or PublishError.
 
         The newest version again is acknowledged again: the trainer may not have heard the first time.
+        The announcement's time counts from ``came``, like that of ``join``; what is not staged by then is dropped.
         """
-        ref = decode(body).manifest.ref
-        deadline = time.monotonic() + self._deadline_s
+        announced = decode(body)
+        ref, deadline = announced.manifest.ref, _deadline(announced.timeout_s, came)
         async with self._turn(str(ref), deadline):
             began = time.perf_counter()
             if ref == self._slots.newest(ref.name):
@@ -146,6 +149,8 @@ class ServedAdapters:
                 staged = await self._stage(body, ref, -1 if slot is None else slot, deadline)
                 if slot is None:
                     raise PublishError(f"{ref} was staged without a slot")
+                if time.monotonic() >= deadline:
+                    raise PublishError(f"{ref} was staged too late: its trainer has given it up")
                 reply = await self._commit(ref, slot, staged, began)
             finally:
                 # A worker that is late has passed its own deadline by now and writes no more.
@@ -163,12 +168,15 @@ class ServedAdapters:
 
         What was given up must not be done late. The next one would wait for it, until it is given up, too.
         """
+        late = PublishError(f"{what} came while this server was busy, and is late by now; ask again")
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._lock.acquire()
         except TimeoutError:
-            raise PublishError(f"{what} came while this server was busy, and is late by now; ask again") from None
+            raise late from None
         try:
+            if time.monotonic() >= deadline:  # a free lock is taken without a look at the time
+                raise late
             yield
         finally:
             self._lock.release()
@@ -212,7 +220,7 @@ class ServedAdapters:
         left = deadline - time.monotonic()
         active = tuple(map(str, self._slots.active()))
         begin = Begin(
-            announcement=body, ref=str(ref), slot=slot, deadline_s=left, active=active, generating=self._generating()
+            announcement=body, ref=str(ref), slot=slot, deadline=deadline, active=active, generating=self._generating()
         )
         return [a.result for a in await self._channel.ask(begin, Staged, left + GRACE_S)]
 
@@ -271,3 +279,8 @@ class ServedAdapters:
             return await self._workers.collective_rpc(method, args=args)
         except Exception as e:  # fault boundary: vLLM raises what a worker raised, or that the engine has died
             raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
+
+
+def _deadline(timeout_s: float, came: float | None) -> float:
+    """When whoever sent a request waits no longer, as this machine counts (time.monotonic)."""
+    return (time.monotonic() if came is None else came) + timeout_s

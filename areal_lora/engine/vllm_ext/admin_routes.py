@@ -13,6 +13,7 @@ POST     ``/admin/drain``      none                200 when no request is runnin
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -117,11 +118,13 @@ class AdminPlane:
         return _answer(PingReply())
 
     async def join(self, request: Request) -> Response:
-        await self._adapters.join(decode_message(await request.body(), JoinRequest))
+        came = time.monotonic()
+        await self._adapters.join(decode_message(await request.body(), JoinRequest), came)
         return _answer(JoinReply(workers=self._info.workers))
 
     async def publish(self, request: Request) -> Response:
-        return _answer(await self._adapters.publish(await request.body()))
+        came = time.monotonic()
+        return _answer(await self._adapters.publish(await request.body(), came))
 
     async def score(self, request: Request) -> Response:
         """Not cached, not sampled: the log-probabilities of given tokens, for the probe (contract C6)."""

@@ -122,7 +122,7 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     counters = Counters(max_num_seqs(config))
     adapters = ServedAdapters(
         engine, channel, n_workers=len(described), n_slots=n_slots(config), resident=config.rollout.resident_versions,
-        deadline_s=config.weight_sync.attempt_s, generating=lambda: counters.in_flight > 0,
+        generating=lambda: counters.in_flight > 0,
     )
     model = engine.model_config
     generator = Generator(

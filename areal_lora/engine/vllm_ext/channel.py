@@ -26,6 +26,7 @@ import zmq.asyncio
 from areal_lora.config.rendezvous import zmq_curve_keys
 from areal_lora.errors import PublishError
 from areal_lora.obs.log import get_logger
+from areal_lora.obs.watched import watched_task, watched_thread
 from areal_lora.weight_sync.transport import JoinRequest, StageResult
 
 log = get_logger(__name__)
@@ -41,13 +42,13 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """``announcement`` as ``manifest.encode`` made it. ``slot`` is negative where none is free. ``active`` are the
     versions that can be requested: what a worker has staged and is not among them was given up. ``generating``:
-    sequences run.
+    sequences run. ``deadline`` is ``time.monotonic()`` of this machine, so that waiting for a worker counts.
     """
 
     announcement: bytes
     ref: str
     slot: int
-    deadline_s: float
+    deadline: float
     active: tuple[str, ...]
     generating: bool
 
@@ -111,7 +112,7 @@ class WorkerChannel:
         except TimeoutError:
             missing = sorted(set(range(n_workers)) - self._identities.keys())
             raise PublishError(f"workers {missing} did not connect within {CONNECT_S:.0f} s; see the log") from None
-        self._reader = asyncio.create_task(self._read())
+        self._reader = watched_task("worker-replies", self._read)
 
     async def ask(self, command: Command, kind: type[A], timeout_s: float) -> list[A]:
         """Every worker's answer, in worker order. Raises PublishError if one does not come in time."""
@@ -175,7 +176,7 @@ class CommandThread:
             socket.curve_serverkey = zmq_curve_keys(secret, SERVER_ROLE)[0]
             socket.curve_publickey, socket.curve_secretkey = zmq_curve_keys(secret, WORKER_ROLE)
             socket.connect(f"tcp://127.0.0.1:{port}")
-        threading.Thread(target=self._run, name="al-commands", daemon=True).start()
+        watched_thread("worker-commands", self._run)
 
     def _run(self) -> None:
         os.sched_setaffinity(threading.get_native_id(), self._cores)

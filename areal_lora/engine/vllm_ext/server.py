@@ -21,10 +21,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
@@ -33,20 +35,26 @@ from areal_lora.config.addresses import own_place, set_variables
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
-from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed
+from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.obs import stacks
-from areal_lora.obs.heartbeat import beat
+from areal_lora.obs.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.obs.watched import watched_task
 from areal_lora.weight_sync.transport import RESTART_EXIT
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from areal_lora.engine.vllm_ext.adapters import ServedAdapters
+    from areal_lora.engine.vllm_ext.assemble import Parts
 
 log = get_logger("areal_lora.engine.vllm_ext.server")  # __name__ is __main__ here
 
 ROLE = "server"
 WATCH_S = 0.5
-BEAT_S = 10.0
+ENGINE_EVERY_S = 10.0  # between two questions to the engine that are answered between steps of the model
+WORKERS_S = 5.0
+"""Each worker's command thread answers a ping at once, whatever the model does: without an answer for so long, or with
+an engine process that was stopped (SIGSTOP), the server does not beat."""
+ENGINE, WORKERS = "engine", "workers"
 CLOSE_S = 2  # uvicorn: whole seconds that running requests get at a stop
 ENGINE_STOP_S = 1.5  # then it is killed: it holds nothing that must be saved
 
@@ -125,20 +133,23 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
     stop.on_signals()
     try:
         http = [HttpServer(app, sock) for app, sock in zip((parts.data_app, parts.admin_app), sockets, strict=True)]
-        tasks = [asyncio.create_task(server.serve()) for server in http]
-        beats = asyncio.create_task(_beat(parts.engine, run_folder, index, min(BEAT_S, config.run.stall_s / 4)))
+        planes = [watched_task("http-plane", server.serve) for server in http]
         ports = {"data": sockets[0].getsockname()[1], "admin": sockets[1].getsockname()[1]}
         publish_endpoint(run_folder, ROLE, index, ports, own_place(config.cluster, run_folder).address)
         set_status(run_folder, ROLE, index, "serving")
         log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
+        heart = Heart(run_folder, ROLE, index, heart_limits(config))
+        signs = _signs_of_life(parts, heart, config)
         while not stop.event.is_set() and not parts.engine.errored:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.event.wait(), WATCH_S)
         died = parts.engine.errored
         for server in http:
             server.should_exit = True
-        await asyncio.wait(tasks, timeout=CLOSE_S + 1)
-        beats.cancel()
+        await asyncio.wait(planes, timeout=CLOSE_S + 1)
+        for sign in signs:
+            sign.cancel()
+        heart.stop()
     finally:
         parts.close(ENGINE_STOP_S)
     if died:
@@ -163,12 +174,55 @@ class Stop:
         self.event.set()
 
 
-async def _beat(engine: AsyncLLM, run_folder: Path, index: int, every_s: float) -> None:
-    """Show signs of life for as long as the engine's workers answer between their steps."""
-    while not engine.errored:
-        await engine.collective_rpc("al_alive")
-        beat(run_folder, ROLE, index)
+def heart_limits(config: Config) -> dict[str, float]:
+    """A step of the model may take long, so the engine's limit is the long one; a ping has no such excuse."""
+    return {EVENT_LOOP: config.run.stall_s, ENGINE: config.run.stall_s, WORKERS: WORKERS_S}
+
+
+def _signs_of_life(parts: Parts, heart: Heart, config: Config) -> list[asyncio.Task[None]]:
+    every_s = min(ENGINE_EVERY_S, config.run.stall_s / 4)
+    return [
+        watched_task("event-loop-ticks", partial(tick, heart)),
+        watched_task("engine-ticks", partial(_engine_ticks, parts, heart, every_s)),
+        watched_task("worker-pings", partial(_worker_pings, parts.adapters, heart, psutil.Process().children(True))),
+    ]
+
+
+async def tick(heart: Heart) -> None:
+    while True:
+        heart.progress(EVENT_LOOP)
+        await asyncio.sleep(EVERY_S)
+
+
+async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:
+    """The engine has come to the end of a step."""
+    while not parts.engine.errored:
+        try:
+            await parts.engine.collective_rpc("al_alive")
+        except Exception:  # fault boundary: an engine that has ended is reported by who waits for that
+            if parts.engine.errored:
+                return
+            raise
+        heart.progress(ENGINE)
         await asyncio.sleep(every_s)
+
+
+async def _worker_pings(adapters: ServedAdapters, heart: Heart, engine: Sequence[psutil.Process]) -> None:
+    """All workers answer beside their model's steps, and no process of the engine was stopped."""
+    while True:
+        with contextlib.suppress(PublishError):
+            await adapters.ping()
+            if not any(is_stopped(process) for process in engine):
+                heart.progress(WORKERS)
+        await asyncio.sleep(EVERY_S)
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Whether it was sent SIGSTOP, or a debugger holds it. One that has ended is for others to see."""
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class HttpServer(uvicorn.Server):

@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -42,12 +42,13 @@ from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
-from areal_lora.engine.vllm_ext.server import BEAT_S, CLOSE_S, ROLE, HttpServer, Stop, bound_sockets
+from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.obs import stacks
 from areal_lora.obs.faults import reached
-from areal_lora.obs.heartbeat import beat
+from areal_lora.obs.heartbeat import EVENT_LOOP, Heart
 from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.obs.watched import watched_task
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.modules import served_shapes
@@ -90,23 +91,23 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
             run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.folder),
             shapes=lambda spec: served_shapes(modules, spec), modules=modules,
             n_slots=(config.rollout.resident_versions + 1) * len(config.adapters),
-            keep=config.rollout.resident_versions - 1, deadline_s=config.weight_sync.attempt_s, score=score,
+            keep=config.rollout.resident_versions - 1, score=score,
             declared={a.name: a.spec(config.model.path) for a in config.adapters},
             on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
         ))  # fmt: skip
         http = HttpServer(StandInDataPlane(config, server).app(), data)
-        serving = asyncio.create_task(http.serve())
+        serving = watched_task("http-plane", http.serve)
         publish_endpoint(
             run_folder, ROLE, index, {"data": data.getsockname()[1], "admin": server.endpoint.admin_port}, host
         )
         set_status(run_folder, ROLE, index, "serving")
-        every_s = min(BEAT_S, config.run.stall_s / 4)
-        while not stop.event.is_set():
-            beat(run_folder, ROLE, index)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.event.wait(), every_s)
+        heart = Heart(run_folder, ROLE, index, {EVENT_LOOP: config.run.stall_s})
+        ticks = watched_task("event-loop-ticks", partial(tick, heart))
+        await stop.event.wait()
         http.should_exit = True
         await asyncio.wait({serving}, timeout=CLOSE_S + 1)
+        ticks.cancel()
+        heart.stop()
     set_status(run_folder, ROLE, index, "stopped")
     return stop.code
 

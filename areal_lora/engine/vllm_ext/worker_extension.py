@@ -116,6 +116,8 @@ class _WorkerAdapters:
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
             case Begin() if self._joining or self._asked is not None:
                 respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
+            case Begin() if time.monotonic() >= command.deadline:
+                respond(_unstaged(command, Refusal.WIRE, "this worker heard of it too late"))
             case Begin():
                 self._asked = respond
                 self._begin(command)
@@ -128,7 +130,8 @@ class _WorkerAdapters:
             announcement = decode(command.announcement)
             slot = command.slot if command.slot >= 0 else None
             share = STAGING_SHARE if command.generating and self.writer.device.type == "cpu" else 1.0
-            self._receiver.begin(announcement.manifest, announcement.layout, slot, command.deadline_s, share)
+            left_s = command.deadline - time.monotonic()
+            self._receiver.begin(announcement.manifest, announcement.layout, slot, left_s, share)
         except ManifestError as e:
             self._answer(_unstaged(command, e.reason, e.detail))
         except PublishError as e:

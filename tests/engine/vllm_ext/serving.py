@@ -158,7 +158,11 @@ class Source:
         manifest = ShardManifest(
             run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest
         )
-        body = encode(Announcement(manifest=manifest, layout=None if layout.digest in self._told else layout))
+        body = encode(
+            Announcement(
+                manifest=manifest, layout=None if layout.digest in self._told else layout, timeout_s=deadline_s
+            )
+        )
         answer: list[PublishReply | Exception] = []
 
         def post() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -100,18 +101,19 @@ class Engine:
 class Bench:
     def __init__(self, engine: Engine, workers: list[Worker], served: ServedAdapters) -> None:
         self.engine, self.workers, self.adapters = engine, workers, served
+        self.timeout_s = 1.0
 
     async def publish(self, version: int, name: str = "a") -> Any:
-        return await self.adapters.publish(body(version, name))
+        return await self.adapters.publish(body(version, name, self.timeout_s))
 
     def holds(self, *versions: int, name: str = "a") -> bool:
         return [r.version for r in self.adapters.active() if r.name == name] == list(versions)
 
 
-def body(version: int, name: str = "a") -> bytes:
+def body(version: int, name: str = "a", timeout_s: float = 1.0) -> bytes:
     ref = AdapterRef(name=name, version=version)
     manifest = ShardManifest(run="r", ref=ref, parent=None, base_digest="b", layout="l")
-    return encode(Announcement(manifest=manifest, layout=None))
+    return encode(Announcement(manifest=manifest, layout=None, timeout_s=timeout_s))
 
 
 @asynccontextmanager
@@ -124,11 +126,12 @@ async def bench(
     await channel.connect(WORKERS)
     engine = Engine()
     served = ServedAdapters(
-        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, deadline_s=deadline_s,
-        generating=generating,
+        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, generating=generating,
     )
     try:
-        yield Bench(engine, workers, served)
+        made = Bench(engine, workers, served)
+        made.timeout_s = deadline_s
+        yield made
     finally:
         channel.close()
 
@@ -265,6 +268,45 @@ def test_what_was_given_up_while_the_server_was_busy_is_not_done_late(monkeypatc
             assert b.holds(1)
 
     monkeypatch.setattr(adapters, "GRACE_S", 0.5)
+    run(test())
+
+
+def test_a_request_counts_from_when_it_came_and_its_workers_hear_until_when() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            with pytest.raises(PublishError, match="late by now"):
+                await b.adapters.publish(body(0, timeout_s=0.5), came=time.monotonic() - 0.6)
+            request = JoinRequest(run="r", endpoints=[], ranks=[1, 2], timeout_s=0.5)
+            with pytest.raises(PublishError, match="late by now"):
+                await b.adapters.join(request, came=time.monotonic() - 0.6)
+            assert [len(w.begins) for w in b.workers] == [0] * WORKERS
+            began = time.monotonic()
+            await b.adapters.publish(body(0, timeout_s=5.0))
+            assert all(began + 5.0 <= w.begins[-1].deadline < time.monotonic() + 5.0 for w in b.workers)
+            for version, timeout_s in ((1, 0.0), (1, -1.0), (1, float("nan")), (1, float("inf"))):
+                with pytest.raises(ManifestError, match="malformed"):
+                    await b.adapters.publish(body(version, timeout_s=timeout_s))
+
+    run(test())
+
+
+def test_what_was_staged_too_late_is_not_activated_and_may_come_again() -> None:
+    async def test() -> None:
+        async with bench(deadline_s=0.3) as b:
+            await b.publish(0)
+
+            def late(begin: ch.Begin) -> StageResult:
+                time.sleep(0.4)
+                return accept(begin)
+
+            b.workers[1].answer = late
+            with pytest.raises(PublishError, match="staged too late"):
+                await b.publish(1)
+            assert b.holds(0)
+            b.workers[1].answer = accept
+            await b.publish(1)
+            assert b.holds(0, 1)
+
     run(test())
 
 

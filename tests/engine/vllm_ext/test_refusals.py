@@ -130,7 +130,7 @@ def announcement(server: RunningServer, ref: AdapterRef, tensors: Tensors, known
     manifest = ShardManifest(
         run="test", ref=ref, parent=None, base_digest=base_digest(server.model), layout=layout.digest
     )
-    return encode(Announcement(manifest=manifest, layout=None if known else layout))
+    return encode(Announcement(manifest=manifest, layout=None if known else layout, timeout_s=10.0))
 
 
 def test_bytes_of_another_version_are_refused(server: RunningServer, good: AdapterRef) -> None:

@@ -19,8 +19,10 @@ import torch
 
 from areal_lora.config.rendezvous import read_secret
 from areal_lora.engine.vllm_ext import admin_routes
+from areal_lora.engine.vllm_ext.server import WORKERS_S
 from areal_lora.engine.vllm_ext.worker_extension import NICE
 from areal_lora.errors import ManifestError, ProcessFailed, PublishError
+from areal_lora.obs.heartbeat import last_beats
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import transport
 from areal_lora.weight_sync.digests import base_digest
@@ -408,7 +410,7 @@ def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Pat
 
     def post() -> None:
         try:
-            running.admin.publish(encode(Announcement(manifest=manifest, layout=None)), 60.0)
+            running.admin.publish(encode(Announcement(manifest=manifest, layout=None, timeout_s=8.0)), 60.0)
         except (ManifestError, PublishError) as e:
             raised.append(e)
 
@@ -425,6 +427,33 @@ def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Pat
     assert process.returncode == ProcessFailed.exit_code
     group.close()
     running.source.close()
+
+
+def test_a_stopped_engine_stops_the_heartbeat_of_a_server_that_still_answers(server: RunningServer) -> None:
+    """Its API process lives on, so only what it asks its workers can tell."""
+
+    def beats_again_within(timeout_s: float) -> bool:
+        before, deadline = last_beats(server.folder)["server-0"], time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if last_beats(server.folder)["server-0"] != before:
+                return True
+            time.sleep(0.05)
+        return False
+
+    engine = psutil.Process(server.process.pid).children(recursive=True)
+    assert engine
+    assert beats_again_within(5.0)
+    for process in engine:
+        process.suspend()
+    try:
+        time.sleep(WORKERS_S + 2.0)
+        assert not beats_again_within(3.0)
+        assert server.admin.info(5.0).run == "test"
+    finally:
+        for process in engine:
+            process.resume()
+    assert beats_again_within(10.0)
+    server.admin.ping(10.0)
 
 
 def test_port_in_use_is_an_early_error(server: RunningServer, tmp_path: Path) -> None:

@@ -1,0 +1,227 @@
+"""A dead thread or task ends its process with a reason, whatever the main thread is doing; and nobody starts others."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import areal_lora
+from areal_lora.errors import BackgroundFailed, ExitCode, RecordError
+from areal_lora.obs import watched
+from areal_lora.obs.watched import watched_task, watched_thread
+
+PACKAGE = Path(areal_lora.__file__).parent
+TABLE = PACKAGE.parent / "docs" / "en" / "threads.md"
+STARTERS = {
+    "Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "create_task",
+    "ensure_future", "run_in_executor", "to_thread", "run_coroutine_threadsafe",
+}  # fmt: skip
+SHORT = {
+    "obs/watched.py:end_process": "the mechanism itself",
+    "obs/watched.py:watched_thread": "the mechanism itself",
+    "obs/watched.py:watched_task": "the mechanism itself",
+    "weight_sync/groups.py:_reach": "one connection attempt; its outcome is the caller's Future",
+    "weight_sync/fleet.py:_Line.__init__": "one request at a time; the coordinator waits for its Future",
+    "weight_sync/fleet.py:Fleet.silent": "one round of pings; the caller waits for their Futures",
+    "weight_sync/testing.py:MemoryServer._join": "one join request; the handler waits for its Futures",
+    "engine/vllm_ext/worker_extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
+    "rollout/user_code.py:_in_thread": "one call of user code; its outcome is the caller's",
+    "rollout/evaluation.py:Evaluator.run": "tasks of one evaluation in a TaskGroup that is awaited",
+    "rollout/workflow.py:all_samples": "samples of one group in a TaskGroup that is awaited",
+    "rollout/agents.py:AgentWorkflow._sample": "one agent's run; it is awaited",
+    "rollout/controller.py:Controller._evaluate": "one evaluation in the controller's TaskGroup",
+    "rollout/controller.py:Controller._admit": "one rollout in the controller's TaskGroup",
+    "rollout/control.py:ControlSocket.serve": "one request in the controller's TaskGroup",
+    "engine/vllm_ext/sampling.py:_all": "the answers of one request in a TaskGroup that is awaited",
+    "engine/vllm_ext/sampling.py:_merged": "the streams of one request; they are awaited",
+    "engine/vllm_ext/data_plane.py:_unless_disconnected": "one request; it is awaited",
+}
+"""Where the package starts a thread or task that ends with one piece of work which somebody waits for."""
+
+
+def starts(tree: ast.AST, scope: str = "", in_function: bool = False) -> Iterator[tuple[str, int]]:
+    """(class and function, line) of every call that starts a thread or task; nested functions count as their outer."""
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not in_function
+        inner = f"{scope}.{node.name}".lstrip(".") if named else scope
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in STARTERS:
+                yield scope, node.lineno
+        yield from starts(node, inner, in_function or is_function)
+
+
+def found(folder: Path) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        for scope, line in starts(ast.parse(path.read_text(encoding="utf-8"))):
+            places.setdefault(f"{path.relative_to(folder)}:{scope}", []).append(line)
+    return places
+
+
+def test_long_lived_threads_and_tasks_are_started_by_the_mechanism_alone() -> None:
+    bare = {place: lines for place, lines in found(PACKAGE).items() if place not in SHORT}
+    assert not bare, f"use watched_thread or watched_task, or say in SHORT who waits for its end: {bare}"
+    assert not SHORT.keys() - found(PACKAGE).keys(), "these start nothing any more"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import threading\nthreading.Thread(target=print).start()\n",
+        "from threading import Thread\nclass A:\n    def f(self):\n        Thread(target=print).start()\n",
+        "import asyncio\nasync def f():\n    def g():\n        asyncio.create_task(h())\n",
+        "async def f(loop):\n    return loop.run_in_executor(None, print)\n",
+    ],
+)
+def test_a_bare_start_is_seen(tmp_path: Path, code: str) -> None:
+    (tmp_path / "new.py").write_text(code)
+    assert len(found(tmp_path)) == 1
+    assert set(found(tmp_path)) <= {"new.py:", "new.py:A.f", "new.py:f"}
+
+
+def test_the_table_in_the_documentation_names_every_watched_thread_and_every_exception() -> None:
+    text = TABLE.read_text(encoding="utf-8")
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = getattr(node, "func", None)
+            if isinstance(node, ast.Call) and getattr(called, "id", "") in ("watched_thread", "watched_task"):
+                assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}: the name is not a plain string"
+                names.add(node.args[0].value)
+    assert names
+    assert not {name for name in names if f"`{name}`" not in text}
+    short = {place for place in SHORT if not place.startswith("obs/watched.py")}
+    assert not {place for place in short if f"`{place}`" not in text}
+    listed = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    assert listed == names | short, "the table lists what is not there any more"
+
+
+BLOCKED = {
+    "an event": "threading.Event().wait()",
+    "a lock held by itself": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "zmq": "import zmq; s = zmq.Context().socket(zmq.PULL); s.bind_to_random_port('tcp://127.0.0.1'); s.recv()",
+    "a sleep in C": "time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize("blocked", BLOCKED)
+def test_a_dead_thread_ends_a_process_whose_main_thread_is_blocked(blocked: str) -> None:
+    code = f"""
+import threading, time
+from areal_lora.obs.log import setup_logging
+from areal_lora.obs.watched import watched_thread
+setup_logging("trainer", 3)
+def look_at_servers():
+    time.sleep(0.2)
+    raise KeyError("no such server")
+watched_thread("server-watch", look_at_servers)
+{BLOCKED[blocked]}
+"""
+    done = run(code)
+    assert done.returncode == ExitCode.FAILED, done.stderr
+    assert "trainer-3 CRITICAL" in done.stderr
+    assert "thread server-watch died, so this process ends with exit code 1: KeyError: 'no such server'" in done.stderr
+    assert "in look_at_servers" in done.stderr, "the traceback"
+
+
+def test_the_exit_code_is_that_of_the_error_and_an_unread_log_does_not_hold_up_the_end() -> None:
+    code = """
+import os, sys, threading
+from areal_lora.errors import RecordError
+from areal_lora.obs import watched
+from areal_lora.obs.log import setup_logging
+reading, writing = os.pipe()
+os.set_blocking(writing, False)
+try:
+    while True: os.write(writing, b"x" * 4096)
+except BlockingIOError: pass
+os.set_blocking(writing, True)
+os.dup2(writing, 2)
+setup_logging("trainer", 0)
+watched.LAST_WORDS_S = 0.3
+def die(): raise RecordError("disk full")
+watched.watched_thread("saver", die)
+threading.Event().wait()
+"""
+    assert run(code).returncode == ExitCode.DISK
+
+
+def test_a_dead_task_ends_the_process_although_its_group_would_wait_for_others() -> None:
+    code = """
+import asyncio
+from areal_lora.obs.log import setup_logging
+from areal_lora.obs.watched import watched_task
+setup_logging("controller", 0)
+async def stubborn():
+    while True:
+        try: await asyncio.sleep(60)
+        except asyncio.CancelledError: pass
+async def serve():
+    await asyncio.sleep(0.1)
+    raise ValueError("not a frame")
+async def main():
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stubborn())
+        watched_task("control-socket", serve, tasks)
+asyncio.run(main())
+"""
+    done = run(code)
+    assert done.returncode == ExitCode.FAILED, done.stderr
+    assert "task control-socket died" in done.stderr
+    assert "ValueError: not a frame" in done.stderr
+
+
+def test_returning_and_being_cancelled_are_no_deaths() -> None:
+    deaths: list[BackgroundFailed] = []
+    watched_thread("short", lambda: None, deaths.append).join(5)
+
+    async def main() -> None:
+        async def forever() -> None:
+            await asyncio.sleep(60)
+
+        async def cancelled_by_nobody() -> None:
+            raise asyncio.CancelledError
+
+        task = watched_task("endless", forever, on_death=deaths.append)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert deaths == []
+        await asyncio.wait({watched_task("odd", cancelled_by_nobody, on_death=deaths.append)})
+
+    asyncio.run(main())
+    assert [str(d).partition(",")[0] for d in deaths] == ["task odd died"]
+    assert not watched._tasks
+
+
+def test_a_death_carries_name_cause_and_code() -> None:
+    deaths: list[BackgroundFailed] = []
+    heard = threading.Event()
+
+    def die() -> None:
+        raise RecordError("no room")
+
+    def on_death(failed: BackgroundFailed) -> None:
+        deaths.append(failed)
+        heard.set()
+
+    watched_thread("saver", die, on_death)
+    assert heard.wait(5)
+    assert (deaths[0].exit_code, type(deaths[0].__cause__)) == (ExitCode.DISK, RecordError)
+    assert "thread saver died" in str(deaths[0])
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=PACKAGE.parent, check=False
+    )
