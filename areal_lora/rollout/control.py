@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import zmq
 import zmq.asyncio
-from zmq.auth import Authenticator
 
 from areal_lora.config.rendezvous import bracketed, zmq_curve_keys
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.log import get_logger
-from areal_lora.obs.watched import watched_task
+from areal_lora.obs.watched_zmq import WatchedAuthenticator
 from areal_lora.rollout.ledger import LedgerError
 from areal_lora.rollout.messages import Failed, Reply, Request, decode_request, encode
 
@@ -34,31 +33,12 @@ class _OnlyTheTrainer:
         return key == self._key
 
 
-class _Authenticator(Authenticator):
-    """Answers zmq's questions about keys. Without it no client could connect any more."""
-
-    def start(self) -> None:
-        super().start()
-        self._task = watched_task("control-keys", self._answer)
-
-    async def _answer(self) -> None:
-        poller = zmq.asyncio.Poller()
-        poller.register(self.zap_socket, zmq.POLLIN)
-        while True:
-            if await poller.poll():
-                await self.handle_zap_message(self.zap_socket.recv_multipart())
-
-    def stop(self) -> None:
-        self._task.cancel()
-        super().stop()
-
-
 class ControlSocket:
     """Answers each request in a task of its own, so that a long poll holds up nobody."""
 
     def __init__(self, host: str, secret: str) -> None:
         self._context = zmq.asyncio.Context()
-        self._authenticator = _Authenticator(self._context)
+        self._authenticator = WatchedAuthenticator(self._context)
         self._authenticator.start()
         client_public, _ = zmq_curve_keys(secret, CLIENT_ROLE)
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyTheTrainer(client_public))

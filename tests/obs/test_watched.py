@@ -21,7 +21,7 @@ PACKAGE = Path(areal_lora.__file__).parent
 TABLE = PACKAGE.parent / "docs" / "en" / "threads.md"
 STARTERS = {
     "Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "create_task",
-    "ensure_future", "run_in_executor", "to_thread", "run_coroutine_threadsafe",
+    "ensure_future", "run_in_executor", "to_thread", "run_coroutine_threadsafe", "AsyncioAuthenticator",
 }  # fmt: skip
 SHORT = {
     "obs/watched.py:end_process": "the mechanism itself",
