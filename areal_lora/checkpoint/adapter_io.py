@@ -37,7 +37,8 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 class PeftWriter:
     """An adapter folder that is written tensor by tensor, in any order.
 
-    A crash leaves either no folder or a whole one. Where every tensor lies in the file follows from names and shapes: stock safetensors would write the same.
+    A crash leaves either no folder or a whole one. Where every tensor lies in the file follows from names and
+    shapes: stock safetensors would write the same.
 
     Example::
 
