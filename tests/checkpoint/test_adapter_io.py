@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from areal_lora.checkpoint.adapter_io import load_peft, save_peft
+from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft, save_peft
 from areal_lora.config.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.errors import AdapterError
 from areal_lora.types import AdapterSpec
@@ -169,6 +169,42 @@ def test_broken_adapters_are_not_saved(tmp_path, change, word):
     with pytest.raises(AdapterError, match=word):
         save_peft(tmp_path / "x", spec(), full, "b")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("write", "word"),
+    [
+        (lambda names: names[:-1], "1 tensors were not written"), (lambda names: [*names, names[0]], "comes twice"),
+        (lambda names: [*names[1:], "model.layers.9.x.lora_A.weight"], "announced was another"),
+    ],
+)  # fmt: skip
+def test_a_folder_appears_only_when_every_tensor_was_written_once(tmp_path, write, word):
+    tensors, aliases = adapter()
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+
+    def written():
+        with PeftWriter(tmp_path / "x", spec(), shapes, "b", aliases) as writer:
+            for name in write(list(tensors)):
+                writer.write(name, tensors.get(name, torch.zeros(4, 32)))
+
+    with pytest.raises(AdapterError, match=word):
+        written()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_of_writing_does_not_matter_and_stock_safetensors_writes_the_same(tmp_path, dtype):
+    tensors, aliases = adapter()
+    tensors = {name: t.to(dtype) for name, t in reversed(tensors.items())}
+    save_peft(tmp_path / "x", spec(), tensors, "b", aliases)
+    full = tensors | {name: tensors[wire].clone() for name, wire in aliases.items()}
+    save_file({f"base_model.model.{n}": t for n, t in full.items()}, tmp_path / "stock", metadata={"format": "pt"})
+    ours, stock = ((tmp_path / name).read_bytes() for name in (f"x/{TENSOR_FILE}", "stock"))
+    begins = [8 + int.from_bytes(content[:8], "little") for content in (ours, stock)]
+    headers = [json.loads(content[8:begin]) for content, begin in zip((ours, stock), begins, strict=True)]
+    assert headers[0].pop("__metadata__").keys() >= headers[1].pop("__metadata__").keys()
+    assert headers[0] == headers[1]
+    assert ours[begins[0] :] == stock[begins[1] :]
 
 
 @pytest.mark.parametrize(

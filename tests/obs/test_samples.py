@@ -200,7 +200,8 @@ def test_a_kill_at_any_operation_of_rotation_and_resume_loses_no_newest_sample(t
     print("seed", seed)
     rng, resumed, completed = random.Random(seed), 0, False
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    for kill_at in [*rng.sample(range(1, 30), 8), 10**6]:
+    for kill_at in [*rng.sample(range(1, 30), 8), *rng.sample(range(2, 8), 3), 10**6]:
+        before = [step for step in steps_in(tmp_path) if step < resumed]
         done = subprocess.run(
             [sys.executable, "-c", CRASHING, str(tmp_path), str(kill_at), str(resumed)],
             env=environment, capture_output=True, text=True, timeout=60,
@@ -210,6 +211,7 @@ def test_a_kill_at_any_operation_of_rotation_and_resume_loses_no_newest_sample(t
         written = [int(text) for text in done.stdout.split()]
         found = steps_in(tmp_path)
         assert found == sorted(set(found)), "nothing twice"
+        assert written or set(before[-8:]) <= set(found), f"killed at operation {kill_at}: earlier samples are gone"
         if written:
             # The line that was being written when the kill came may be there as well.
             newest = [step for step in found if step >= written[0]][-20:]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +22,7 @@ from areal_lora.engine.megatron_utils.convert.registry import Dims
 from areal_lora.engine.megatron_utils.gather import AdapterMemory
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout
+from areal_lora.errors import PublishError
 from areal_lora.trainer.export import export_adapter
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.exchange import GroupExchange
@@ -85,6 +88,7 @@ def export_all(folder: Path, cases: list[tuple[str, Dims, dict[str, int], int, E
         # As after a checkpoint: the plans of the engine exist.
         engine.memory.export(engine.memory.weights, engine._groups)
         dist.barrier()
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide what is taken anew
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_bytes("VmRSS")
         export_adapter(engine, tenant, exchange, folder / name)
@@ -99,3 +103,14 @@ def whole(dims: Dims, rank: int, experts: ExpertLayout) -> dict[str, Tensor]:
     wire = {t.name: values(t.name, t.shape) for shard in layout.shards for t in shard.tensors}
     wire |= {name: wire[target].clone() for name, target in layout.aliases.items()}
     return {f"base_model.model.{name}": tensor for name, tensor in wire.items()}
+
+
+def lose_a_rank(folder: Path) -> str:
+    """What rank 0 is told when rank 1 ends before it has sent anything."""
+    exchange = GroupExchange(timeout_s=30.0)
+    if exchange.rank == 0:
+        try:
+            exchange.receive(np.empty(1 << 20, dtype=np.uint8), 1)
+        except PublishError as error:
+            return str(error)
+    return ""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from areal_lora.engine.megatron_utils.plan import wire_layout
+from areal_lora.errors import CheckpointError
+from areal_lora.trainer.export import export_adapter
 from areal_lora.types import ExpertLayout
+from areal_lora.weight_sync.exchange import SoloExchange
+from areal_lora.weight_sync.layout import AdapterLayout
 from tests.distributed.spawn import run_ranks
 
-from .export_ranks import LARGE, SMALL, export_all, whole
-
-pytestmark = pytest.mark.slow
+from .export_ranks import LARGE, SMALL, export_all, lose_a_rank, model, spec, values, whole
 
 PER_EXPERT, SHARED = ExpertLayout.PER_EXPERT, ExpertLayout.SHARED
 SIZES = {
@@ -45,6 +51,7 @@ def parsed(path: Path) -> tuple[dict[str, Any], bytes]:
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_the_file_is_what_stock_safetensors_writes(ranks: Any, tmp_path: Path, case: Any) -> None:
     name, dims, _, rank, experts = case
@@ -57,6 +64,7 @@ def test_the_file_is_what_stock_safetensors_writes(ranks: Any, tmp_path: Path, c
     assert json.loads((written / "adapter_config.json").read_text())["r"] == rank
 
 
+@pytest.mark.slow
 def test_a_large_adapter_takes_little_memory_on_every_rank(ranks: Any) -> None:
     folder, grown = ranks
     name, dims, _, rank, experts = LARGE_CASE
@@ -68,3 +76,53 @@ def test_a_large_adapter_takes_little_memory_on_every_rank(ranks: Any) -> None:
     found = load_file(folder / name / "adapters" / "a" / "adapter_model.safetensors")
     assert found.keys() == want.keys()
     assert all(torch.equal(found[key], want[key]) for key in want)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_named_instead_of_waited_for(tmp_path: Path) -> None:
+    said = run_ranks(lose_a_rank, 2, tmp_path, (tmp_path,), timeout_s=60.0)[0]
+    assert said.startswith("trainer rank 0: a trainer rank is gone or late (")
+
+
+class SoloEngine:
+    """An engine of one rank; its weights are those of `values` times ``factor``."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._layout = wire_layout(model(SMALL, {"world_size": 1}), spec(3, SHARED), "float32")
+
+    def adapter_layout(self, adapter: str) -> AdapterLayout:
+        return self._layout
+
+    def export_adapter(self, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for t in self._layout.shards[0].tensors:
+            yield t.name, self._factor * values(t.name, t.shape)
+
+
+def export(folder: Path, factor: float) -> Path:
+    engine: Any = SoloEngine(factor)
+    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED))
+    return export_adapter(engine, tenant, SoloExchange(), folder)
+
+
+def test_a_later_export_replaces_the_earlier_one_and_what_a_crash_left(tmp_path: Path) -> None:
+    export(tmp_path, 1.0)
+    (tmp_path / "adapters" / ".a.x1y2z3").mkdir()
+    folder = export(tmp_path, 2.0)
+    found = load_file(folder / "adapter_model.safetensors")
+    assert all(torch.equal(found[name], 2.0 * tensor) for name, tensor in whole(SMALL, 3, SHARED).items())
+    assert [path.name for path in folder.parent.iterdir()] == ["a"]
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_the_earlier_export(tmp_path: Path) -> None:
+    folder = export(tmp_path, 1.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"adapters/a: the adapter cannot be written: File too large \(fix: "):
+            export(tmp_path, 2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found = load_file(folder / "adapter_model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole(SMALL, 3, SHARED).items())
+    assert [path.name for path in folder.parent.iterdir()] == ["a"]

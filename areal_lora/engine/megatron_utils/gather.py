@@ -81,7 +81,7 @@ class AdapterMemory:
         return values
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """Give the tensors of `export` one by one: only a section of the copy exists at a time. Collective."""
+        """What `export` gives, tensor by tensor, copied section by section. Collective like `pack`."""
         shard = self.shard("float32")
         for first, last, section in self._packer("float32").sections(source, shard, groups):
             assert shard is not None
