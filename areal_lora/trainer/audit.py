@@ -111,7 +111,7 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
             continue
         compared += zip(mine, scored, strict=True)
     gaps: dict[int, list[float]] = {}
-    votes: Counter[str] = Counter(pairs=0, late=0, early=0)
+    votes: Counter[str] = Counter(late=0, late_own=0, early=0, early_own=0)
     for excerpt, scores in compared:
         if len(scores) != len(excerpt.token_ids):
             return Audit(error=f"{excerpt.ref}: {len(scores)} scores for {len(excerpt.token_ids)} tokens")
@@ -129,11 +129,11 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
 
 def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int], limit: float) -> str:
     """What is wrong, if anything. Sequences are counted: a tie between experts spoils single ones."""
-    direction = shift_of(votes["pairs"], votes["late"], votes["early"])
+    direction = shift_of(votes)
     if direction:
         return (
-            f"rollout logprobs lie one token too {direction}: {votes[direction]} of {votes['pairs']} neighbouring "
-            "tokens fit each other's record better than their own, scored by the versions that sampled them"
+            f"rollout logprobs lie one token too {direction}: scored by the versions that sampled them "
+            f"{votes[direction]} tokens have their neighbour's record, {votes[f'{direction}_own']} their own"
         )
     means = [fmean(sequence) for sequence in gaps.values()]
     far = [m for m in means if not m <= limit]

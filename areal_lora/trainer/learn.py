@@ -136,9 +136,9 @@ def _assert_aligned(sums: dict[str, float], limit: float) -> None:
 
 
 def _assert_not_shifted(sums: dict[str, float]) -> None:
-    direction = shift_of(sums["pairs"], sums["late"], sums["early"])
+    direction = shift_of(sums)
     if direction:
         raise AlignmentError(
-            f"rollout logprobs lie one token too {direction}: {sums[direction]:.0f} of {sums['pairs']:.0f} "
-            "neighbouring tokens fit each other's record better than their own"
+            f"rollout logprobs lie one token too {direction}: {sums[direction]:.0f} tokens have their "
+            f"neighbour's record, {sums[f'{direction}_own']:.0f} their own"
         )

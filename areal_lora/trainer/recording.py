@@ -164,7 +164,7 @@ class Recorder:
                 audited_tokens=audit.tokens, audit_gap=audit.gap, unaudited_steps=audit.silent_steps,
                 extra={
                     "skipped": report.skipped, "capped_fraction": report.per_token("capped"),
-                    "shift_pairs": report.sums["pairs"], "audit_s": audit.took_s,
+                    "shift_votes": report.sums["late"] + report.sums["late_own"], "audit_s": audit.took_s,
                 },
             )
         )
