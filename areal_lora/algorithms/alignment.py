@@ -42,9 +42,11 @@ def shift_votes(current: Tensor, recorded: Tensor, mask: Tensor) -> dict[str, Te
     return {"late": late, "late_own": late_own, "early": early, "early_own": early_own}
 
 
-def shift_of(sums: Mapping[str, float]) -> str:
-    """"late" or "early" where the votes say that the records are shifted by one, else empty, too few votes included."""
-    # Under a shift the other direction gets a few votes by chance, and none for the own record.
+def is_shifted(sums: Mapping[str, float]) -> bool:
+    """Whether the votes say that the records are shifted by one; not where there are too few of them.
+
+    A shift in one direction also gets votes for the other one by chance, and none for the own record.
+    """
     direction = "late" if sums["late"] > sums["early"] else "early"
     shifted, own = sums[direction], sums[f"{direction}_own"]
-    return direction if shifted + own >= FEWEST and shifted > SHIFTED * (shifted + own) else ""
+    return shifted + own >= FEWEST and shifted > SHIFTED * (shifted + own)

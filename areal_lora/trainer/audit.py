@@ -23,7 +23,7 @@ from statistics import fmean
 
 import torch
 
-from areal_lora.algorithms.alignment import shift_of, shift_votes
+from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.errors import PublishError
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, TrainBatch
@@ -129,11 +129,10 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
 
 def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int], limit: float) -> str:
     """What is wrong, if anything. Sequences are counted: a tie between experts spoils single ones."""
-    direction = shift_of(votes)
-    if direction:
+    if is_shifted(votes):
         return (
-            f"rollout logprobs lie one token too {direction}: scored by the versions that sampled them "
-            f"{votes[direction]} tokens have their neighbour's record, {votes[f'{direction}_own']} their own"
+            f"rollout logprobs are shifted by one token: scored by the versions that sampled them {votes['late']} "
+            f"tokens have the record of the next one, {votes['early']} that of the one before, {votes['late_own']} their own"
         )
     means = [fmean(sequence) for sequence in gaps.values()]
     far = [m for m in means if not m <= limit]

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from areal_lora.algorithms.alignment import FEWEST, shift_of, shift_votes
+from areal_lora.algorithms.alignment import FEWEST, is_shifted, shift_votes
 
 SEEDS = range(40)
 
@@ -24,8 +24,8 @@ def _case(seed: int, n: int = 24, length: int = 60) -> tuple[torch.Tensor, torch
     return torch.tensor(values), torch.tensor(mask), rng
 
 
-def _verdict(current: torch.Tensor, recorded: torch.Tensor, mask: torch.Tensor) -> str:
-    return shift_of({name: float(n) for name, n in shift_votes(current, recorded, mask).items()})
+def _verdict(current: torch.Tensor, recorded: torch.Tensor, mask: torch.Tensor) -> bool:
+    return is_shifted({name: float(n) for name, n in shift_votes(current, recorded, mask).items()})
 
 
 def _drifted(recorded: torch.Tensor, seed: int, std: float, towards: float = 0.0) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _drifted(recorded: torch.Tensor, seed: int, std: float, towards: float = 0.0
 def test_what_lies_right_is_never_called_shifted(std: float, towards: float) -> None:
     for seed in SEEDS:
         recorded, mask, _ = _case(seed)
-        assert _verdict(_drifted(recorded, seed, std, towards), recorded, mask) == "", f"seed {seed}"
+        assert not _verdict(_drifted(recorded, seed, std, towards), recorded, mask), f"seed {seed}"
 
 
 @pytest.mark.parametrize("learned", [0.2, 0.4, 0.5, 0.6, 0.8, 1.0])
@@ -54,17 +54,17 @@ def test_answers_that_are_uncertain_in_one_place_only_and_learn_fast_are_not_cal
             recorded += [0.0, r, -0.001]
             current += [0.0, c, -0.001 + 0.01 * -rng.random()]
         mask = torch.tensor([False, True, True] * 128)
-        assert _verdict(torch.tensor(current), torch.tensor(recorded), mask) == "", f"seed {seed}"
+        assert not _verdict(torch.tensor(current), torch.tensor(recorded), mask), f"seed {seed}"
 
 
 @pytest.mark.parametrize(("std", "towards"), [(0.0, 0.0), (0.05, 0.0), (0.3, 0.0), (0.1, 0.3)])
-@pytest.mark.parametrize(("by", "word"), [(1, "late"), (-1, "early")])
-def test_a_shift_by_one_is_found_at_any_lag(by: int, word: str, std: float, towards: float) -> None:
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_shift_by_one_is_found_at_any_lag(by: int, std: float, towards: float) -> None:
     for seed in SEEDS:
         true, mask, _ = _case(seed)
         recorded = true.clone()
         recorded[mask] = true[mask].roll(by)  # within the answers: masks and prompts show nothing
-        assert _verdict(_drifted(true, seed, std, towards), recorded, mask) == word, f"seed {seed}"
+        assert _verdict(_drifted(true, seed, std, towards), recorded, mask), f"seed {seed}"
 
 
 def test_too_few_tokens_say_nothing() -> None:
@@ -73,7 +73,7 @@ def test_too_few_tokens_say_nothing() -> None:
     votes = shift_votes(recorded.roll(-1), recorded, mask)
     assert (float(votes["late"]), float(votes["late_own"])) == (2, 0)
     assert FEWEST > 3
-    assert _verdict(recorded.roll(-1), recorded, mask) == ""
+    assert not _verdict(recorded.roll(-1), recorded, mask)
 
 
 def test_no_pair_crosses_sequences() -> None:
