@@ -132,7 +132,8 @@ def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int]
     if is_shifted(votes):
         return (
             f"rollout logprobs are shifted by one token: scored by the versions that sampled them {votes['late']} "
-            f"tokens have the record of the next one, {votes['early']} that of the one before, {votes['late_own']} their own"
+            f"tokens have the record of the next one, {votes['early']} that of the one before, "
+            f"{votes['late_own']} their own"
         )
     means = [fmean(sequence) for sequence in gaps.values()]
     far = [m for m in means if not m <= limit]
