@@ -42,11 +42,17 @@ def shift_votes(current: Tensor, recorded: Tensor, mask: Tensor) -> dict[str, Te
     return {"late": late, "late_own": late_own, "early": early, "early_own": early_own}
 
 
-def is_shifted(sums: Mapping[str, float]) -> bool:
-    """Whether the votes say that the records are shifted by one; not where there are too few of them.
+def shifted_share(sums: Mapping[str, float]) -> tuple[float, float]:
+    """How many tokens voted, and which share of them for a neighbour's record, in the direction that got more votes.
 
     A shift in one direction also gets votes for the other one by chance, and none for the own record.
     """
     direction = "late" if sums["late"] > sums["early"] else "early"
-    shifted, own = sums[direction], sums[f"{direction}_own"]
-    return shifted + own >= FEWEST and shifted > SHIFTED * (shifted + own)
+    votes = sums[direction] + sums[f"{direction}_own"]
+    return votes, sums[direction] / votes if votes else 0.0
+
+
+def is_shifted(sums: Mapping[str, float]) -> bool:
+    """Whether the votes say that the records are shifted by one; not where there are too few of them."""
+    votes, share = shifted_share(sums)
+    return votes >= FEWEST and share > SHIFTED
