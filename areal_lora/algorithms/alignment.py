@@ -1,41 +1,58 @@
 """Whether recorded log-probabilities lie at their tokens, told from any policy that is close to the one that sampled.
 
-A shift by one shows without a tolerance: where neighbouring records differ by much, the present policy's value for a
-token is nearer to the token's own record than to its neighbour's. That holds for policies that are several versions
-apart and for coarse arithmetic, so every batch can be judged, also one in which every token is stale.
+A shift by one shows without a tolerance: where neighbouring tokens differ by much, in the records and in the present
+policy, the present value of a token is far nearer to the token's own record than to its neighbour's. That holds for
+policies that are several versions apart and for coarse arithmetic, so every batch can be judged, also one in which
+every token is stale.
 
 Of token t and t + 1 of an answer, with records r and present values c::
 
-    aligned     c[t] = r[t]        late: the record of t lies at t + 1        early: that of t + 1 lies at t
+    late: the record of t lies at t + 1        c[t] is at r[t + 1] and not at r[t]
+    early: the record of t + 1 lies at t       c[t + 1] is at r[t] and not at r[t + 1]
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-TELLING = 0.5  # nats between neighbouring records; smaller differences can be rounding or drift
-MIN_PAIRS = 30
-MAX_SHIFTED = 2 / 3  # at a shift nearly all pairs say so; a policy that changes much, one-sidedly, stays below a half
+TELLING = 0.5  # nats between neighbours, in records and present values; smaller differences can be rounding
+NEARER = 4.0  # times; a token that learned half of the way to its neighbour abstains
+FEWEST = 30  # votes
+SHIFTED = 2 / 3  # of the votes; aligned records get nearly none, shifted ones nearly all
 
 
 def shift_votes(current: Tensor, recorded: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How many neighbours can tell (``pairs``), and how many of them say ``late`` or ``early``; each [].
+    """How many tokens lie at their neighbour's record (``late``, ``early``) and how many at their own (``..._own``).
 
     ``current``, ``recorded`` and ``mask`` are packed [t]; entry 0 of every sequence is masked, so no pair
-    crosses sequences.
+    crosses sequences. Each result is [].
     """
-    near, far = recorded[:-1], recorded[1:]
-    telling = mask[:-1] & mask[1:] & ((near - far).abs() > TELLING)
-    late = (current[:-1] - far).abs() < (current[:-1] - near).abs()
-    early = (current[1:] - near).abs() < (current[1:] - far).abs()
-    return {
-        "pairs": telling.sum().float(), "late": (telling & late).sum().float(),
-        "early": (telling & early).sum().float(),
-    }
+    near, far, first, second = recorded[:-1], recorded[1:], current[:-1], current[1:]
+    telling = mask[:-1] & mask[1:] & ((near - far).abs() > TELLING) & ((first - second).abs() > TELLING)
+
+    def votes(value: Tensor, own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        to_own, to_other = (value - own).abs(), (value - other).abs()
+        at_other, at_own = NEARER * to_other < to_own, NEARER * to_own < to_other
+        return (telling & at_other).sum().float(), (telling & at_own).sum().float()
+
+    late, late_own = votes(first, near, far)
+    early, early_own = votes(second, far, near)
+    return {"late": late, "late_own": late_own, "early": early, "early_own": early_own}
 
 
-def shift_of(pairs: float, late: float, early: float) -> str:
-    """"late" or "early" if the records are shifted by one, else an empty string; also where too few pairs can tell."""
-    if pairs < MIN_PAIRS or max(late, early) <= MAX_SHIFTED * pairs:
-        return ""
-    return "late" if late > early else "early"
+def shifted_share(sums: Mapping[str, float]) -> tuple[float, float]:
+    """How many tokens voted, and which share of them for a neighbour's record, in the direction that got more votes.
+
+    A shift in one direction also gets votes for the other one by chance, and none for the own record.
+    """
+    direction = "late" if sums["late"] > sums["early"] else "early"
+    votes = sums[direction] + sums[f"{direction}_own"]
+    return votes, sums[direction] / votes if votes else 0.0
+
+
+def is_shifted(sums: Mapping[str, float]) -> bool:
+    """Whether the votes say that the records are shifted by one; not where there are too few of them."""
+    votes, share = shifted_share(sums)
+    return votes >= FEWEST and share > SHIFTED

@@ -23,7 +23,7 @@ from statistics import fmean
 
 import torch
 
-from areal_lora.algorithms.alignment import shift_of, shift_votes
+from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.errors import PublishError
 from areal_lora.obs.log import get_logger
 from areal_lora.types import AdapterRef, TrainBatch
@@ -111,7 +111,7 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
             continue
         compared += zip(mine, scored, strict=True)
     gaps: dict[int, list[float]] = {}
-    votes: Counter[str] = Counter(pairs=0, late=0, early=0)
+    votes: Counter[str] = Counter(late=0, late_own=0, early=0, early_own=0)
     for excerpt, scores in compared:
         if len(scores) != len(excerpt.token_ids):
             return Audit(error=f"{excerpt.ref}: {len(scores)} scores for {len(excerpt.token_ids)} tokens")
@@ -129,11 +129,11 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
 
 def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int], limit: float) -> str:
     """What is wrong, if anything. Sequences are counted: a tie between experts spoils single ones."""
-    direction = shift_of(votes["pairs"], votes["late"], votes["early"])
-    if direction:
+    if is_shifted(votes):
         return (
-            f"rollout logprobs lie one token too {direction}: {votes[direction]} of {votes['pairs']} neighbouring "
-            "tokens fit each other's record better than their own, scored by the versions that sampled them"
+            f"rollout logprobs are shifted by one token: scored by the versions that sampled them {votes['late']} "
+            f"tokens have the record of the next one, {votes['early']} that of the one before, "
+            f"{votes['late_own']} their own"
         )
     means = [fmean(sequence) for sequence in gaps.values()]
     far = [m for m in means if not m <= limit]

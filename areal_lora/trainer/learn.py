@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_lora.algorithms.alignment import shift_of, shift_votes
+from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.algorithms.losses import decoupled_ppo
 from areal_lora.algorithms.reduce import denominator, token_weights
 from areal_lora.data.collate import check_batch, split_minibatches
@@ -136,9 +136,8 @@ def _assert_aligned(sums: dict[str, float], limit: float) -> None:
 
 
 def _assert_not_shifted(sums: dict[str, float]) -> None:
-    direction = shift_of(sums["pairs"], sums["late"], sums["early"])
-    if direction:
+    if is_shifted(sums):
         raise AlignmentError(
-            f"rollout logprobs lie one token too {direction}: {sums[direction]:.0f} of {sums['pairs']:.0f} "
-            "neighbouring tokens fit each other's record better than their own"
+            f"rollout logprobs are shifted by one token: of the tokens that can tell {sums['late']:.0f} have the "
+            f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
         )

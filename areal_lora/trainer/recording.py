@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_lora.algorithms.advantages import sample_rewards
+from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.checkpoint.saver import Save
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
@@ -158,6 +159,7 @@ class Recorder:
         ``audit`` is what has become known during the step, of its batch or of the one before.
         """
         audit = audit or Audit()
+        votes, share = shifted_share(report.sums)
         self.beat()
         stats = self._stats
         now = time.monotonic()
@@ -190,7 +192,7 @@ class Recorder:
                 audited_tokens=audit.tokens, audit_gap=audit.gap, unaudited_steps=audit.silent_steps,
                 extra={
                     "skipped": report.skipped, "capped_fraction": report.per_token("capped"),
-                    "shift_pairs": report.sums["pairs"], "audit_s": audit.took_s,
+                    "shift_votes": votes, "shifted_share": share, "audit_s": audit.took_s,
                 },
             )
         )

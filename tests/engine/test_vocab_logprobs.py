@@ -81,3 +81,17 @@ def test_split_vocabulary(tmp_path: Path) -> None:
         assert np.array_equal(ranks[0][value], ranks[1][value])
     gradient = np.concatenate([ranks[0][2], ranks[1][2]], 1)
     check([torch.from_numpy(v) for v in (ranks[0][0], ranks[0][1], gradient)], 0.6)
+
+
+def test_no_tensor_is_made_on_the_default_device() -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    target = torch.tensor([0, 6, 3, 2, 1])
+    torch.set_default_device("meta")
+    try:
+        logprobs, entropy = vocab_logprobs(logits, target, temperature=0.7, group=None)
+        (logprobs.sum() + entropy.sum()).backward()
+    finally:
+        torch.set_default_device(None)
+    assert {t.device.type for t in (logprobs, entropy, logits.grad)} == {"cpu"}
+    want = (logits.detach() / 0.7).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    assert torch.allclose(logprobs.detach(), want, atol=1e-6)

@@ -207,7 +207,7 @@ def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_o
         auditor.begin("math", batch(4, "finish"), 4, 1.0)  # what was found meanwhile is not lost
         third = auditor.collect(wait=True)
         assert third is not None
-        assert "one token too late" in third.error
+        assert "shifted by one token" in third.error
         assert auditor.collect() is None
         auditor.close()
 

@@ -115,7 +115,7 @@ class Auditor:
         return self._audit
 
 
-@pytest.mark.parametrize("error", ["", "rollout logprobs lie one token too late"])
+@pytest.mark.parametrize("error", ["", "rollout logprobs are shifted by one token"])
 def test_what_a_server_says_of_a_batch_ends_all_ranks_alike(error: str) -> None:
     exchanges = ThreadExchange.make(2)
     audits: list[Audit | None] = [None, None]
