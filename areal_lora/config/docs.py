@@ -54,8 +54,8 @@ cache lacks: configuration, tokenizer and safetensors, nothing else. The cache a
 answer, or gives no access, a complete snapshot in the cache is used. A snapshot is complete if every shard that
 `model.safetensors.index.json` lists is there.
 
-`config.json` of the run records `model.commit` and `model.snapshot`. All processes read this folder. A resumed run keeps
-its commit, also if the branch has moved. Another commit is refused like another model.
+`config.json` of the run records `model.commit` and `model.snapshot`. All processes read this folder. A resumed run
+keeps its commit, also if the branch has moved. Another commit is refused like another model.
 The exported adapter names the model by its hub name, with the commit as `revision`.
 
 `--dry-run` and `--explain-resume` ask no hub and download nothing.
