@@ -37,11 +37,28 @@ python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 
 - Entries of `adapters` merge by `name`. One entry merges with one entry, whatever its name.
 - A section that is chosen by `kind` is replaced as a whole when an overlay changes the kind.
 - `a.b=c` sets one key after all files. Address an adapter by number or by name: `adapters.0.rank=8`.
-- Relative paths of models and data files are looked up next to the YAML file, then in the working folder.
+- Relative paths of models, adapters, data files and user code are looked up next to the YAML file that sets them,
+  then in the working folder. `~` is the home folder.
+- `model.path` is a folder if there is one of this name, else a hub name if it reads `org/name`; see below.
 - `run.root` is relative to the working folder.
 - `target_modules` and `exclude_modules` take names, scopes, dotted paths and wildcards; see below.
 - With `rollout.port` set, server number i listens on `rollout.port + i`.
-- A run folder that exists is moved to `<name>.1`, `<name>.2`, and so on. Nothing is deleted.
+- A run in the run folder is resumed. With `--fresh` its folder is moved to `<name>.1`, `<name>.2`, and so on, and a new
+  run begins. Nothing is deleted.
+
+## Models from the hub
+
+A start resolves a hub name to the commit that `model.revision` is at that moment, and downloads the files that the
+cache lacks: configuration, tokenizer and safetensors, nothing else. The cache and the hub are huggingface_hub's:
+`HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` have its meaning. Where the hub does not
+answer, or gives no access, a complete snapshot in the cache is used. A snapshot is complete if every shard that
+`model.safetensors.index.json` lists is there.
+
+`config.json` of the run records `model.commit` and `model.snapshot`. All processes read this folder. A resumed run
+keeps its commit, also if the branch has moved. Another commit is refused like another model.
+The exported adapter names the model by its hub name, with the commit as `revision`.
+
+`--dry-run` and `--explain-resume` ask no hub and download nothing.
 
 ## Targets
 
@@ -68,14 +85,18 @@ meant, else `expert.linear_fc1`, `mlp.linear_fc1` or `shared_expert.linear_fc1`.
 ## Checks
 
 Before anything starts, the launcher checks the configuration against the model and the machine.
-Each problem is one line. The exit code is then 64.
+Each problem is one line. The exit code is then 64, or 69 where something that is needed cannot be had.
 
 | exit code | meaning |
 |---|---|
-| 0 | the run is done |
-| 64 | the input is wrong; nothing was started |
-| 69 | a program, package or device is missing |
-| 70 | a component failed; its last log lines were printed |
+| 0 | the run is done, or was done before |
+| 1 | an error that nobody expected; a traceback was printed |
+| 64 | the input is wrong |
+| 65 | the data break a contract: parity, staleness, alignment, a broken adapter |
+| 69 | a program, package, device or model that is needed cannot be had |
+| 70 | a component failed and its restarts are used up; its last log lines were printed |
+| 74 | checkpoints or records cannot be written, or no checkpoint that exists can be read |
+| 75 | of a component only: another process or the network was in the way |
 | 130 | interrupted |
 """
 

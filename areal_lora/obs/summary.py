@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from areal_lora.obs.metrics import METRICS_FILE, TENSORBOARD_FOLDER
 
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.json"
+SERVE_PORT = 8000
+EVALUATE = Path(__file__).resolve().parents[2] / "examples" / "math" / "evaluate.py"
+"""In a checkout of this package only."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +129,8 @@ def print_closing(run_folder: Path | str, console: Console) -> None:
         f"adapter      {summary.adapter_path}",
         f"report       {summary.report_path}",
         f"metrics      {folder / METRICS_FILE}",
-        f"TensorBoard  tensorboard --logdir {shlex.quote(str(folder / TENSORBOARD_FOLDER))}",
+        f"TensorBoard  {_python(config.trainer.python)} -m tensorboard.main"
+        f" --logdir {shlex.quote(str(folder / TENSORBOARD_FOLDER))}",
         "",
         *_how_to_use(folder, config, summary),
         "",
@@ -137,17 +142,27 @@ def print_closing(run_folder: Path | str, console: Console) -> None:
 
 
 def _how_to_use(folder: Path, config: Config, summary: Summary) -> list[str]:
-    name = config.adapters[0].name
-    model, adapter = shlex.quote(summary.model), shlex.quote(summary.adapter_path)
+    """Commands and Python lines that work as pasted, in any folder and without an activated environment."""
+    name, model = config.adapters[0].name, config.model.folder
     cpu = " --enforce-eager" if config.cluster.device == "cpu" else ""
-    return [
-        f"Talk to it with stock vLLM (then POST /v1/completions, model {name}):",
-        f"  vllm serve {model} --dtype {config.model.dtype}{cpu} --enable-lora"
-        f" --max-lora-rank {config.rollout.max_lora_rank} --lora-modules {name}={adapter}",
-        "Load it with stock peft:",
-        "  from peft import PeftModel; from transformers import AutoModelForCausalLM",
-        f"  model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({summary.model!r}),",
-        f"                                    {summary.adapter_path!r})",
-        "Evaluate it again, from a checkout of areal_lora:",
-        f"  python examples/math/evaluate.py {shlex.quote(str(folder))}",
+    lines = [
+        f"Serve it with stock vLLM (then POST to http://127.0.0.1:{SERVE_PORT}/v1/completions, model {name}):",
+        # Not `vllm serve`: its command line refuses vLLM's CPU distribution, which has another name.
+        f"  {_python(config.rollout.python)} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {SERVE_PORT}"
+        f" --model {shlex.quote(model)} --dtype {config.model.dtype}{cpu}"
+        f" --max-model-len {config.rollout.max_model_len} --enable-lora --max-lora-rank {config.rollout.max_lora_rank}"
+        f" --lora-modules {name}={shlex.quote(summary.adapter_path)}",
+        f"Load it with stock peft, in {_python(config.trainer.python)}:",
+        # Not indented: Python would refuse the lines as pasted.
+        "from peft import PeftModel; from transformers import AutoModelForCausalLM",
+        f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {summary.adapter_path!r})",
     ]
+    if EVALUATE.is_file():
+        command = f"{_python(config.trainer.python)} {shlex.quote(str(EVALUATE))} {shlex.quote(str(folder))}"
+        lines += ["Evaluate it again, without any of the training or serving path:", f"  {command}"]
+    return lines
+
+
+def _python(role: str | None) -> str:
+    """The interpreter of a role, for a shell."""
+    return shlex.quote(role or sys.executable)

@@ -1,6 +1,6 @@
 """Greedy held-out accuracy and mean reward of a finished run, with stock peft and transformers only.
 
-    python examples/math/evaluate.py RUN_FOLDER [--base]
+    .venv/bin/python examples/math/evaluate.py RUN_FOLDER [--base]
 
 ``--base`` leaves the adapter off. Nothing of the training or serving path is used, so this is
 an independent second opinion on ``eval_after`` and ``eval_reward_after``. Answers are scored as in the run: in a

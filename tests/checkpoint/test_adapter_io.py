@@ -122,6 +122,14 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
         assert tensor.dtype == want.dtype
 
 
+def test_peft_is_told_the_revision_of_a_base_from_the_hub(tmp_path):
+    from peft import PeftConfig
+
+    save_peft(tmp_path / "x", spec(), adapter()[0], "org/name", adapter()[1], revision="abc")
+    read = PeftConfig.from_pretrained(str(tmp_path / "x"))
+    assert (read.base_model_name_or_path, read.revision) == ("org/name", "abc")
+
+
 def test_the_file_has_the_prefix_the_hugging_face_targets_and_no_shared_storage(tmp_path):
     tensors, aliases = adapter()
     save_peft(tmp_path / "x", spec(alpha=12.0), tensors, "base/path", aliases)

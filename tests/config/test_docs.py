@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from areal_lora.config import docs, schema
+import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / docs.TARGET
+from areal_lora.config import docs, schema
+from areal_lora.errors import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / docs.TARGET
 
 
 def test_page_is_up_to_date() -> None:
@@ -17,3 +22,9 @@ def test_every_key_is_on_the_page() -> None:
     page = docs.render()
     for key in schema.leaf_keys():
         assert f"| `{key.rpartition('.')[2]}` |" in page
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "operations.md"])
+def test_every_exit_code_is_in_the_table(page: str) -> None:
+    text = (ROOT / "docs" / "en" / page).read_text(encoding="utf-8")
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {int(code) for code in ExitCode}

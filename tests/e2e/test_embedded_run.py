@@ -1,11 +1,22 @@
-"""A short run of the shipped example through the launcher: real Megatron on two ranks, real vLLM, a real adapter."""
+"""A short run of the shipped example through the launcher: real Megatron on two ranks, real vLLM, a real adapter.
+
+The model is given by its hub name; its files are in a cache folder and no hub answers. What the run prints at its
+end is run as printed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +25,14 @@ import psutil
 import pytest
 import torch
 
+from areal_lora.config.models import Config
 from areal_lora.obs.metrics import read_metrics
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.weight_sync.digests import base_digest
+from tests.launcher.hub_cache import FIRST, NAME, TINY_MODEL, fill_cache, tiny_files
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "math"
 HERE = Path(__file__).parent
 STEPS = 6
 
@@ -28,6 +44,16 @@ class Run:
     folder: Path
     output: str
     code: int
+    snapshot: Path
+
+    @property
+    def config(self) -> Config:
+        return Config.model_validate_json((self.folder / "config.json").read_text())
+
+    def printed(self, words: str) -> str:
+        """The one line that holds ``words``, as it was printed."""
+        [line] = [line for line in self.output.splitlines() if words in line]
+        return line
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -41,14 +67,16 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("runs with a space")
+    snapshot = fill_cache(root / "hub cache", tiny_files())
+    environment = {**os.environ, "HF_HUB_CACHE": str(root / "hub cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [
         sys.executable, "-m", "areal_lora.launch",
         "--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"), "--config", str(EXAMPLES / "embedded.yaml"),
-        f"run.root={root}", "run.name=short", f"run.steps={STEPS}", "eval.every_steps=3",
+        f"run.root={root}", "run.name=short", f"model.path={NAME}", f"run.steps={STEPS}", "eval.every_steps=3",
         "adapters.gsm8k.sampling.prompts_per_step=24", "adapters.gsm8k.task.n_eval=64",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)
 
 
 def test_it_ends_well_and_says_what_it_made(run: Run) -> None:
@@ -59,6 +87,16 @@ def test_it_ends_well_and_says_what_it_made(run: Run) -> None:
     last_lines = run.output.strip().splitlines()[-len(summary) :]
     assert {line.split(": ", 1)[0]: json.loads(line.split(": ", 1)[1]) for line in last_lines} == summary
     assert Path(summary["report_path"]).read_text().count("<svg") >= 5
+
+
+def test_a_hub_name_is_what_the_run_starts_from(run: Run) -> None:
+    model = run.config.model
+    assert (model.path, model.commit, model.folder) == (NAME, FIRST, str(run.snapshot))
+    assert run.summary["model"] == NAME
+    exported = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert (exported["base_model_name_or_path"], exported["revision"]) == (NAME, FIRST)
+    [manifest] = sorted((run.folder / "checkpoints").rglob(f"v{STEPS:06d}/manifest.json"))
+    assert base_digest(TINY_MODEL) in manifest.read_text()
 
 
 def test_trainer_and_server_agree_after_every_publish(run: Run) -> None:
@@ -106,7 +144,7 @@ def test_the_exported_adapter_is_the_trained_policy_in_stock_peft(run: Run) -> N
     script = [sys.executable, str(HERE / "megatron_scores.py"), str(run.folder), str(run.adapter), str(out)]
     subprocess.run(script, env=environment, check=True, timeout=200)
     scores = json.loads(out.read_text())
-    base = AutoModelForCausalLM.from_pretrained(scores["model"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(run.config.model.folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(run.adapter)).eval()
     worst, moved = 0.0, 0.0
     for ids, ours in zip(scores["token_ids"], scores["logprobs"], strict=True):
@@ -124,21 +162,101 @@ def _logprobs(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
     return logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def test_stock_vllm_gives_the_same_greedy_answers_as_stock_peft(run: Run) -> None:
-    """Stock vLLM loads the folder; of this package only the plugin for LoRA on CPU experts is active."""
-    script = [sys.executable, str(HERE / "stock_vllm.py"), str(run.folder), str(run.adapter)]
-    done = subprocess.run(script, check=True, timeout=200, capture_output=True, text=True)
-    answers = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(answers) == 32
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+@contextmanager
+def started(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A printed command in a shell, from a folder where nothing is; ended with all its children."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(["bash", "-c", f"exec {command.strip()}"], cwd="/", stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for survivor in alive:
+            survivor.kill()
 
-    model_path = run.summary["model"]
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, str(run.adapter)).eval()
+
+def wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 150) -> bytes:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                content: bytes = answer.read()
+                return content
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            assert time.monotonic() < deadline, f"{url} does not answer: {log.read_text(errors='replace')[-3000:]}"
+            time.sleep(0.2)
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        content: dict[str, Any] = json.loads(answer.read())
+        return content
+
+
+def test_the_printed_serve_command_gives_the_same_greedy_answers_as_stock_peft(run: Run) -> None:
+    """Stock vLLM loads the folder; of this package only the plugin for LoRA on CPU experts is active."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = run.config.model.folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    samples = load_samples(run.config.adapters[0].task, "eval")[:32]
+    prompts = [tokenizer.encode(s.prompt, add_special_tokens=False) for s in samples]
+    log = run.folder / "serve.log"
+    with started(run.printed("vllm.entrypoints"), log) as process:
+        models = json.loads(wait_until_it_answers("http://127.0.0.1:8000/v1/models", process, log))
+        assert {"gsm8k", folder} == {model["id"] for model in models["data"]}
+        asked = {"model": "gsm8k", "prompt": prompts, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
+        choices = post("http://127.0.0.1:8000/v1/completions", asked)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(32))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), str(run.adapter)
+    ).eval()
     # Teacher forcing: every token vLLM chose must be the argmax of stock peft, given the same text before it.
-    for answer in answers:
-        prompt, completion = answer["prompt"], answer["completion"]
+    for prompt, choice in zip(prompts, choices, strict=True):
+        completion = choice["token_ids"]
+        assert completion
         with torch.no_grad():
             logits = model(torch.tensor([prompt + completion])).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == completion
+
+
+def test_the_printed_lines_for_peft_and_tensorboard_work(run: Run) -> None:
+    lines = run.output.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("from peft import"))
+    python = shlex.split(lines[at - 1].removeprefix("Load it with stock peft, in ").removesuffix(":"))
+    code = "\n".join([*lines[at : at + 2], "print(type(model).__name__)"])
+    shell = [*python, "-i"]
+    done = subprocess.run(shell, input=code, capture_output=True, text=True, timeout=120, cwd="/", check=False)
+    assert "PeftModelForCausalLM" in done.stdout, done.stderr
+    log = run.folder / "tensorboard.log"
+    command = run.printed("tensorboard.main").removeprefix("TensorBoard")
+    with started(command, log) as process:
+        page = wait_until_it_answers("http://127.0.0.1:6006/", process, log)
+    assert b"TensorBoard" in page
+
+
+def test_the_printed_evaluation_agrees_with_the_run(run: Run) -> None:
+    command = run.printed("evaluate.py")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"accuracy: ([0-9.]+) over 64 problems", done.stdout)
+    assert found, done.stdout
+    assert abs(float(found[1]) - run.summary["eval_after"]) <= 1 / 64 + 1e-4, "one near tie may fall the other way"
+
+
+def test_the_quickstart_shows_the_commands_that_a_run_prints(run: Run) -> None:
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "docs" / "en" / "quickstart.md").read_text(), re.S)
+    shown = [shlex.split(block) for block in blocks]
+    places = {"runs/embedded": str(run.folder), ".venv/bin/python": sys.executable, "examples/math/": f"{EXAMPLES}/"}
+    for words in ("vllm.entrypoints", "evaluate.py", "tensorboard.main"):
+        printed = shlex.split(run.printed(words).removeprefix("TensorBoard"))
+        [command] = [c for c in shown if any(words in word for word in c)]
+        for short, long in places.items():
+            command = [word.replace(short, long) for word in command]
+        command = [run.config.model.folder if word == f"{EXAMPLES}/tiny_model" else word for word in command]
+        assert command == printed

@@ -2,6 +2,8 @@
 
 import io
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,27 @@ def test_nothing_measured_is_null_not_zero(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no resolved configuration"):
         write(tmp_path)
+
+
+def test_commands_name_the_interpreters_of_the_roles_and_existing_files(tmp_path: Path) -> None:
+    """An activated environment is not needed, and no working folder."""
+    folder = small_run(tmp_path / "a folder")
+    config = make_config()
+    roles = {
+        "trainer": config.trainer.model_copy(update={"python": "/opt/train er/bin/python"}),
+        "model": config.model.model_copy(update={"snapshot": "/hub/snapshots/abc", "commit": "abc"}),
+    }
+    (folder / "config.json").write_text(config.model_copy(update=roles).model_dump_json())
+    write(folder)
+    out = io.StringIO()
+    print_closing(folder, Console(file=out))
+    lines = out.getvalue().splitlines()
+    words = ("evaluate.py", "tensorboard.main", "vllm.")
+    commands = {word: shlex.split(line) for line in lines for word in words if word in line}
+    assert commands["vllm."][:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert commands["vllm."][commands["vllm."].index("--model") + 1] == "/hub/snapshots/abc"
+    trainer = "/opt/train er/bin/python"
+    assert commands["tensorboard.main"] == ["TensorBoard", trainer, "-m", "tensorboard.main", "--logdir",
+                                            str(folder / "tensorboard")]  # fmt: skip
+    python, script, run = commands["evaluate.py"]
+    assert (python, Path(script).is_file(), run) == (trainer, True, str(folder))
