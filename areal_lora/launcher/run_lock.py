@@ -1,8 +1,8 @@
 """One launcher a run folder, also on file systems without flock.
 
-A file beside the run folder is locked with flock. Some network file systems have none (Lustre without ``-o flock``: ENOSYS).
-There a second file says who holds the folder: it is created exclusively and names host, boot, process and
-when that process started. One that a dead process of this host has left is replaced. One of another host is respected:
+A file beside the run folder is locked with flock. Some network file systems have none (Lustre without ``-o flock``:
+ENOSYS). There a second file says who holds the folder. It is created exclusively and names host, boot, process and when
+that process started. One that a dead process of this host has left is replaced. One of another host is respected:
 whether its process is alive cannot be seen from here.
 """
 

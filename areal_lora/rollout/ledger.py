@@ -9,15 +9,21 @@ dropped ones; a prompt that goes on after a drop gets a new row.
 
 Writes collect in one transaction until :meth:`LedgerFile.flush`. A controller that dies before
 forgets them, which is harmless where nobody else has heard of them yet: see the feed.
+
+The file lies in the run folder, often on a network file system. So its connection is the only one: SQLite's
+write-ahead log needs memory that connections share, and with ``locking_mode=EXCLUSIVE`` it needs none.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sqlite3
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -28,6 +34,8 @@ from areal_lora.rollout.records import LIVE, SCHEMA_VERSION, GroupState, Head, O
 LEDGER_FILE = "ledger.sqlite"  # in the run folder
 KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far
 FOLD_EVERY = 16  # committed steps
+LOCK_S, LOCK_WAIT_S = 10.0, 120.0  # NFS keeps the locks of a machine that died for about 90 s
+MEMORY = ":memory:"
 _SCHEMA = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL);
 CREATE TABLE adapters (
@@ -64,7 +72,7 @@ class LedgerError(RolloutError):
 
 
 class LedgerFile:
-    """One connection to ``<run_folder>/ledger.sqlite`` (or ``:memory:``), owned by the controller's only thread."""
+    """The only connection to ``<run_folder>/ledger.sqlite`` (or ``:memory:``), used by one thread of the controller."""
 
     def __init__(self, path: Path | str, run: str) -> None:
         """Open or create.
@@ -77,7 +85,8 @@ class LedgerFile:
         try:
             self._db = _open(self.path, run)
         except sqlite3.OperationalError as error:
-            raise LedgerError(f"{path}: the run ledger cannot be opened: {error} (fix: end its other users)") from error
+            fix = "end the process that has it open; a machine that died gives it back when it is up again"
+            raise LedgerError(f"{path}: the run ledger cannot be opened: {error} (fix: {fix})") from error
         except sqlite3.DatabaseError as error:
             aside = _move_aside(Path(path))
             log.warning("%s is damaged (%s): moved to %s, to be rebuilt from the checkpoint's snapshot",
@@ -116,11 +125,45 @@ class LedgerFile:
         return LedgerError(f"{self.path}: the run ledger cannot be written: {error} (fix: free or repair the disk)")
 
 
+def _connect(path: str) -> sqlite3.Connection:
+    """The only connection to ``path``, once nobody else has one. Raises sqlite3.OperationalError after LOCK_WAIT_S."""
+    locks = path == MEMORY or _has_locks(Path(path).parent)
+    if not locks:
+        log.warning("%s lies on a file system without locks; it relies on the launcher's for the run folder", path)
+    vfs = "" if locks else "?vfs=unix-none"
+    waited_s = 0.0
+    while True:
+        db = sqlite3.connect(path if path == MEMORY else f"file:{quote(path)}{vfs}", timeout=LOCK_S, uri=path != MEMORY)
+        try:
+            # Before the first access: afterwards SQLite would use shared memory.
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+        except sqlite3.Error as error:
+            db.close()
+            waited_s += LOCK_S
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or waited_s >= LOCK_WAIT_S:
+                raise
+            log.warning("waiting for %s since %.0f s: another process has it open, or a machine died that had",
+                        path, waited_s)
+        else:
+            return db
+
+
+def _has_locks(folder: Path) -> bool:
+    """Whether the file system of ``folder`` has POSIX locks. SQLite takes a lack of them for another user or a broken
+    disk, depending on the system's error."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
 def _open(path: str, run: str) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=10.0)
+    db = _connect(path)
     try:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
         if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.executescript("BEGIN;" + _SCHEMA)  # all of it or nothing, if this process ends here
             db.execute("INSERT INTO meta VALUES (?, ?)", (SCHEMA_VERSION, run))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger import LEDGER_FILE, Ledger, LedgerFile
 from areal_lora.rollout.reconcile import Reconciliation, plan_for
 from areal_lora.rollout.records import Head, Snapshot, decode_snapshot
+
+TRIES, PAUSE_S = 20, 0.05
 
 
 def reconciliations(
@@ -22,9 +27,7 @@ def reconciliations(
     Raises RolloutError where neither the ledger nor a snapshot says what was consumed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        for path in run_folder.glob(f"{LEDGER_FILE}*"):
-            if path.name in (LEDGER_FILE, f"{LEDGER_FILE}-wal"):
-                shutil.copy(path, folder)
+        _copy(run_folder, Path(folder))
         file = LedgerFile(Path(folder) / LEDGER_FILE, run)
         try:
             plans = {}
@@ -34,6 +37,33 @@ def reconciliations(
             return plans
         finally:
             file.close()
+
+
+def _copy(run_folder: Path, folder: Path) -> None:
+    """Copy file and log as of one moment. A running controller has the file locked, so SQLite cannot copy it."""
+    names = (LEDGER_FILE, f"{LEDGER_FILE}-wal")
+    for _ in range(TRIES):
+        before = _stats(run_folder, names)
+        for name in before:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(run_folder / name, folder)
+        if _stats(run_folder, names) == before:
+            return
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        time.sleep(PAUSE_S)
+    raise RolloutError(
+        f"{run_folder / LEDGER_FILE} is being written: the run is going on (fix: ask again when it has ended)"
+    )
+
+
+def _stats(run_folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    stats = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            stat = (run_folder / name).stat()
+            stats[name] = (stat.st_size, stat.st_mtime_ns)
+    return stats
 
 
 def _ledger(file: LedgerFile, adapter: str, snapshot: Snapshot | None) -> Ledger:

@@ -1,9 +1,10 @@
-"""The job script on a real slurmctld with four nodes. The roles are shell scripts: here it is all about who runs where,
-who hears which signal, and what becomes of the job."""
+"""The job script on a real slurmctld with four nodes.
+
+The roles are shell scripts: this is about who runs where, who hears which signal, and what becomes of the job.
+"""
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -145,7 +146,8 @@ def test_scancel_while_the_steps_stop_for_a_requeue_still_cancels(slurm: Slurm, 
 def test_a_preempted_job_is_requeued_once_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     job = running(slurm, submitted(slurm, tmp_path, SLEEP_IN_FIRST_LIFE))
     nodes = slurm.job(job.id)["NodeList"]
-    slurm.run("sbatch", "--partition=high", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    where = ("--partition=high", f"--nodelist={nodes}", "--exclusive")
+    slurm.run("sbatch", *where, "--output=/dev/null", "--wrap=sleep 1")
     slurm.until_requeued(job.id)
     ended = slurm.until_over(job.id)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log(f"job-{job.id}")
@@ -167,7 +169,8 @@ def test_a_second_start_leaves_a_running_job_alone(
     text = Path(slurm.environment["SLURM_CONF"]).read_text()
     dead.write_text(text.replace("SlurmctldPort=", "MessageTimeout=2\nSlurmctldPort=1"))
     monkeypatch.setenv("SLURM_CONF", str(dead))
-    with pytest.raises(ConfigError, match=rf"Slurm job {job.id} may still work in .*Unable to contact"), RunFolder(job.config):
+    unknown = rf"Slurm job {job.id} may still work in .*Unable to contact"
+    with pytest.raises(ConfigError, match=unknown), RunFolder(job.config):
         pass
     assert {path: path.read_bytes() for path in job.folder.rglob("*") if path.is_file()} == before
     slurm.run("scancel", job.id)
@@ -181,4 +184,4 @@ def test_a_job_whose_time_is_nearly_up_requeues_itself(slurm: Slurm, out_of_time
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log(f"job-{job.id}")
     assert "The job is requeued: USR1 arrived" in job.log(f"job-{job.id}")
     assert job.log("server-1").count("stopped in order") == 2
-    assert shlex.quote(job.id) == (job.folder / "job.id").read_text().strip()
+    assert (job.folder / "job.id").read_text() == f"{job.id}\n"

@@ -271,7 +271,8 @@ def test_a_job_that_cannot_be_released_is_cancelled(tmp_path: Path, monkeypatch:
     config, plan = job(tmp_path)
     calls = tmp_path / "calls"
     with_programs(
-        tmp_path, monkeypatch, sbatch="echo 42", scontrol="echo 'no controller' >&2; exit 1", scancel=f'echo "$@" > {calls}'
+        tmp_path, monkeypatch, sbatch="echo 42", scontrol="echo 'no controller' >&2; exit 1",
+        scancel=f'echo "$@" > {calls}',
     )
     with pytest.raises(EnvironmentError_, match="scontrol refused the job: no controller"):
         submit(config, plan, RunFolder(config))
@@ -323,7 +324,7 @@ def test_a_job_of_unknown_state_may_be_running(
     with_programs(tmp_path, monkeypatch, **programs)
     if not programs:
         monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=rf"Slurm job 17 may still work in .*{why}.*remove .*job\.id if the job is over"):
+    with pytest.raises(ConfigError, match=rf"job 17 may still work in .*{why}.*remove .*job\.id if the job is over"):
         entered(tmp_path)
     folder = tmp_path / "my-run"
     assert (folder / "rendezvous" / "trainer-0.json").is_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Simulation:
     servers: int = 0  # newest version they hold
     server_life: int = 0
     controller_life: int = 0
+    copied: int = 1 << 30  # the next version of the copy that was made of the ledger
     checkpoints: dict[int, tuple[bytes, Judge]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -232,16 +234,22 @@ class Simulation:
         self.file._db.close()  # what was not flushed is lost
         self.judge.controller_died()
         fate = self.rng.random()
-        path = self.folder / "ledger.sqlite"
+        path, copy = self.folder / "ledger.sqlite", self.folder / "copy"
         if fate < 0.04:
             self.note("ledger lost")
             for found in self.folder.glob("ledger.sqlite*"):
                 found.unlink()
+        elif 0.08 < fate < 0.2 and greet and self.copied < self.trainer.received:
+            self.note("ledger of earlier steps")
+            shutil.copy(copy, path)
         elif fate < 0.08:
             self.note("ledger damaged")
             for found in self.folder.glob("ledger.sqlite-*"):
                 found.unlink()
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        elif fate > 0.7:
+            shutil.copy(path, copy)
+            self.copied = self.feed._ledger.head.next_version
         self.start_controller()
         if greet:
             newest = self.trainer

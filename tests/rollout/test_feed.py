@@ -271,13 +271,15 @@ def test_a_request_that_outlives_its_lease_is_asked_again() -> None:
 
 def test_a_restarted_controller_goes_on_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    made, _, _ = feed(eta=1, b=2, file=LedgerFile(path, "t"))
+    file = LedgerFile(path, "t")
+    made, _, _ = feed(eta=1, b=2, file=file)
     made.announce(0)
     tickets = admit_all(made)
     for ticket in tickets[:3]:
         made.finish(ticket, episode(ticket.prompt, 0))
     lease = made.take(0, 0)
     assert lease is not None
+    file._db.close()  # what was not flushed is lost
     again, _, _ = feed(eta=1, b=2, file=LedgerFile(path, "t"), version=None)
     again.hello(0, trainer="first")  # the batch may not have reached it
     assert (again.ready, again.stats().waiting, again.stats().leased_steps) == (1, 1, 1)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +18,8 @@ import pytest
 from areal_lora.errors import ConfigError
 from areal_lora.rollout.ledger import FOLD_EVERY, KEEP_STEPS, Ledger, LedgerError, LedgerFile
 from areal_lora.rollout.records import GroupState, decode_snapshot
+
+NO_LOCKS = Path(__file__).resolve().parents[1] / "no_locks.py"
 
 
 def ledger(path: Path | str = ":memory:", run: str = "r", order: str = "o") -> tuple[LedgerFile, Ledger]:
@@ -65,17 +73,82 @@ def test_a_lost_group_is_noticed() -> None:
         book.check(live=2)
 
 
-def test_what_was_flushed_is_there_after_a_crash_and_the_rest_is_forgotten_whole(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
+def killed_after(write: Callable[[], None]) -> None:
+    """Run ``write`` in a process of its own, which is then killed: nothing is closed."""
+    if (pid := os.fork()) == 0:
+        write()
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def write_and_forget(path: Path) -> None:
     _, book = ledger(path)
     book.issue(0, 1)
     book.flush()
     book.issue(1, 1)
     book.head.next_position = 2
-    _, again = ledger(path)  # the first one's connection is still open: as after a SIGKILL
+
+
+def test_what_was_flushed_is_there_after_a_crash_and_the_rest_is_forgotten_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    killed_after(lambda: write_and_forget(path))
+    assert (tmp_path / "ledger.sqlite-wal").stat().st_size > 0, "the writes were folded in: the death came too late"
+    _, again = ledger(path)
     assert again.known
     assert (again.head.issued, again.head.next_position) == (1, 0)
     again.check(live=1)
+
+
+def test_another_machine_finds_all_of_it_in_files(tmp_path: Path) -> None:
+    """No part of it is in memory that connections share: that would stay behind on the first one."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    killed_after(lambda: write_and_forget(here / "ledger.sqlite"))
+    assert sorted(path.name for path in here.iterdir()) == ["ledger.sqlite", "ledger.sqlite-wal"]
+    shutil.copytree(here, there)
+    _, again = ledger(there / "ledger.sqlite")
+    assert again.head.issued == 1
+    again.check(live=1)
+
+
+SECOND = """
+import sys
+from areal_lora.rollout import ledger
+ledger.LOCK_S = ledger.LOCK_WAIT_S = 0.3
+try:
+    file = ledger.LedgerFile(sys.argv[1], "r")
+except ledger.LedgerError as error:
+    print(error)
+else:
+    book = file.adapter("math", "o")
+    print("issue", book.issue(book.head.issued, 1))
+    book.flush()
+"""
+
+
+def in_another_process(path: Path, *lacks: str) -> str:
+    command = [sys.executable, str(NO_LOCKS), *lacks] if lacks else []
+    command += [sys.executable, "-c", SECOND, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_second_controller_is_kept_out(tmp_path: Path) -> None:
+    path = tmp_path / "a #ledger?.sqlite"
+    file, _ = ledger(path)
+    assert "cannot be opened: database is locked (fix: end the process that has it open" in in_another_process(path)
+    file.close()
+    assert in_another_process(path) == "issue 0"
+
+
+@pytest.mark.parametrize("error", ["ENOSYS", "EOPNOTSUPP", "ENOLCK"])
+def test_file_systems_without_locks(tmp_path: Path, error: str) -> None:
+    path = tmp_path / "a #ledger?.sqlite"
+    assert [in_another_process(path, "all", error) for _ in range(2)] == ["issue 0", "issue 1"]
+    assert in_another_process(path) == "issue 2"
+    _, book = ledger(path)
+    book.check(live=3)
 
 
 def test_closed_steps_are_folded_into_counts_and_the_file_stays_small(tmp_path: Path) -> None:

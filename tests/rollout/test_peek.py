@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,20 @@ import pytest
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger import LEDGER_FILE, LedgerFile
 from areal_lora.rollout.peek import reconciliations
+
+KEPT: list[LedgerFile] = []  # a connection that is collected would fold its log in
+WRITER = """
+import sys, time
+from areal_lora.rollout.ledger import LedgerFile
+file = LedgerFile(sys.argv[1], "run")
+book = file.adapter("math", "o")
+while True:
+    for _ in range(100):
+        book.issue(book.head.issued, 1)
+    book.flush()
+    print(flush=True) if book.head.issued == 100 else None
+    time.sleep(0.05)
+"""
 
 
 def write_ledger(folder: Path) -> bytes:
@@ -29,6 +47,7 @@ def write_ledger(folder: Path) -> bytes:
     ledger.head.next_version = 3
     snapshot = ledger.snapshot(2)
     file.flush()
+    KEPT.append(file)
     return snapshot
 
 
@@ -57,3 +76,34 @@ def test_a_run_that_has_issued_nothing(tmp_path: Path) -> None:
     made = reconciliations(tmp_path, "run", {"math": 0}, {})["math"]
     assert str(made).startswith("0 groups committed late")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_ledger_of_a_running_controller_is_copied_between_two_writes(tmp_path: Path) -> None:
+    """As often as the file changes under the copy, it is copied again; what is told is of one moment."""
+    run = tmp_path / "run"
+    run.mkdir()
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(run / LEDGER_FILE)], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    try:
+        for _ in range(10):
+            made = reconciliations(run, "run", {"math": 0}, {})["math"]
+            assert not made.rebuild
+            assert len(made.going_on) % 100 == 0
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_a_ledger_that_never_rests_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_ledger(tmp_path)
+    copy = shutil.copy
+
+    def written_meanwhile(path: Path, folder: Path) -> None:
+        copy(path, folder)
+        os.utime(path)
+
+    monkeypatch.setattr(shutil, "copy", written_meanwhile)
+    monkeypatch.setattr("areal_lora.rollout.peek.PAUSE_S", 0.0)
+    with pytest.raises(RolloutError, match=r"ledger.sqlite is being written: the run is going on"):
+        reconciliations(tmp_path, "run", {"math": 2}, {})
