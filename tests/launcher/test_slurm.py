@@ -190,3 +190,10 @@ def test_submitted_job_id_and_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
     with pytest.raises(EnvironmentError_, match=r"sbatch refused .*: invalid partition"):
         submit(config, plan)
+
+
+def test_tasks_are_told_the_names_of_all_nodes(tmp_path: Path) -> None:
+    """They choose their address by the route to these."""
+    lines = sbatch_script(*job(tmp_path)).splitlines()
+    names = next(i for i, line in enumerate(lines) if line.startswith("mapfile -t NODES "))
+    assert lines[names + 1] == 'export AREAL_LORA_NODES="${NODES[*]}"'
