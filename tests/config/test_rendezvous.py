@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config import rendezvous
-from areal_lora.errors import EnvironmentError_, ProcessFailed
+from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
@@ -69,3 +69,16 @@ def test_curve_keys_are_pairs_that_depend_on_secret_and_role() -> None:
     assert rendezvous.zmq_curve_keys("aa", "controller") == (public, private)
     assert rendezvous.zmq_curve_keys("aa", "trainer")[1] != private
     assert rendezvous.zmq_curve_keys("ab", "controller")[1] != private
+
+
+def test_a_wildcard_cannot_be_published(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", ""):
+        with pytest.raises(ConfigError, match=r"cluster\.bind"):
+            rendezvous.publish_endpoint(tmp_path, "server", 0, {"data": 1}, host)
+    assert rendezvous.published_hosts(tmp_path) == []
+
+
+def test_hosts_are_listed_once(tmp_path: Path) -> None:
+    for index, host in enumerate(["10.0.0.2", "10.0.0.1", "10.0.0.2"]):
+        rendezvous.publish_endpoint(tmp_path, "server", index, {"data": 1}, host)
+    assert rendezvous.published_hosts(tmp_path) == ["10.0.0.2", "10.0.0.1"]
