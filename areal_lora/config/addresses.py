@@ -178,17 +178,18 @@ def _facing(peer: str, family: socket.AddressFamily, mine: set[_Address]) -> Ite
             yield ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
 
 
-def set_variables(place: Place) -> str:
+def set_variables(place: Place, *, one_node: bool = False) -> str:
     """Tell gloo, NCCL and vLLM, which choose by themselves, to use ``place``; before they are imported.
 
-    A variable that is set already wins. Returns a sentence about those that differ, empty if there are none.
+    ``one_node``: the groups that this process makes by itself stay on its node, as a server's do. Then gloo and vLLM
+    get loopback. A variable that is set already wins. Returns a sentence about those that differ, or nothing.
     """
     if not place.interface:
         return ""
     ours = {
-        "GLOO_SOCKET_IFNAME": place.interface,
+        "GLOO_SOCKET_IFNAME": "lo" if one_node else place.interface,
         "NCCL_SOCKET_IFNAME": f"={place.interface}",  # without the sign it would be a prefix
-        "VLLM_HOST_IP": place.address,
+        "VLLM_HOST_IP": "127.0.0.1" if one_node else place.address,
     }
     others = []
     for name, value in ours.items():

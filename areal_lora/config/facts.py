@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.config import architectures as arch
+from areal_lora.config.addresses import own_place
 from areal_lora.config.imports import check_import_path, parse_import_path
 from areal_lora.config.models import (
     AgentWorkflow,
@@ -31,7 +32,8 @@ class Facts:
     ``hf_config`` is the model's config.json, None where there is none; ``model_problem`` says
     why. ``model_is_local`` is False for a hub name of which files have to be downloaded.
     ``peft_folders`` describes each folder of ``init_from`` that can be read, ``peft_problems`` says
-    what is wrong with the others; ``code_problems`` what is wrong with user code that is named. ``devices``
+    what is wrong with the others; ``code_problems`` what is wrong with user code that is named.
+    ``address_problem`` is why no address of this machine fits ``cluster``. ``devices``
     is the number of accelerators seen here, None where that does not matter
     (CPU, or a cluster). ``memory_bytes`` is None where unknown.
     """
@@ -42,6 +44,7 @@ class Facts:
     peft_folders: Mapping[str, PeftFolder] = field(default_factory=dict)
     peft_problems: Mapping[str, str] = field(default_factory=dict)
     code_problems: tuple[ConfigError, ...] = ()
+    address_problem: ConfigError | None = None
     ports_in_use: frozenset[int] = frozenset()
     devices: int | None = None
     memory_bytes: int | None = None
@@ -58,6 +61,7 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
         peft_folders=peft_folders,
         peft_problems=peft_problems,
         code_problems=tuple(_code_problems(config)),
+        address_problem=_address_problem(config) if runs_here else None,
         ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if runs_here else None,
@@ -114,10 +118,18 @@ def _code_problems(config: Config) -> Iterator[ConfigError]:
                 yield error
 
 
+def _address_problem(config: Config) -> ConfigError | None:
+    try:
+        own_place(config.cluster, config.run_folder)
+    except ConfigError as error:
+        return error
+    return None
+
+
 def _ports_in_use(config: Config) -> frozenset[int]:
     used = set()
     for port in server_ports(config):
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in config.cluster.bind else socket.AF_INET) as probe:
             # A port in TIME_WAIT can be bound by the server, so it must not count as used.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -271,6 +271,9 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
             reason=f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is",
             fix="set cluster.bind=0.0.0.0, or leave cluster.interface out",
         )
+    elif facts.address_problem is not None and cluster.nodes == 1:  # several nodes: not a question about this machine
+        problem = facts.address_problem
+        yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
 
 
 def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ secret is 32 random bytes in hex, in ``<run_folder>/secret`` with mode 0600 (con
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -60,9 +61,11 @@ def publish_endpoint(
 
 def published_hosts(run_folder: Path | str) -> list[str]:
     """Addresses that processes of the run have published so far, each once."""
-    files = sorted((Path(run_folder) / "rendezvous").glob("*.json"))
-    hosts = [str(json.loads(file.read_text(encoding="utf-8"))["host"]) for file in files]
-    return list(dict.fromkeys(hosts))
+    hosts: dict[str, None] = {}
+    for file in sorted((Path(run_folder) / "rendezvous").glob("*.json")):
+        with contextlib.suppress(FileNotFoundError):  # its process is over
+            hosts[str(json.loads(file.read_text(encoding="utf-8"))["host"])] = None
+    return list(hosts)
 
 
 def bracketed(host: str) -> str:

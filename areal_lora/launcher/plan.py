@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.config import architectures as arch
+from areal_lora.config.addresses import WILDCARDS
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
@@ -76,7 +77,10 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortPlan:
-    """One listening socket: ``port`` 0 is chosen by the system and published in ``rendezvous/``."""
+    """One listening socket: ``host`` is an address, or words where each node finds its own.
+
+    ``port`` 0 is chosen by the system and published in ``rendezvous/``.
+    """
 
     process: str
     plane: str
@@ -211,7 +215,8 @@ def _controller(config: Config, folder: Path) -> ProcessSpec:
 
 
 def _ports(config: Config) -> tuple[PortPlan, ...]:
-    host = config.cluster.bind
+    bind, interface = config.cluster.bind, config.cluster.interface
+    host = bind if bind not in WILDCARDS else "the node's address" + ("" if interface == "auto" else f" ({interface})")
     fixed = server_ports(config) or [0] * config.rollout.servers
     ports = [PortPlan(process=f"{TRAINER}-0", plane="store", host=host, port=0)]
     ports.append(PortPlan(process=f"{CONTROLLER}-0", plane="control", host=host, port=0))

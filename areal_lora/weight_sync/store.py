@@ -68,6 +68,10 @@ class _Connection:
             self.close()
             raise
 
+    def usable(self) -> bool:
+        """Whether it was not lost while nobody used it: after the handshake every event is an end."""
+        return not self._monitor.poll(0)
+
     def exchange(self, request: Request, deadline: float) -> Reply | None:
         """The reply; None at ``deadline``, after which the connection is of no more use."""
         number = next(self._numbers).to_bytes(8, "little")
@@ -216,8 +220,11 @@ class CurveStore(dist.Store):
             if self._closed:
                 raise dist.DistStoreError("the store is closed")
             self._busy += 1
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.usable():
+                    return connection
+                connection.close()
         try:
             return _Connection(self._context, *self._where, self._secret, deadline)
         except BaseException:

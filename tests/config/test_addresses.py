@@ -104,7 +104,8 @@ def test_a_process_stays_where_it_is(tmp_path, monkeypatch):
 
 def test_variables_of_the_user_win_and_are_named(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "unset by the test afterwards")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     place = Place(address="10.4.0.7", interface="ib0")
     assert set_variables(place) == ""
@@ -113,6 +114,15 @@ def test_variables_of_the_user_win_and_are_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "GLOO_SOCKET_IFNAME=eth0 of the environment wins over ib0 10.4.0.7" in set_variables(place)
     assert addresses.os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_groups_inside_a_server_stay_on_loopback(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
+        monkeypatch.setenv(name, "unset by the test afterwards")
+        monkeypatch.delenv(name)
+    assert set_variables(Place(address="10.4.0.7", interface="ib0"), one_node=True) == ""
+    found = [addresses.os.environ[n] for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")]
+    assert found == ["lo", "=ib0", "127.0.0.1"]
 
 
 def test_the_name_of_the_host_is_not_asked(tmp_path, monkeypatch):

@@ -54,3 +54,12 @@ def test_visible_devices_follow_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gather_facts(load_config(DENSE), runs_here=True).devices == 0
     assert gather_facts(load_config(EMBEDDED), runs_here=True).devices is None
+
+
+def test_an_address_that_this_machine_does_not_have_is_found() -> None:
+    config = load_config(EMBEDDED, ["cluster.bind=192.0.2.77"])
+    problem = gather_facts(config, runs_here=True).address_problem
+    assert problem is not None
+    assert "no address 192.0.2.77" in str(problem)
+    assert gather_facts(config, runs_here=False).address_problem is None
+    assert gather_facts(load_config(EMBEDDED), runs_here=True).address_problem is None

@@ -12,6 +12,7 @@ from areal_lora.config.architectures import known_config
 from areal_lora.config.facts import Facts
 from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
+from areal_lora.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
 MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
@@ -66,6 +67,9 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["cluster.nodes=2"], {}, "cluster.nodes", ["this machine"]),
     ("moe", ["cluster.nodes=2"], {}, "cluster.nodes", ["24 devices are needed", "16 are declared"]),
     ("moe", ["cluster.bind=127.0.0.1"], {}, "cluster.bind", ["cannot reach"]),
+    ("embedded", ["cluster.interface=eth0"], {}, "cluster.interface", ["'eth0'", "contradicts cluster.bind = 127.0.0.1"]),
+    ("embedded", ["cluster.bind=0.0.0.0", "cluster.interface=10.0.0.0/40"], {}, "cluster.interface", ["10.0.0.0/40"]),
+    ("embedded", ["cluster.bind=10.9.9.9"], {"address_problem": ConfigError("cluster.bind", "no such address")}, "cluster.bind", ["no such"]),
     ("dense", [], {"devices": 4}, "cluster.device", ["8 cuda devices", "4 are visible"]),
     ("embedded", [], {"hf_config": None, "model_problem": "there is no folder 'x'"}, "model.path", ["no folder 'x'"]),
     ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["'gpt2' has no converter", "qwen3_moe"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config import rendezvous
-from areal_lora.errors import EnvironmentError_, ProcessFailed
+from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
@@ -113,3 +113,16 @@ def test_a_file_that_stays_unreadable_is_an_os_error_and_named_by_who_waits_for_
     trouble.outcomes = [outcome] * 10_000
     with pytest.raises(ProcessFailed, match=r"within 0 s \(.*server-0.json: (Stale|holds no endpoint)"):
         rendezvous.wait_endpoint(tmp_path, "server", 0, timeout_s=0.1)
+
+
+def test_a_wildcard_cannot_be_published(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", ""):
+        with pytest.raises(ConfigError, match=r"cluster\.bind"):
+            rendezvous.publish_endpoint(tmp_path, "server", 0, {"data": 1}, host)
+    assert rendezvous.published_hosts(tmp_path) == []
+
+
+def test_hosts_are_listed_once(tmp_path: Path) -> None:
+    for index, host in enumerate(["10.0.0.2", "10.0.0.1", "10.0.0.2"]):
+        rendezvous.publish_endpoint(tmp_path, "server", index, {"data": 1}, host)
+    assert rendezvous.published_hosts(tmp_path) == ["10.0.0.2", "10.0.0.1"]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,28 +47,13 @@ def run_ranks(hosts, folder: Path, bind: str, interface: str, stack: ExitStack) 
         stack.callback(process.kill)
     found = []
     for process in ranks:
-        timer = stack.enter_context(killer(process))
+        timer = threading.Timer(START_S, process.kill)
+        timer.start()
         line = process.stdout.readline()
         timer.cancel()
         assert line, f"a rank ended or was silent for {START_S:.0f} s"
         found.append(json.loads(line))
     return found
-
-
-class killer:
-    """Ends ``process`` if the timer is not cancelled."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        import threading
-
-        self.timer = threading.Timer(START_S, process.kill)
-
-    def __enter__(self):
-        self.timer.start()
-        return self.timer
-
-    def __exit__(self, *exc: object) -> None:
-        self.timer.cancel()
 
 
 @pytest.mark.parametrize(("bind", "interface", "family"), [

@@ -330,3 +330,10 @@ def test_a_job_of_unknown_state_may_be_running(
     assert (folder / "rendezvous" / "trainer-0.json").is_file()
     (folder / "job.id").unlink()
     entered(tmp_path)
+
+
+def test_tasks_are_told_the_names_of_all_nodes(tmp_path: Path) -> None:
+    """They choose their address by the route to these."""
+    lines = sbatch_script(*job(tmp_path)).splitlines()
+    names = next(i for i, line in enumerate(lines) if line.startswith("mapfile -t NODES "))
+    assert lines[names + 1] == 'export AREAL_LORA_NODES="${NODES[*]}"'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -88,6 +89,21 @@ def test_a_server_that_ends_wakes_who_waits(server):
         with pytest.raises(dist.DistNetworkError, match="refused"):
             store.set("k", "v")
         assert time.monotonic() - began < 2.0
+
+
+def test_a_connection_that_was_lost_while_idle_is_made_again(server):
+    """As a firewall does with connections that are silent for hours."""
+    with client(server) as store:
+        store.set("k", "v")
+        (idle,) = store._idle
+        at = psutil.Process().net_connections("tcp")
+        (end,) = {c.fd for c in at if c.raddr == (server.host, server.port) and c.status == psutil.CONN_ESTABLISHED}
+        with socket.socket(fileno=os.dup(end)) as held:
+            held.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + 5
+        while idle.usable() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert store.get("k") == b"v"
 
 
 def test_a_wait_ends_in_its_time_and_the_store_goes_on(server):

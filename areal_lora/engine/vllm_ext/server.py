@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         place = own_place(config.cluster, args.run_folder)
         with bound_sockets(config, args.index, place.address) as sockets:
             set_environment(config)
-            if warning := set_variables(place):
+            if warning := set_variables(place, one_node=True):
                 log.warning(warning)
             return uvloop.run(serve(config, args.run_folder, args.index, sockets))
     except ArealLoraError as e:
