@@ -37,11 +37,13 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from areal_lora.config.architectures import target_of
+from areal_lora.config.keys import Plane
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
+from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
-from areal_lora.engine.vllm_ext.server import BEAT_S, CLOSE_S, ROLE, HttpServer, Stop, bound_sockets
+from areal_lora.engine.vllm_ext.server import BEAT_S, CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.obs import stacks
 from areal_lora.obs.faults import reached
@@ -82,22 +84,22 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
     """Run until told to stop; the exit code."""
     stop, loop = Stop(), asyncio.get_running_loop()
     stop.on_signals()
-    modules = base_modules(Path(config.model.path))
+    modules, secret = base_modules(Path(config.model.path)), read_secret(run_folder)
     with ExitStack() as stack:
-        data, _ = stack.enter_context(bound_sockets(config, index))
+        data, admin = stack.enter_context(bound_sockets(config, index))
         server = stack.enter_context(MemoryServer(
-            run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.path),
+            run=config.run.name, secret=secret, base_digest=base_digest(config.model.path),
             shapes=lambda spec: served_shapes(modules, spec), modules=modules, n_slots=N_SLOTS,
             keep=config.rollout.resident_versions, deadline_s=config.weight_sync.attempt_s, score=score,
             declared={a.name: a.spec(config.model.path) for a in config.adapters},
-            on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
+            on_shutdown=partial(loop.call_soon_threadsafe, stop.restart), listener=admin,
         ))  # fmt: skip
-        http = HttpServer(StandInDataPlane(config, server).app(), data)
+        tls = server_tls(config, run_folder, secret)
+        app = guarded(StandInDataPlane(config, server).app(), config.cluster.bind, secret)
+        http = HttpServer(app, data, tls.get(Plane.DATA))
         serving = asyncio.create_task(http.serve())
-        publish_endpoint(
-            run_folder, ROLE, index, {"data": data.getsockname()[1], "admin": server.endpoint.admin_port},
-            config.cluster.bind,
-        )
+        ports = {"data": data.getsockname()[1], "admin": server.endpoint.admin_port}
+        publish_endpoint(run_folder, ROLE, index, ports, config.cluster.bind, tls)
         set_status(run_folder, ROLE, index, "serving")
         every_s = min(BEAT_S, config.run.stall_s / 4)
         while not stop.event.is_set():
