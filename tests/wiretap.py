@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that records what crosses it: what a listener on the network would see and could send again."""
+"""A TCP proxy on loopback that records what crosses it: what an eavesdropper would see, and could send again."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class OnlyKeyOf:
 
 
 def serve_curve(socket: zmq.Socket[Any], secret: str, role: str, max_bytes: int) -> None:
-    """Before ``bind``: ``socket`` proves to be ``role`` and drops connections that send more than ``max_bytes`` at once.
+    """Before ``bind``: ``socket`` proves to be ``role`` and drops who sends more than ``max_bytes`` in one message.
 
     The limit holds before the handshake, too: until then anyone may announce a message of any length.
     """

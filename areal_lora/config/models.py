@@ -312,7 +312,10 @@ class ClusterConfig(Section):
     device: Literal["cpu", "cuda", "npu"] = "cuda"
     nodes: PositiveInt = 1
     devices_per_node: PositiveInt = 8
-    bind: str = Field("127.0.0.1", description="Address that ports bind to; other than loopback needs the run secret.")
+    bind: str = Field(
+        "127.0.0.1",
+        description="Address that ports bind to. Other than on loopback, the data plane speaks TLS and needs its key.",
+    )
     slurm: SlurmConfig = SlurmConfig()
 
 

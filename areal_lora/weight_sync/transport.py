@@ -50,7 +50,7 @@ SHUTDOWN_PATH = "/admin/shutdown"
 RESTART_EXIT = 75  # of a server that was shut down over the admin plane: EX_TEMPFAIL, the launcher starts it again
 PING_S = 2.0  # a worker whose thread is silent for this long is taken for stopped
 CONTENT_TYPE = "application/msgpack"
-MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 8 MB, a token of a sequence to be scored at most 5 bytes
+MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a sequence to be scored at most 5 bytes
 
 M = TypeVar("M")
 

@@ -71,7 +71,7 @@ def test_without_a_handshake_nothing_long_is_taken_in(server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("secret", "role"), [("5f" * 32, "client"), (SECRET, "server"), (SECRET, "somebody")], ids=["foreign", "role", "own"]
+    ("secret", "role"), [("5f" * 32, "client"), (SECRET, "server"), (SECRET, "else")], ids=["run", "server", "role"]
 )
 def test_another_key_is_refused_and_the_monitor_tells(server, context, secret: str, role: str) -> None:
     refused = server[0].get_monitor_socket(HANDSHAKE_REFUSED)

@@ -134,7 +134,8 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
     try:
         tls = server_tls(config, run_folder, secret)
         http = [
-            HttpServer(parts.data_app, sockets[0], tls.get(Plane.DATA)), HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN])
+            HttpServer(parts.data_app, sockets[0], tls.get(Plane.DATA)),
+            HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN]),
         ]
         tasks = [asyncio.create_task(server.serve()) for server in http]
         beats = asyncio.create_task(_beat(parts.engine, run_folder, index, min(BEAT_S, config.run.stall_s / 4)))
@@ -197,6 +198,15 @@ class HttpServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await super().serve([self._sock])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """An idle TLS connection would be closed only when its client closes it, too: it is cut off."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+            transport = connection.transport
+            if transport is not None and transport.is_closing() and not transport.get_write_buffer_size():
+                transport.abort()
+        await super().shutdown(sockets)
 
 
 if __name__ == "__main__":

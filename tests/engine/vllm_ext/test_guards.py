@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from socket import create_connection, create_server
@@ -20,7 +21,7 @@ from starlette.routing import Route
 from areal_lora.config.keys import Plane, authorization, bearer_key
 from areal_lora.config.tls import client_context, server_context
 from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit, guarded
-from areal_lora.engine.vllm_ext.server import HttpServer
+from areal_lora.engine.vllm_ext.server import CLOSE_S, HttpServer
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.testing import FakeServer
@@ -154,6 +155,18 @@ def test_an_open_data_plane_is_not_told_the_key() -> None:
                 assert b"uthorization" not in tap.everything
 
     asyncio.run(test())
+
+
+def test_a_stop_does_not_wait_for_idle_connections(caplog: pytest.LogCaptureFixture) -> None:
+    tls = server_context(SECRET, Plane.ADMIN, "127.0.0.1")
+    with serving(Echo().app(), tls) as port:
+        kept = http.client.HTTPSConnection("127.0.0.1", port, timeout=5, context=client_context(SECRET, Plane.ADMIN))
+        kept.request("POST", "/v1/completions", b"hello")
+        assert kept.getresponse().read() == b"hello"
+        began = time.monotonic()
+    assert time.monotonic() - began < CLOSE_S / 2
+    assert not caplog.records
+    kept.close()
 
 
 @pytest.mark.parametrize(("bind", "status"), [("127.0.0.1", 200), ("0.0.0.0", 401)])
