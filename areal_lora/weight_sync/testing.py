@@ -1,7 +1,8 @@
 """A rollout server without a model, for tests of whatever publishes: real groups, real receivers.
 
 ``MemoryServer`` answers the admin plane, on loopback where it is given no listening socket, and stages versions
-into dictionaries. The backend ``SOCKETS`` sends bytes as between machines, where gloo would have receivers read the source's memory.
+into dictionaries. The backend ``SOCKETS`` sends bytes as between machines, where gloo would have receivers read
+the source's memory.
 """
 
 from __future__ import annotations
