@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from socket import create_connection, create_server
 
 import msgspec
@@ -19,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.config.keys import Plane, authorization, bearer_key
-from areal_lora.config.tls import client_context, server_context
+from areal_lora.config.tls import client_context, server_context, write_client_files
 from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit, guarded
 from areal_lora.engine.vllm_ext.server import CLOSE_S, HttpServer
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
@@ -40,7 +45,9 @@ class Echo:
         self.reached = 0
 
     def app(self) -> Starlette:
-        return Starlette(routes=[Route("/v1/completions", self.answer, methods=["POST"])])
+        return Starlette(routes=[
+            Route("/v1/completions", self.answer, methods=["POST"]), Route("/v1/models", self.answer),
+        ])
 
     async def answer(self, request: Request) -> Response:
         body = await request.body()
@@ -167,6 +174,32 @@ def test_a_stop_does_not_wait_for_idle_connections(caplog: pytest.LogCaptureFixt
     assert time.monotonic() - began < CLOSE_S / 2
     assert not caplog.records
     kept.close()
+
+
+def documented(fence: str) -> str:
+    """The only block of that kind in docs/en/security.md that is about a client outside the run."""
+    text = (Path(__file__).parents[3] / "docs" / "en" / "security.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [block] = [block for kind, block in blocks if kind == fence and "ca.pem" in block]
+    return block.replace("runs/NAME/", "").replace("HOST", "localhost")
+
+
+def test_outside_clients_do_as_the_documentation_says(tmp_path: Path) -> None:
+    write_client_files(tmp_path, SECRET)
+    app = guarded(Echo().app(), "0.0.0.0", SECRET)
+    with serving(app, server_context(SECRET, Plane.DATA, "0.0.0.0")) as port:
+        ask_models = "print(client.completions.create(model='a', prompt=[5, 6]).choices[0].text)"
+        code = f"{documented('python').replace('PORT', str(port))}\n{ask_models}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.stdout == "[5, 6]\n", done.stderr
+        if shutil.which("curl") is None:
+            pytest.skip("there is no curl here")
+        command = documented("").strip().replace("PORT", str(port)) + " --fail --silent --show-error"
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        without = command.replace("Bearer $(cat data.key)", "Bearer 0")
+        done = subprocess.run(without, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert "401" in done.stderr
 
 
 @pytest.mark.parametrize(("bind", "status"), [("127.0.0.1", 200), ("0.0.0.0", 401)])
