@@ -130,7 +130,9 @@ def identified(listener: Listener) -> Listener:
 
 def speaks(host: str, port: int) -> str:
     if said(host, port, b"")[:1] == b"\xff":
-        return f"zmq {said(host, port, greeting('NULL'))[12:32].rstrip(bytes(1)).decode()}"
+        # It names its mechanism only to who has named the same.
+        named = [m for m in ("CURVE", "NULL", "PLAIN") if m.encode() in said(host, port, greeting(m))[12:32]]
+        return f"zmq {' '.join(named)}"
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
     with contextlib.suppress(OSError), socket.create_connection((host, port), SILENCE_S) as raw:
@@ -237,9 +239,13 @@ def zmq_faults(host: str, listener: Listener, secret: str) -> list[str]:
 
 
 def admitted(host: str, port: int, keys: tuple[str, str, str] | None) -> bool:
-    """Whether the handshake succeeds."""
+    """Whether the handshake succeeds, with a kind of socket that fits."""
+    return any(shakes_hands(host, port, keys, kind) for kind in (zmq.DEALER, zmq.PUSH))
+
+
+def shakes_hands(host: str, port: int, keys: tuple[str, str, str] | None, kind: int) -> bool:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peer = context.socket(zmq.DEALER)
+    peer = context.socket(kind)
     peer.linger = 0
     if keys is not None:
         connect_curve(peer, *keys, max_bytes=1 << 20)
