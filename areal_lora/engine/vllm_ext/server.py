@@ -188,7 +188,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         super().__init__(uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_S,
+            app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=CLOSE_S,
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         ))
         self._sock = sock
