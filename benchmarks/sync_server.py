@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from areal_lora.config.keys import Plane
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import read_secret
 from areal_lora.engine.vllm_ext import assemble as assembling
-from areal_lora.engine.vllm_ext.server import bound_sockets, set_environment
+from areal_lora.engine.vllm_ext.server import HttpServer, bound_sockets, server_tls, set_environment
 
 STREAM_TOKENS = 400
 
@@ -79,10 +78,10 @@ async def main() -> None:
     )
     stop = asyncio.Event()
     with bound_sockets(config, args.index) as sockets:
-        parts = await assembling.assemble(config, args.run_folder, args.index, read_secret(args.run_folder), stop.set)
-        http = uvicorn.Server(uvicorn.Config(parts.admin_app, log_level="warning", access_log=False, lifespan="off"))
-        http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-        serving = asyncio.create_task(http.serve([sockets[1]]))
+        secret = read_secret(args.run_folder)
+        parts = await assembling.assemble(config, args.run_folder, args.index, secret, stop.set)
+        http = HttpServer(parts.admin_app, sockets[1], server_tls(config, args.run_folder, secret)[Plane.ADMIN])
+        serving = asyncio.create_task(http.serve())
         answers.write(json.dumps({"admin_port": sockets[1].getsockname()[1], "pid": os.getpid()}) + "\n")
         await commands(parts, answers)
         http.should_exit = True

@@ -365,7 +365,7 @@ class ClusterConfig(Section):
     bind: str = Field(
         "127.0.0.1",
         description="Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address "
-        "that `interface` finds. Other than loopback needs the run secret.",
+        "that `interface` finds. Other than on loopback, the data plane speaks TLS and needs its key.",
     )
     interface: str = Field(
         "auto",

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_lora.config.keys import derived_key
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
 
 POLL_S = 0.05
@@ -31,11 +31,15 @@ READ_TRIES, RETRY_S = 3, 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What one process bound: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``."""
+    """What one process bound: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``.
+
+    ``tls`` are the planes that speak TLS.
+    """
 
     host: str
     ports: dict[str, int]
     pid: int
+    tls: tuple[str, ...] = ()
 
 
 def endpoint_path(run_folder: Path | str, role: str, index: int) -> Path:
@@ -43,7 +47,8 @@ def endpoint_path(run_folder: Path | str, role: str, index: int) -> Path:
 
 
 def publish_endpoint(
-    run_folder: Path | str, role: str, index: int, ports: Mapping[str, int], host: str = "127.0.0.1"
+    run_folder: Path | str, role: str, index: int, ports: Mapping[str, int], host: str = "127.0.0.1",
+    tls: Iterable[str] = (),
 ) -> None:
     """Say, atomically, which ports this process has bound. A later call replaces the earlier one.
 
@@ -54,7 +59,7 @@ def publish_endpoint(
     path = endpoint_path(run_folder, role, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    endpoint = {"pid": os.getpid(), "host": host, "ports": dict(ports)}
+    endpoint = {"pid": os.getpid(), "host": host, "ports": dict(ports), "tls": list(tls)}
     temporary.write_text(json.dumps(endpoint), encoding="utf-8")
     temporary.replace(path)
 
@@ -95,7 +100,10 @@ def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | N
 
 def _endpoint(text: str) -> Endpoint:
     data = json.loads(text)
-    return Endpoint(host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]))
+    return Endpoint(
+        host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]),
+        tls=tuple(data["tls"]),
+    )
 
 
 def forget_endpoint(run_folder: Path | str, role: str, index: int) -> None:
@@ -170,11 +178,11 @@ def read_secret(run_folder: Path | str) -> str:
 def zmq_curve_keys(secret: str, role: str) -> tuple[bytes, bytes]:
     """The CURVE key pair ``(public, secret)``, z85 bytes, of ``role`` in this run.
 
-    Derived from sha256(secret + role), so each side knows the other's public key without
-    sending anything.
+    Derived from the run secret under the role's label (``config.keys``), so each side knows the
+    other's public key without sending anything.
     """
     import zmq
     from zmq.utils import z85
 
-    private = z85.encode(hashlib.sha256((secret + role).encode()).digest())
+    private = z85.encode(derived_key(secret, f"curve {role}"))
     return zmq.curve_public(private), private

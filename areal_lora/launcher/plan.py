@@ -15,6 +15,7 @@ from areal_lora.config import architectures as arch
 from areal_lora.config.addresses import WILDCARDS
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
+from areal_lora.config.tls import CA_FILE, DATA_KEY_FILE, on_loopback
 from areal_lora.errors import ConfigError
 
 TRAINER, CONTROLLER, SERVER = "trainer", "controller", "server"
@@ -232,6 +233,8 @@ def _files(config: Config, folder: Path) -> tuple[str, ...]:
         "logs/<role>-<index>.log", "metrics.jsonl", "samples/", "tensorboard/", "adapters/<name>/",
         "report.html", "summary.json",
     ]  # fmt: skip
+    if not on_loopback(config.cluster.bind):
+        names += [CA_FILE, DATA_KEY_FILE]
     return tuple(str(folder / name) for name in names)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from areal_lora.config.keys import Plane, authorization
+from areal_lora.config.tls import client_context
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Generation, Outcome
@@ -106,15 +108,17 @@ class CompletionClient:
     """One session with keep-alive to all rollout servers. Use as an async context manager."""
 
     def __init__(self, router: Router, secret: str) -> None:
-        self.router = router
-        self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+        self.router, self._secret = router, secret
+        # To an open data plane on loopback the key would only be told to whoever has taken its port.
+        self._plain = {"Content-Type": "application/json"}
+        self._keyed = self._plain | authorization(secret, Plane.DATA)
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> CompletionClient:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=client_context(self._secret, Plane.DATA)
         )
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
@@ -181,8 +185,9 @@ class CompletionClient:
         return completion
 
     async def _exchange(self, server: Server, ref: AdapterRef, body: bytes) -> bytes:
+        headers = self._keyed if server.url.startswith("https:") else self._plain
         try:
-            async with self._session.post(f"{server.url}/v1/completions", data=body) as response:
+            async with self._session.post(f"{server.url}/v1/completions", data=body, headers=headers) as response:
                 payload = await response.read()
         except aiohttp.ClientError as error:
             self.router.failed(server)

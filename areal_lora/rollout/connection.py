@@ -8,16 +8,11 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from areal_lora.config.rendezvous import Endpoint, bracketed, zmq_curve_keys
-from areal_lora.rollout.control import CLIENT_ROLE, SERVER_ROLE
+from areal_lora.config.curve import HANDSHAKE_REFUSED, connect_curve
+from areal_lora.config.rendezvous import Endpoint, bracketed
+from areal_lora.rollout.control import CLIENT_ROLE, MAX_REPLY_BYTES, SERVER_ROLE
 
 LOOK_S = 0.25  # how often a waiting request looks whether the controller has moved
-
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 class ConnectionLost(Exception):
@@ -39,10 +34,9 @@ class Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.ipv6 = ":" in endpoint.host
-        self._socket.curve_serverkey, _ = zmq_curve_keys(secret, SERVER_ROLE)
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, CLIENT_ROLE)
+        connect_curve(self._socket, secret, CLIENT_ROLE, SERVER_ROLE, MAX_REPLY_BYTES)
         self._monitor = self._socket.get_monitor_socket(
-            _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            HANDSHAKE_REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self._socket.connect(self.address)
 
@@ -77,7 +71,7 @@ class Connection:
         event = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.ready = True
-        elif event & _REFUSED or not self.ready:
+        elif event & HANDSHAKE_REFUSED or not self.ready:
             raise ConnectionLost(f"{self.address} refused the handshake", refused=True)
         else:
             raise ConnectionLost(f"{self.address} closed the connection")

@@ -9,7 +9,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from areal_lora.config.rendezvous import bracketed, zmq_curve_keys
+from areal_lora.config.curve import OnlyKeyOf, serve_curve
+from areal_lora.config.rendezvous import bracketed
 from areal_lora.errors import ArealLoraError
 from areal_lora.obs.log import get_logger
 from areal_lora.obs.watched_zmq import WatchedAuthenticator
@@ -18,19 +19,11 @@ from areal_lora.rollout.messages import Failed, Reply, Request, decode_request, 
 
 SERVER_ROLE = "controller"
 CLIENT_ROLE = "trainer"
+MAX_REQUEST_BYTES = 64 << 20  # the longest is a greeting with the ledger's snapshots
+MAX_REPLY_BYTES = 8 << 30  # a batch: 4,096 sequences of 32,768 tokens take about 3 GiB
 
 log = get_logger(__name__)
 Handler = Callable[[Request], Awaitable[Reply]]
-
-
-class _OnlyTheTrainer:
-    """CURVE credentials: exactly the client key that the run secret gives."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
 
 
 class ControlSocket:
@@ -40,11 +33,9 @@ class ControlSocket:
         self._context = zmq.asyncio.Context()
         self._authenticator = WatchedAuthenticator(self._context)
         self._authenticator.start()
-        client_public, _ = zmq_curve_keys(secret, CLIENT_ROLE)
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyTheTrainer(client_public))
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(secret, CLIENT_ROLE))
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, SERVER_ROLE)
+        serve_curve(self._socket, secret, SERVER_ROLE, MAX_REQUEST_BYTES)
         self._socket.linger = 500  # ms
         self._socket.ipv6 = ":" in host
         self.port = self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")

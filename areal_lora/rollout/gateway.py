@@ -44,6 +44,8 @@ class AgentGateway:
         try:
             session = self._session(request)
             return web.json_response(await self._complete(session, await request.read(), chat))
+        except web.HTTPRequestEntityTooLarge:
+            return web.json_response(error_body(413, f"the body is longer than {MAX_BODY_BYTES} bytes"), status=413)
         except Refused as error:
             return web.json_response(error_body(error.status, str(error)), status=error.status)
         except GenerationFault as fault:

@@ -170,7 +170,7 @@ class RendezvousWatch:
             return None
         return ServerEndpoint(
             name=f"server-{index}", host=endpoint.host, admin_port=endpoint.ports["admin"],
-            data_port=endpoint.ports["data"], workers=self._workers,
+            data_port=endpoint.ports["data"], workers=self._workers, data_tls="data" in endpoint.tls,
         )
 
 

@@ -1,13 +1,15 @@
 """A rollout server without a model, for tests of whatever publishes: real groups, real receivers.
 
-``MemoryServer`` answers the admin plane on loopback and stages versions into dictionaries. The backend
-``SOCKETS`` sends bytes as between machines, where gloo would have receivers read the source's memory.
+``MemoryServer`` answers the admin plane, on loopback where it is given no listening socket, and stages versions
+into dictionaries. The backend ``SOCKETS`` sends bytes as between machines, where gloo would have receivers read
+the source's memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +22,8 @@ import msgspec
 import numpy as np
 import torch
 
+from areal_lora.config.keys import Plane, authorized
+from areal_lora.config.tls import server_context
 from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.obs.faults import reached
 from areal_lora.obs.watched import watched_thread
@@ -183,6 +187,7 @@ class MemoryServer:
         n_slots: int = 4, score: Score | None = None,
         declared: Mapping[str, AdapterSpec] | None = None, name: str = "server-0", keep: int | None = None,
         modules: Mapping[str, tuple[int, int]] | None = None, on_shutdown: Callable[[], object] | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self.slots = SlotTable(n_slots)
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
@@ -204,8 +209,7 @@ class MemoryServer:
         self._released = threading.Condition(self._slots_lock)
         self._pins: dict[str, AdapterRef] = {}
         self._replies: dict[AdapterRef, tp.PublishReply] = {}
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._http.daemon_threads = True
+        self._http = _HttpsServer(listener or socket.create_server(("127.0.0.1", 0)), secret, _handler(self))
         self.endpoint = tp.ServerEndpoint(
             name=name, host="127.0.0.1", admin_port=self._http.server_port, data_port=0, workers=workers
         )
@@ -251,8 +255,8 @@ class MemoryServer:
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
         """(status, body) of one admin request."""
-        if not tp.authorized(header, self._secret):
-            return 401, b"wrong secret"
+        if not authorized(header, self._secret, Plane.ADMIN):
+            return 401, b"missing or wrong key of the admin plane"
         try:
             if (method, path) == ("GET", tp.INFO_PATH):
                 return 200, tp.encode_message(self._info())
@@ -389,6 +393,26 @@ def _modules(shapes: Callable[[AdapterSpec], Shapes]) -> dict[str, tuple[int, in
     return {m: (full[f"{m}.lora_A.weight"][1], full[f"{m}.lora_B.weight"][0]) for m in sorted(modules)}
 
 
+class _HttpsServer(ThreadingHTTPServer):
+    """Speaks TLS over a socket that listens already. Handshakes are made by the threads of the connections."""
+
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, secret: str, handler: type[BaseHTTPRequestHandler]) -> None:
+        host, port = listener.getsockname()[:2]
+        super().__init__((host, port), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.server_port = listener, port
+        self._tls = server_context(secret, Plane.ADMIN, host)
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        connection, peer = super().get_request()
+        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), peer
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Silent: a client without TLS, or one that is gone."""
+
+
 def _handler(server: MemoryServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # connections stay open, as the real server's do
@@ -400,8 +424,13 @@ def _handler(server: MemoryServer) -> type[BaseHTTPRequestHandler]:
             self._answer("POST")
 
         def _answer(self, method: str) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, answer = server.handle(method, self.path, self.headers.get("Authorization"), body)
+            length = int(self.headers.get("Content-Length", 0))
+            if length > tp.MAX_BODY_BYTES:
+                self.close_connection = True
+                status, answer = 413, b"body too long"
+            else:
+                body = self.rfile.read(length)
+                status, answer = server.handle(method, self.path, self.headers.get("Authorization"), body)
             with contextlib.suppress(OSError):  # the trainer has given up waiting
                 self.send_response(status)
                 self.send_header("Content-Type", tp.CONTENT_TYPE)

@@ -1,6 +1,7 @@
 """Messages and client of the admin plane: how a trainer tells servers about a publish.
 
-All bodies are msgpack (``msgspec``), every request carries ``Authorization: Bearer <run secret>``.
+HTTP over TLS of this run (``config.tls``). All bodies are msgpack (``msgspec``), at most ``MAX_BODY_BYTES`` long;
+every request carries ``Authorization: Bearer <key of the admin plane>``.
 
 =======  ==================  ======================================  =================================
 method   path                request body                            answer
@@ -14,8 +15,8 @@ POST     ``/admin/score``    ``ScoreRequest``                        200 ``Score
 POST     ``/admin/shutdown`` none                                    200, then it ends to be started anew
 =======  ==================  ======================================  =================================
 
-A refusal is 409 with ``RefusalReply``; a missing or wrong secret is 401; anything else that
-is not 200 is a failure of the server. ``/admin/join`` answers when all workers of the server
+A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else
+that is not 200 is a failure of the server. ``/admin/join`` answers when all workers of the server
 are members of all groups, ``/admin/publish`` when the version can be requested by name.
 
 The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
@@ -28,14 +29,16 @@ sends again to all others.
 
 from __future__ import annotations
 
-import hmac
 import http.client
+import ssl
 import threading
 from typing import TypeVar
 
 import msgspec
 
+from areal_lora.config.keys import Plane, authorization
 from areal_lora.config.rendezvous import bracketed
+from areal_lora.config.tls import client_context
 from areal_lora.errors import ManifestError, PublishError
 
 INFO_PATH = "/admin/info"
@@ -48,6 +51,7 @@ SHUTDOWN_PATH = "/admin/shutdown"
 RESTART_EXIT = 75  # of a server that was shut down over the admin plane: EX_TEMPFAIL, the launcher starts it again
 PING_S = 2.0  # a worker whose thread is silent for this long is taken for stopped
 CONTENT_TYPE = "application/msgpack"
+MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a sequence to be scored at most 5 bytes
 
 M = TypeVar("M")
 
@@ -59,7 +63,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One life of a rollout server: a restarted one has the same ``name`` and other ports.
 
-    ``workers`` is its tensor parallel size.
+    ``workers`` is its tensor parallel size. The admin plane always speaks TLS, the data plane if ``data_tls``.
     """
 
     name: str
@@ -67,10 +71,11 @@ class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
     admin_port: int
     data_port: int
     workers: int
+    data_tls: bool = False
 
     @property
     def data_url(self) -> str:
-        return f"http://{bracketed(self.host)}:{self.data_port}"
+        return f"{'https' if self.data_tls else 'http'}://{bracketed(self.host)}:{self.data_port}"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.host}:{self.admin_port})"
@@ -209,11 +214,6 @@ def decode_message(body: bytes, kind: type[M]) -> M:
     return msgspec.msgpack.decode(body, type=kind)
 
 
-def authorized(header: str | None, secret: str) -> bool:
-    """Whether an ``Authorization`` header carries the run secret, compared in constant time."""
-    return hmac.compare_digest((header or "").encode(), f"Bearer {secret}".encode())
-
-
 class AdminClient:
     """Blocking client of one server's admin plane over one kept-open connection, a call at a time.
 
@@ -222,9 +222,10 @@ class AdminClient:
     """
 
     def __init__(self, server: ServerEndpoint, secret: str) -> None:
-        self.server = server
-        self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": CONTENT_TYPE}
-        self._connection = http.client.HTTPConnection(server.host, server.admin_port)
+        self.server, self._secret = server, secret
+        self._headers = authorization(secret, Plane.ADMIN) | {"Content-Type": CONTENT_TYPE}
+        tls = client_context(secret, Plane.ADMIN)
+        self._connection = http.client.HTTPSConnection(server.host, server.admin_port, context=tls)
         self._one_call = threading.Lock()
 
     def info(self, timeout_s: float) -> InfoReply:
@@ -252,8 +253,7 @@ class AdminClient:
 
     def ping(self, timeout_s: float = PING_S) -> PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
-        own = AdminClient(self.server, "")
-        own._headers = self._headers
+        own = AdminClient(self.server, self._secret)
         try:
             return own.call("GET", PING_PATH, None, PingReply, timeout_s)
         finally:
@@ -268,6 +268,12 @@ class AdminClient:
         with self._one_call:
             try:
                 status, answer = self._exchange(method, path, body, timeout_s)
+            except ssl.SSLCertVerificationError as e:
+                self._connection.close()
+                raise PublishError(
+                    f"server {self.server} is not of this run: its certificate comes from another run secret "
+                    "(fix: start trainer and servers with the same run folder)"
+                ) from e
             except (OSError, http.client.HTTPException) as e:
                 self._connection.close()
                 raise PublishError(
@@ -295,7 +301,7 @@ class AdminClient:
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
-        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
             connection.close()
             if not reused:
                 raise

@@ -16,7 +16,7 @@ from areal_lora.algorithms.advantages import per_sample, rloo
 from areal_lora.data.collate import collate
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.client import GenerationFault
-from areal_lora.rollout.gateway import AgentGateway
+from areal_lora.rollout.gateway import MAX_BODY_BYTES, AgentGateway
 from areal_lora.rollout.routing import told_server
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode
@@ -258,6 +258,23 @@ def test_a_key_is_for_one_session_and_ends_with_it() -> None:
     assert statuses == [401] * (2 * 3 + 2 + 1)
     assert len({task.api_key for task in tasks}) == 2
     assert len(fake.requests) == 2
+
+
+def test_a_body_beyond_the_limit_is_413() -> None:
+    statuses: list[int] = []
+
+    async def agent(task: AgentTask) -> float:
+        statuses.append((await post(task, messages=[user("x" * MAX_BODY_BYTES)]))[0])
+        await say(task, [user("hi")])
+        return 1.0
+
+    async def main() -> None:
+        fake = FakeServer(models={str(V1)}, answer=answer)
+        async with served(fake, Graded(), SAMPLING, SECRET) as context, AgentGateway() as gateway:
+            await AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent).run(PROMPT, V1, seed=7)
+
+    asyncio.run(main())
+    assert statuses == [413, 413]
 
 
 def test_what_a_session_still_asks_ends_with_it() -> None:

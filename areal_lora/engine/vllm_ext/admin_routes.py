@@ -1,4 +1,4 @@
-"""Admin plane of a rollout server: msgpack over HTTP on a port of its own, run secret required.
+"""Admin plane of a rollout server: msgpack over HTTPS on a port of its own, its key required.
 
 What a trainer uses is in ``weight_sync.transport``. Beside that:
 
@@ -21,16 +21,19 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from areal_lora.config.keys import Plane
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
+from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.transport import (
     CONTENT_TYPE,
     INFO_PATH,
     JOIN_PATH,
+    MAX_BODY_BYTES,
     MODULES_PATH,
     PING_PATH,
     PUBLISH_PATH,
@@ -45,7 +48,6 @@ from areal_lora.weight_sync.transport import (
     RefusalReply,
     ScoreReply,
     ScoreRequest,
-    authorized,
     decode_message,
     encode_message,
 )
@@ -57,21 +59,6 @@ DRAIN_POLL_S = 0.05
 
 class RetireRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ref: str
-
-
-class BearerAuth:
-    """Answers 401 to any request without the run secret, before anything else looks at it."""
-
-    def __init__(self, app: ASGIApp, secret: str) -> None:
-        self._app, self._secret = app, secret
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-            if not authorized(header, self._secret):
-                await Response("missing or wrong run secret", status_code=401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 def _answer(message: Message, status: int = 200) -> Response:
@@ -104,7 +91,7 @@ class AdminPlane:
             Route(DRAIN_PATH, self.drain, methods=["POST"]),
             Route(SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
         ]
-        return BearerAuth(Starlette(routes=routes), secret)
+        return BearerAuth(BodyLimit(Starlette(routes=routes), MAX_BODY_BYTES), secret, Plane.ADMIN)
 
     async def info(self, request: Request) -> Response:
         refs, stats = [str(r) for r in self._adapters.active()], self._generator.counters.stats()

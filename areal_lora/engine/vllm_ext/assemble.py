@@ -20,18 +20,17 @@ from areal_lora.config.addresses import own_place
 from areal_lora.config.architectures import TARGETS, Scope
 from areal_lora.config.models import Config
 from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
-from areal_lora.engine.vllm_ext.admin_routes import AdminPlane, BearerAuth
+from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.channel import WorkerChannel
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.generate import Counters, Generator
+from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.lora_install import vllm_modules
 from areal_lora.engine.vllm_ext.sampling import Sampler
 from areal_lora.engine.vllm_ext.worker_extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
 from areal_lora.errors import ConfigError
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.transport import InfoReply, ModulesReply
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +138,11 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
         generator, adapters, partial(tokenizer.decode, skip_special_tokens=True),
         interrupt=config.rollout.in_flight == "interrupt",
     )
-    data_app = DataPlane(adapters, generator, tokenizer, sampler).app()
+    host = own_place(config.cluster, run_folder).address
+    data_app = guarded(DataPlane(adapters, generator, tokenizer, sampler).app(), host, secret)
     return Parts(
         engine=engine, channel=channel, adapters=adapters, generator=generator, n_slots=n_slots(config),
         shm_prefix=first.shm_prefix,
-        data_app=data_app if config.cluster.bind in LOOPBACK else BearerAuth(data_app, secret),
+        data_app=data_app,
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),
     )

@@ -1,6 +1,6 @@
 """Commands to the background thread of each vLLM worker, out of band: none waits for a model step.
 
-Two zmq sockets (CURVE with the run secret, loopback) between the server and all its workers::
+Two zmq sockets (CURVE with keys from the run secret, loopback) between the server and all its workers::
 
     server (asyncio)                       worker
     ask(Begin) -- ROUTER ------- DEALER -> background thread --> handle
@@ -23,16 +23,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from areal_lora.config.rendezvous import zmq_curve_keys
+from areal_lora.config.curve import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
 from areal_lora.errors import PublishError
 from areal_lora.obs.log import get_logger
 from areal_lora.obs.watched import watched_task, watched_thread
-from areal_lora.weight_sync.transport import JoinRequest, StageResult
+from areal_lora.obs.watched_zmq import WatchedAuthenticator
+from areal_lora.weight_sync.transport import MAX_BODY_BYTES, JoinRequest, StageResult
 
 log = get_logger(__name__)
 
 SERVER_ROLE, WORKER_ROLE = "server-channel", "server-worker"  # CURVE identities
 CONNECT_S = 30.0
+MAX_COMMAND_BYTES, MAX_REPLY_BYTES = MAX_BODY_BYTES + 4096, 1 << 20  # a command may hold an announcement
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
@@ -89,13 +91,16 @@ class WorkerChannel:
     """The server's end. Lives on its event loop."""
 
     def __init__(self, secret: str) -> None:
-        context = zmq.asyncio.Context.instance()
-        self._commands, self._replies = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
+        self._context = zmq.asyncio.Context()  # of its own: who may connect is decided by context
+        self._authenticator = WatchedAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(secret, WORKER_ROLE))
+        self._commands, self._replies = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown worker is an error, not silence
         for socket in (self._commands, self._replies):
             socket.linger = 0
-            socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = zmq_curve_keys(secret, SERVER_ROLE)
+            serve_curve(socket, secret, SERVER_ROLE, MAX_REPLY_BYTES)
+        self._refused = self._commands.get_monitor_socket(HANDSHAKE_REFUSED)
         self.ports = tuple(s.bind_to_random_port("tcp://127.0.0.1") for s in (self._commands, self._replies))
         self._identities: dict[int, bytes] = {}
         self._numbers = itertools.count(1)
@@ -111,7 +116,13 @@ class WorkerChannel:
                     self._identities[int(worker)] = identity
         except TimeoutError:
             missing = sorted(set(range(n_workers)) - self._identities.keys())
-            raise PublishError(f"workers {missing} did not connect within {CONNECT_S:.0f} s; see the log") from None
+            problem = f"workers {missing} did not connect within {CONNECT_S:.0f} s"
+            if await self._refused.poll(0):
+                raise PublishError(
+                    f"{problem}: a process with another run secret was turned away "
+                    "(fix: start server and workers with the same run folder)"
+                ) from None
+            raise PublishError(f"{problem}; see the log") from None
         self._reader = watched_task("worker-replies", self._read)
 
     async def ask(self, command: Command, kind: type[A], timeout_s: float) -> list[A]:
@@ -149,8 +160,11 @@ class WorkerChannel:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
-        self._commands.close()
-        self._replies.close()
+        self._commands.disable_monitor()
+        for socket in (self._refused, self._commands, self._replies):
+            socket.close(linger=0)
+        self._authenticator.stop()
+        self._context.term()
 
 
 Respond = Callable[[Answer], None]
@@ -173,8 +187,7 @@ class CommandThread:
         self._commands, self._replies = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
         for socket, port in zip((self._commands, self._replies), ports, strict=True):
             socket.linger = 0
-            socket.curve_serverkey = zmq_curve_keys(secret, SERVER_ROLE)[0]
-            socket.curve_publickey, socket.curve_secretkey = zmq_curve_keys(secret, WORKER_ROLE)
+            connect_curve(socket, secret, WORKER_ROLE, SERVER_ROLE, MAX_COMMAND_BYTES)
             socket.connect(f"tcp://127.0.0.1:{port}")
         watched_thread("worker-commands", self._run)
 

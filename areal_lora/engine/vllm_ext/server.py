@@ -3,7 +3,7 @@
 One process with vLLM's engine (a child process) behind two HTTP apps on ports of their own::
 
     agents, controller --> data plane  (openai_api)  --> Generator ------> AsyncLLM ==> EngineCore
-    trainer            --> admin plane (run secret)  --> ServedAdapters -->   RPC   ==> worker extension
+    trainer            --> admin plane (TLS, key)    --> ServedAdapters -->   RPC   ==> worker extension
                                                               `------ commands (zmq) ------^
 
 Ports are bound first, so a taken port is an early error; they are published when requests can
@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -32,8 +33,10 @@ import uvloop
 from starlette.types import ASGIApp
 
 from areal_lora.config.addresses import own_place, set_variables
+from areal_lora.config.keys import Plane
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
+from areal_lora.config.tls import on_loopback, server_context, write_client_files
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.obs import stacks
@@ -100,6 +103,14 @@ def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socke
         yield sockets[0], sockets[1]
 
 
+def server_tls(host: str, run_folder: Path, secret: str) -> dict[str, ssl.SSLContext]:
+    """TLS of the planes that speak it: the admin plane, and the data plane where other machines can reach ``host``."""
+    planes = [Plane.ADMIN] if on_loopback(host) else [Plane.ADMIN, Plane.DATA]
+    if Plane.DATA in planes:
+        write_client_files(run_folder, secret)
+    return {plane: server_context(secret, plane, host) for plane in planes}
+
+
 def set_environment(config: Config) -> None:
     """What vLLM reads once, when it is imported."""
     env = {
@@ -132,10 +143,15 @@ async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[soc
     # Not before: nothing has to be saved while the model is loaded, and the event loop would be deaf all that time.
     stop.on_signals()
     try:
-        http = [HttpServer(app, sock) for app, sock in zip((parts.data_app, parts.admin_app), sockets, strict=True)]
+        host = own_place(config.cluster, run_folder).address
+        tls = server_tls(host, run_folder, secret)
+        http = [
+            HttpServer(parts.data_app, sockets[0], tls.get(Plane.DATA)),
+            HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN]),
+        ]
         planes = [watched_task("http-plane", server.serve) for server in http]
         ports = {"data": sockets[0].getsockname()[1], "admin": sockets[1].getsockname()[1]}
-        publish_endpoint(run_folder, ROLE, index, ports, own_place(config.cluster, run_folder).address)
+        publish_endpoint(run_folder, ROLE, index, ports, host, tls)
         set_status(run_folder, ROLE, index, "serving")
         log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
         heart = Heart(run_folder, ROLE, index, heart_limits(config))
@@ -228,9 +244,10 @@ def is_stopped(process: psutil.Process) -> bool:
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: two servers and an engine share this process."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         super().__init__(uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_S,
+            app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=CLOSE_S,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
         ))
         self._sock = sock
 
@@ -239,6 +256,15 @@ class HttpServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await super().serve([self._sock])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """An idle TLS connection would be closed only when its client closes it, too: it is cut off."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+            transport = connection.transport
+            if transport is not None and transport.is_closing() and not transport.get_write_buffer_size():
+                transport.abort()
+        await super().shutdown(sockets)
 
 
 if __name__ == "__main__":

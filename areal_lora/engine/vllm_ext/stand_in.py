@@ -38,11 +38,13 @@ from tokenizers import Tokenizer
 
 from areal_lora.config.addresses import own_place
 from areal_lora.config.architectures import target_of
+from areal_lora.config.keys import Plane
 from areal_lora.config.models import Config
 from areal_lora.config.rendezvous import publish_endpoint, read_secret
+from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
-from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, tick
+from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.obs import stacks
 from areal_lora.obs.faults import reached
@@ -83,23 +85,24 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
     """Run until told to stop; the exit code."""
     stop, loop = Stop(), asyncio.get_running_loop()
     stop.on_signals()
-    modules = base_modules(Path(config.model.folder))
+    modules, secret = base_modules(Path(config.model.folder)), read_secret(run_folder)
     with ExitStack() as stack:
         host = own_place(config.cluster, run_folder).address
-        data, _ = stack.enter_context(bound_sockets(config, index, host))
+        data, admin = stack.enter_context(bound_sockets(config, index, host))
         server = stack.enter_context(MemoryServer(
-            run=config.run.name, secret=read_secret(run_folder), base_digest=base_digest(config.model.folder),
+            run=config.run.name, secret=secret, base_digest=base_digest(config.model.folder),
             shapes=lambda spec: served_shapes(modules, spec), modules=modules,
             n_slots=(config.rollout.resident_versions + 1) * len(config.adapters),
             keep=config.rollout.resident_versions - 1, score=score,
             declared={a.name: a.spec(config.model.path) for a in config.adapters},
-            on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
+            on_shutdown=partial(loop.call_soon_threadsafe, stop.restart), listener=admin,
         ))  # fmt: skip
-        http = HttpServer(StandInDataPlane(config, server).app(), data)
+        tls = server_tls(host, run_folder, secret)
+        app = guarded(StandInDataPlane(config, server).app(), host, secret)
+        http = HttpServer(app, data, tls.get(Plane.DATA))
         serving = watched_task("http-plane", http.serve)
-        publish_endpoint(
-            run_folder, ROLE, index, {"data": data.getsockname()[1], "admin": server.endpoint.admin_port}, host
-        )
+        ports = {"data": data.getsockname()[1], "admin": server.endpoint.admin_port}
+        publish_endpoint(run_folder, ROLE, index, ports, host, tls)
         set_status(run_folder, ROLE, index, "serving")
         heart = Heart(run_folder, ROLE, index, {EVENT_LOOP: config.run.stall_s})
         ticks = watched_task("event-loop-ticks", partial(tick, heart))

@@ -17,7 +17,9 @@ import psutil
 import pytest
 import torch
 
+from areal_lora.config.keys import Plane
 from areal_lora.config.rendezvous import read_secret
+from areal_lora.config.tls import client_context
 from areal_lora.engine.vllm_ext import admin_routes
 from areal_lora.engine.vllm_ext.server import WORKERS_S
 from areal_lora.engine.vllm_ext.worker_extension import NICE
@@ -361,8 +363,9 @@ ADMIN_PATHS = [
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
 @pytest.mark.parametrize("header", [None, "Bearer " + "0" * 64, "Bearer", ""])
-def test_admin_without_the_secret_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=5)
+def test_admin_without_its_key_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
+    tls = client_context(read_secret(server.folder), Plane.ADMIN)
+    connection = http.client.HTTPSConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=5, context=tls)
     connection.request(method, path, b"", {} if header is None else {"Authorization": header})
     assert connection.getresponse().status == 401
     connection.close()

@@ -1,0 +1,172 @@
+"""Every listener of a running system is in the table of docs/en/security.md, and answers whom the table says.
+
+Print what was found with ``pytest -s tests/e2e/test_listeners.py``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, interpreter
+
+from .listeners import Listener
+from .test_disturbed_run import records
+
+ROOT = Path(__file__).parents[2]
+NAMESPACE, ADDRESS = f"al-{os.getpid()}", "10.77.0.1"
+ANY_ADDRESS = "one address"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    process: str
+    plane: str
+    transport: str
+    bind: str
+
+
+def table() -> list[Row]:
+    """Of docs/en/security.md, the columns that can be checked."""
+    rows = []
+    for line in (ROOT / "docs" / "en" / "security.md").read_text().splitlines():
+        cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == 9 and cells[0] != "process" and set(cells[0]) != {"-"}:
+            rows.append(Row(process=cells[0], plane=cells[1], transport=cells[2], bind=cells[3]))
+    return rows
+
+
+def fits(row: Row, listener: Listener, bind: str) -> bool:
+    if (row.process, row.plane, row.transport) != (listener.process, listener.plane, listener.transport):
+        return False
+    if not listener.port:
+        return True  # a path, whose rights the script looks at
+    address = ipaddress.ip_address(listener.address)
+    match row.bind:
+        case "cluster.bind":
+            return listener.address == bind
+        case "one address":
+            return not address.is_unspecified and (address.is_loopback or bind != "127.0.0.1")
+        case fixed:
+            return listener.address == fixed
+
+
+@contextmanager
+def namespace() -> Iterator[list[str]]:
+    """The command prefix that runs in a network namespace with loopback and one more address."""
+    made = subprocess.run(["ip", "netns", "add", NAMESPACE], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+    try:
+        for command in (
+            "link set lo up", "link add v0 type veth peer name v1", f"addr add {ADDRESS}/24 dev v0", "link set v0 up",
+            "link set v1 up",
+        ):  # fmt: skip
+            subprocess.run(["ip", "-n", NAMESPACE, *command.split()], check=True)
+        yield ["ip", "netns", "exec", NAMESPACE]
+    finally:
+        subprocess.run(["ip", "netns", "del", NAMESPACE], check=True)
+
+
+def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[Listener]:
+    """Start a run, find and try its listeners once a version is published, see that it takes steps after that."""
+    examples = ROOT / "examples"
+    command = [
+        *prefix, sys.executable, "-m", "areal_lora.launch",
+        "--config", str(examples / "math" / "gsm8k_grpo_megatron_lora_moe.yaml"),
+        "--config", str(examples / "math" / "embedded.yaml"),
+        "--config", str(examples / "workflows" / "vote.yaml"),  # agents have an endpoint of their own
+        f"run.root={root}", "run.name=listeners", "run.steps=500", "eval.every_steps=0",
+        "adapters.gsm8k.sampling.prompts_per_step=8", "adapters.gsm8k.sampling.n_samples=2",
+        "adapters.gsm8k.task.n_eval=8", *settings,
+    ]  # fmt: skip
+    folder = root / "listeners"
+    with (root / "log").open("w") as out:
+        launcher = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        wait_record(launcher, folder, "publish", 1)
+        script = [*prefix, sys.executable, "-m", "tests.e2e.listeners", str(launcher.pid), str(folder)]
+        done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        if goes_on:
+            wait_record(launcher, folder, "step", 2 + count(folder, "step"))  # one may have been under way
+    finally:
+        launcher.terminate()
+        launcher.wait(20)
+    return [Listener(**found) for found in json.loads(done.stdout)]
+
+
+def count(folder: Path, kind: str) -> int:
+    return sum(r["kind"] == kind for r in records(folder))
+
+
+def wait_record(launcher: subprocess.Popen[bytes], folder: Path, kind: str, number: int) -> None:
+    deadline_s = time.monotonic() + 150
+    while count(folder, kind) < number:
+        what = f"{number} records of kind {kind}"
+        assert launcher.poll() is None, f"the run ended before {what}:\n{(folder.parent / 'log').read_text()}"
+        assert time.monotonic() < deadline_s, f"{what} were not made in time"
+        time.sleep(0.2)
+
+
+def check(found: list[Listener], bind: str) -> Counter[Row]:
+    """All are in the table, and none has a fault; prints them. How many there are of each row."""
+    rows = table()
+    assert rows, "docs/en/security.md has no table"
+    seen: Counter[Row] = Counter()
+    wrong = []
+    for listener in found:
+        where = f"{listener.address}:{listener.port}" if listener.port else listener.address
+        match = next((row for row in rows if fits(row, listener, bind)), None)
+        line = f"{listener.process:15} {listener.plane:15} {listener.transport:10} {where:28}"
+        if match is None:
+            wrong.append(f"{line} is not in the table")
+        else:
+            seen[match] += 1
+        wrong += [f"{line} {fault}" for fault in listener.faults]
+    print(f"\nlisteners of a run with cluster.bind {bind}:")
+    for row, count in seen.items():
+        print(f"{count:4} x {row.process:15} {row.plane:15} {row.transport:10} bound to {row.bind}")
+    assert not wrong, "\n".join(wrong)
+    return seen
+
+
+def planes_of(seen: Counter[Row]) -> set[tuple[str, str]]:
+    return {(row.plane, row.transport) for row in seen}
+
+
+BASIC = {("admin", "HTTPS"), ("control", "zmq CURVE"), ("agents", "HTTP"), ("collectives", "gloo")}
+
+
+def test_listeners_on_loopback_with_a_server_without_a_model(tmp_path: Path) -> None:
+    # Answers take their time, since made-up ones must not be trained on: the trainer waits for them meanwhile.
+    python = interpreter(tmp_path / "python", {TOKEN_S: "60"})
+    found = walk(
+        tmp_path, [], "cluster.bind=127.0.0.1", f"rollout.python={python}", "weight_sync.probe_tolerance=1e9",
+        goes_on=False,
+    )
+    seen = check(found, "127.0.0.1")
+    assert planes_of(seen) >= BASIC | {("data", "HTTP")}
+
+
+def test_listeners_of_a_run_that_other_machines_can_reach(tmp_path: Path) -> None:
+    with namespace() as prefix:
+        found = walk(tmp_path, prefix, "cluster.bind=0.0.0.0", goes_on=True)
+    seen = check(found, "0.0.0.0")
+    assert planes_of(seen) >= BASIC | {("data", "HTTPS"), ("worker channel", "zmq CURVE"), ("engine queue", "Unix")}
+    elsewhere = {("rollout server", "data", "HTTP"), ("rollout server", "collectives", "gloo")}  # the test above
+    not_seen = {(row.process, row.plane, row.transport) for row in table() if row not in seen}
+    assert not_seen == elsewhere, "the table has rows of listeners that do not exist"
