@@ -73,7 +73,7 @@ def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | N
     data = json.loads(text)
     return Endpoint(
         host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]),
-        tls=tuple(data["tls"]),
+        tls=tuple(data.get("tls", ())),
     )
 
 
