@@ -102,7 +102,7 @@ def _endpoint(text: str) -> Endpoint:
     data = json.loads(text)
     return Endpoint(
         host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]),
-        tls=tuple(data["tls"]),
+        tls=tuple(data.get("tls", ())),
     )
 
 

@@ -40,7 +40,10 @@ PROCESSES = {
     "areal_lora.launcher.guardian": "guardian", "areal_lora.tasks.scorer_child": "scorer",
     "areal_lora.launch": "launcher",
 }  # fmt: skip
-ROLES = {"control": ("trainer", "controller"), "worker channel": ("server-worker", "server-channel")}
+ROLES = {
+    "control": ("trainer", "controller"), "worker channel": ("server-worker", "server-channel"),
+    "store": ("torch-store-client", "torch-store"),
+}  # fmt: skip
 PATHS = {
     "admin": [("GET", "/admin/info"), ("GET", "/admin/ping"), ("POST", "/admin/retire"), ("POST", "/admin/score")],
     "data": [("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions")],
@@ -222,16 +225,13 @@ def ask(
 
 
 def zmq_faults(host: str, listener: Listener, secret: str) -> list[str]:
-    client, server = ROLES.get(listener.plane, ("torch-store", "torch-store"))
+    client, server = ROLES[listener.plane]
     attempts: dict[str, tuple[str, str, str] | None] = {
         "no key": None, "a key of another run": (FOREIGN, client, server),
         "the key of another role": (secret, "somebody", server), "its own key": (secret, server, server),
     }
-    if listener.plane not in ROLES:
-        attempts.pop("its own key")
-        attempts.pop("the key of another role")
     faults = [f"admits {who}" for who, keys in attempts.items() if admitted(host, listener.port, keys)]
-    if listener.plane in ROLES and not admitted(host, listener.port, (secret, client, server)):
+    if not admitted(host, listener.port, (secret, client, server)):
         faults.append("refuses its client")
     if not closes_after(host, listener.port, greeting("CURVE") + b"\x06" + struct.pack(">Q", 1 << 32) + bytes(4096)):
         faults.append("takes in a message of 4 GiB before the handshake")
