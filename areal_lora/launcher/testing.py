@@ -6,10 +6,13 @@ import hashlib
 import json
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
+
+from areal_lora.obs.watched import watched_thread
 
 
 def commit_id(text: str) -> str:
@@ -57,7 +60,7 @@ class FakeHub:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        watched_thread("fake-hub", partial(self._server.serve_forever, 0.05))
         return self
 
     def __exit__(

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from areal_lora.config.rendezvous import bracketed, zmq_curve_keys
+from areal_lora.config.curve import HANDSHAKE_REFUSED, connect_curve
+from areal_lora.config.rendezvous import bracketed
 from areal_lora.weight_sync.store_server import (
     CLIENT_ROLE,
     MAX_MESSAGE_BYTES,
@@ -40,9 +41,6 @@ class _Connection:
     """Used by one thread at a time. Not connected again once lost. Raises DistNetworkError, DistStoreError."""
 
     _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-    _REFUSED = (
-        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, secret: str, deadline: float
@@ -52,11 +50,9 @@ class _Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.reconnect_ivl = -1
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
         self._socket.ipv6 = ":" in host
-        self._socket.curve_serverkey = zmq_curve_keys(secret, SERVER_ROLE)[0]
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, CLIENT_ROLE)
-        self._monitor = self._socket.get_monitor_socket(self._LOST | self._REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        connect_curve(self._socket, secret, CLIENT_ROLE, SERVER_ROLE, MAX_MESSAGE_BYTES)
+        self._monitor = self._socket.get_monitor_socket(self._LOST | HANDSHAKE_REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -97,7 +93,7 @@ class _Connection:
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     if wanted is self._monitor:
                         return True
-                elif event & self._REFUSED:
+                elif event & HANDSHAKE_REFUSED:
                     raise dist.DistNetworkError(f"{self._at} refused the handshake: it belongs to another run")
                 else:
                     what = "refused the connection" if wanted is self._monitor else "has closed the connection"

@@ -19,8 +19,10 @@ import torch.distributed as dist
 import zmq
 from zmq.utils import z85
 
+from areal_lora.config.curve import serve_curve
 from areal_lora.config.rendezvous import bracketed, zmq_curve_keys
 from areal_lora.obs.log import get_logger
+from areal_lora.obs.watched import watched_thread
 
 SERVER_ROLE, CLIENT_ROLE = "torch-store", "torch-store-client"  # CURVE identities
 MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
@@ -165,10 +167,8 @@ class StoreServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
         self._socket.ipv6 = ":" in host
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq_curve_keys(secret, SERVER_ROLE)
+        serve_curve(self._socket, secret, SERVER_ROLE, MAX_MESSAGE_BYTES)
         try:
             self._socket.bind(f"tcp://{bracketed(host)}:*")
         except zmq.ZMQError as error:
@@ -177,8 +177,7 @@ class StoreServer:
         self.host, self.port = host, int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._table = Table(self._answer, time.monotonic)
         self._closing = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, name="torch-store", daemon=True)
-        self._thread.start()
+        self._thread = watched_thread("torch-store", self._serve)
 
     def close(self) -> None:
         """Stop listening; who waits for a key here is cut off at once."""
