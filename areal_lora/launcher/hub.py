@@ -36,7 +36,6 @@ from areal_lora.launcher.dry_run import human_bytes
 from areal_lora.obs.console import duration
 
 ANSWER_S = 10.0
-_ACCESS = "run `{hf} auth login` or set HF_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +163,7 @@ def _ends_at_once() -> Iterator[None]:
 @contextmanager
 def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
     """Translate what huggingface_hub raises into one line that says what to do."""
-    hub, hf = constants.ENDPOINT, shlex.quote(str(Path(sys.executable).with_name("hf")))
-    access = _ACCESS.format(hf=hf)
+    hub, access = constants.ENDPOINT, f"run `{_hf()} auth login` or set HF_TOKEN"
     set_verbosity_error()  # what its warnings say is in the error
     try:
         yield
@@ -191,6 +189,12 @@ def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # fault boundary: the hub's client raises its transport's many types, and OSError
         raise _unreachable(name, revision, what, _line(error)) from error
+
+
+def _hf() -> str:
+    """huggingface_hub's program, as a shell finds it without an activated environment."""
+    own = Path(sys.executable).with_name("hf")
+    return shlex.quote(str(own)) if own.is_file() else "hf"
 
 
 def _unreachable(name: str, revision: str | None, what: str, why: str) -> EnvironmentError_:

@@ -145,6 +145,9 @@ def _how_to_use(folder: Path, config: Config, summary: Summary) -> list[str]:
     """Commands and Python lines that work as pasted, in any folder and without an activated environment."""
     name, model = config.adapters[0].name, config.model.folder
     cpu = " --enforce-eager" if config.cluster.device == "cpu" else ""
+    if config.cluster.device == "cpu" and config.rollout.kv_cache_gib is not None:
+        # vLLM would take nearly all memory of the machine, and fails where others use some of it.
+        cpu += f" --kv-cache-memory-bytes {int(config.rollout.kv_cache_gib * 2**30)}"
     lines = [
         f"Serve it with stock vLLM (then POST to http://127.0.0.1:{SERVE_PORT}/v1/completions, model {name}):",
         # Not `vllm serve`: its command line refuses vLLM's CPU distribution, which has another name.

@@ -170,11 +170,12 @@ def started(command: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=20)
         for survivor in alive:
             survivor.kill()
+        process.wait(timeout=20)
 
 
 def wait_until_it_answers(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 150) -> bytes:
