@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 NODES = 4
-START_S, STOP_S = 30.0, 10.0
+START_S, STOP_S, REVOKED_S = 30.0, 10.0, 2.5
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONFIGURATION = """\
 ClusterName=t
@@ -114,6 +114,8 @@ class Slurm:
         """Wait until ``job`` was requeued, and let it begin: Slurm would wait for two minutes more."""
         self.until(f"job {job} to be requeued", lambda: self.job(job)["Restarts"] == "1", timeout_s)
         self.until(f"job {job} to be over", lambda: self.state(job) != "COMPLETING")
+        # slurmd refuses what was signed in the second in which it was told of the end, or before.
+        time.sleep(REVOKED_S)
 
         def begun() -> bool:
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
