@@ -82,15 +82,15 @@ def _received(shard: ShardLayout, exchange: Exchange) -> Iterator[tuple[str, Ten
 
 def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchange: Exchange) -> None:
     buckets = plan_buckets(shard, CHUNK_BYTES) if shard else ()
-    room = np.empty(max((bucket.nbytes for bucket in buckets), default=0), dtype=np.uint8)
-    values = torch.from_numpy(room).view(torch.float32)
+    room = np.empty(max((bucket.nbytes for bucket in buckets), default=0) // 4, dtype=np.float32)
+    values = torch.from_numpy(room)
     for bucket in buckets:
         at = 0
         for _ in range(bucket.first, bucket.last):
             _, tensor = next(mine)
             values[at : at + tensor.numel()] = tensor.flatten()
             at += tensor.numel()
-        exchange.send(room[: bucket.nbytes], 0)
+        exchange.send(room.view(np.uint8)[: bucket.nbytes], 0)
     # To the end, also on a rank without a shard: it gives its parts to the ranks that have one.
     rest = [name for name, _ in mine]
     assert not rest, f"{len(rest)} tensors more than the layout says"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import queue
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import CheckpointError
+from areal_lora.trainer import export as export_module
 from areal_lora.trainer.export import export_adapter
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.exchange import SoloExchange
@@ -84,23 +88,61 @@ def test_a_rank_that_is_gone_is_named_instead_of_waited_for(tmp_path: Path) -> N
     assert said.startswith("trainer rank 0: a trainer rank is gone or late (")
 
 
-class SoloEngine:
-    """An engine of one rank; its weights are those of `values` times ``factor``."""
+class PlainEngine:
+    """An engine without tensor parallelism; its weights are those of `values` times ``factor``."""
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-        self._layout = wire_layout(model(SMALL, {"world_size": 1}), spec(3, SHARED), "float32")
+    def __init__(self, rank: int, sizes: dict[str, int], factor: float = 1.0) -> None:
+        self._rank, self._factor, self.ended = rank, factor, False
+        self._layout = wire_layout(model(SMALL, sizes), spec(3, SHARED), "float32")
 
     def adapter_layout(self, adapter: str) -> AdapterLayout:
         return self._layout
 
     def export_adapter(self, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
-        for t in self._layout.shards[0].tensors:
+        for t in next((s.tensors for s in self._layout.shards if s.source == self._rank), ()):
             yield t.name, self._factor * values(t.name, t.shape)
+        self.ended = True
+
+
+class Wires:
+    """What ranks as threads send each other: `GroupExchange` without processes."""
+
+    def __init__(self, rank: int, sent: dict[int, queue.Queue[np.ndarray]]) -> None:
+        self.rank, self._sent = rank, sent
+
+    def send(self, data: np.ndarray, to: int) -> None:
+        assert to == 0
+        self._sent[self.rank].put(data.copy())
+
+    def receive(self, room: np.ndarray, source: int) -> None:
+        room[:] = self._sent[source].get(timeout=30.0)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 4}, {"pp": 2, "ep": 2}], ids=str)
+def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    monkeypatch.setattr(export_module, "CHUNK_BYTES", 4000)  # several tensors a chunk, several chunks a shard
+    sizes = {"world_size": 4, **sizes}
+    sent = {rank: queue.Queue[np.ndarray]() for rank in range(4)}
+    engines = [PlainEngine(rank, sizes) for rank in range(4)]
+    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED))
+
+    def run(rank: int) -> Path:
+        exchange: Any = Wires(rank, sent)
+        return export_adapter(engines[rank], tenant, exchange, tmp_path)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(4) as pool:
+        [folder] = set(pool.map(run, range(4)))
+    assert all(engine.ended for engine in engines)
+    assert all(wire.empty() for wire in sent.values())
+    found, want = load_file(folder / "adapter_model.safetensors"), whole(SMALL, 3, SHARED)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
 
 
 def export(folder: Path, factor: float) -> Path:
-    engine: Any = SoloEngine(factor)
+    engine: Any = PlainEngine(0, {"world_size": 1}, factor)
     tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED))
     return export_adapter(engine, tenant, SoloExchange(), folder)
 
