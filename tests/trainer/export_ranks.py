@@ -84,7 +84,7 @@ def export_all(folder: Path, cases: list[tuple[str, Dims, dict[str, int], int, E
     exchange, grown = GroupExchange(timeout_s=60.0), {}
     for name, dims, sizes, rank, experts in cases:
         engine: Any = Engine(model(dims, sizes), spec(rank, experts))
-        tenant: Any = SimpleNamespace(name="a", spec=spec(rank, experts))
+        tenant: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
         # As after a checkpoint: the plans of the engine exist.
         engine.memory.export(engine.memory.weights, engine._groups)
         dist.barrier()

@@ -126,7 +126,7 @@ def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
     sizes = {"world_size": 4, **sizes}
     sent = {rank: queue.Queue[np.ndarray]() for rank in range(4)}
     engines = [PlainEngine(rank, sizes) for rank in range(4)]
-    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED))
+    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED), base_commit=None)
 
     def run(rank: int) -> Path:
         exchange: Any = Wires(rank, sent)
@@ -143,7 +143,7 @@ def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
 
 def export(folder: Path, factor: float) -> Path:
     engine: Any = PlainEngine(0, {"world_size": 1}, factor)
-    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED))
+    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED), base_commit=None)
     return export_adapter(engine, tenant, SoloExchange(), folder)
 
 

@@ -129,7 +129,7 @@ def test_the_servers_public_key_is_not_enough(server, monkeypatch):
     def half(secret, role):
         return zmq_curve_keys(SECRET if role == "torch-store" else OTHER, role)
 
-    monkeypatch.setattr("areal_lora.weight_sync.store.zmq_curve_keys", half)
+    monkeypatch.setattr("areal_lora.config.curve.zmq_curve_keys", half)
     with pytest.raises(dist.DistNetworkError):
         CurveStore(server.host, server.port, SECRET, 2.0)
 
