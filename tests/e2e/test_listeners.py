@@ -19,7 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_lora.config.rendezvous import read_secret, wait_endpoint
 from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, interpreter
+from areal_lora.weight_sync.membership import RendezvousWatch
+from areal_lora.weight_sync.transport import AdminClient
 
 from .listeners import Listener
 from .test_disturbed_run import records
@@ -81,7 +84,10 @@ def namespace() -> Iterator[list[str]]:
 
 
 def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[Listener]:
-    """Start a run, find and try its listeners once a version is published, see that it takes steps after that."""
+    """Start a run, find and try its listeners once a version is published, stop it.
+
+    ``goes_on``: it takes steps, before and after that.
+    """
     examples = ROOT / "examples"
     command = [
         *prefix, sys.executable, "-m", "areal_lora.launch",
@@ -96,7 +102,10 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
     with (root / "log").open("w") as out:
         launcher = subprocess.Popen(command, stdout=out, stderr=out)
     try:
-        wait_record(launcher, folder, "publish", 1)
+        if goes_on:
+            wait_record(launcher, folder, "step", 1)
+        else:
+            wait_version(launcher, folder)
         script = [*prefix, sys.executable, "-m", "tests.e2e.listeners", str(launcher.pid), str(folder)]
         done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
@@ -106,6 +115,18 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
         launcher.terminate()
         launcher.wait(20)
     return [Listener(**found) for found in json.loads(done.stdout)]
+
+
+def wait_version(launcher: subprocess.Popen[bytes], folder: Path) -> None:
+    """Until the server holds a version: all groups are formed."""
+    wait_endpoint(folder, "server", 0, 120.0, still_alive=lambda: launcher.poll() is None)
+    server = RendezvousWatch(folder, workers=1).server(0)
+    assert server is not None
+    client, deadline_s = AdminClient(server, read_secret(folder)), time.monotonic() + 120
+    while not client.info(10.0).refs:
+        assert launcher.poll() is None, f"the run ended:\n{(folder.parent / 'log').read_text()}"
+        assert time.monotonic() < deadline_s, "no version was published in time"
+        time.sleep(0.5)
 
 
 def count(folder: Path, kind: str) -> int:
