@@ -199,7 +199,7 @@ def http_faults(host: str, listener: Listener, secret: str) -> list[str]:
             if (status == 401) == is_open:
                 faults.append(f"{method} {path} with {who}: {status}")
     if right:
-        if (status := ask(host, port, tls, *PATHS[plane][0], right)) != 200:
+        if (status := ask(host, port, tls, *PATHS[plane][0], right)) == 401:
             faults.append(f"with its key: {status}")
         if (status := ask(host, port, tls, *PATHS[plane][-1], right | {"Content-Length": str(1 << 40)})) != 413:
             faults.append(f"a body of a TiB: {status}")
