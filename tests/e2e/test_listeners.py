@@ -59,7 +59,7 @@ def fits(row: Row, listener: Listener, bind: str) -> bool:
     address = ipaddress.ip_address(listener.address)
     match row.bind:
         case "cluster.bind":
-            return listener.address == bind or (bind == "0.0.0.0" and listener.address == ADDRESS)
+            return listener.address == (ADDRESS if bind == "0.0.0.0" else bind)
         case "one address":
             return not address.is_unspecified and (address.is_loopback or bind != "127.0.0.1")
         case fixed:
