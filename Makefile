@@ -1,6 +1,6 @@
 # make setup   create .venv and install pinned requirements
 # make demo    train the tiny mixture-of-experts model on this machine
-# make test    run the test suite
+# make test    check the code (make check), then run the test suite
 # make check   ruff, mypy and import-linter
 .PHONY: setup demo test check docs clean
 PY := .venv/bin/python
@@ -14,11 +14,11 @@ setup: .venv/.ready
 demo: setup
 	$(PY) -m areal_lora.launch $(CONFIGS) $(ARGS)
 
-test: setup
+test: check
 	$(PY) -m pytest $(ARGS)
 
 check: setup
-	$(PY) -m ruff check areal_lora tests examples
+	$(PY) -m ruff check areal_lora tests examples benchmarks
 	$(PY) -m mypy areal_lora
 	.venv/bin/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
