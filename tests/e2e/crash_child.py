@@ -51,10 +51,12 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     from areal_lora.checkpoint.files import Disk
     from areal_lora.rollout.trainer_client import RolloutClient
     from areal_lora.trainer import loop, main, publishing, waits
+    from areal_lora.algorithms import alignment
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
+    from areal_lora.weight_sync import probe
 
-    # The stand-in's log-probabilities are made up.
-    ALIGNMENT_LIMITS["float32"] = math.inf
+    # The stand-in's log-probabilities are made up: they follow neither the policy nor the way it moves.
+    ALIGNMENT_LIMITS["float32"] = alignment.SHIFTED = probe.SHARE = math.inf
     diary = Diary(folder, life)
     collate, learn, announce = waits.collate, loop.learn, RolloutClient.announce
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
