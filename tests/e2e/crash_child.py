@@ -48,10 +48,10 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 
 
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
+    from areal_lora.algorithms import alignment
     from areal_lora.checkpoint.files import Disk
     from areal_lora.rollout.trainer_client import RolloutClient
     from areal_lora.trainer import loop, main, publishing, waits
-    from areal_lora.algorithms import alignment
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
     from areal_lora.weight_sync import probe
 
