@@ -162,7 +162,7 @@ def measure(variant: str, metrics: RunMetrics) -> Measured:
         t_s=[s.step_s - s.wait_batch_s for s in steps],
         tokens=[s.n_tokens for s in steps],
         steps_per_hour=3600 * len(steps) / (last.time_s - before.time_s),
-        final_accuracy=metrics.evals[-1].accuracy,
+        final_accuracy=metrics.evals[-1].accuracy or 0.0,
         dropped=dict(metrics.steps[-1].dropped),
         publish_ms=[p.total_ms for p in metrics.publishes[WARM_UP:] if p.total_ms is not None],
     )

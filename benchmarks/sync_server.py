@@ -77,10 +77,11 @@ async def main() -> None:
         product_args(c), load_format="dummy", worker_extension_cls="sync_worker.BenchExtension"
     )
     stop = asyncio.Event()
-    with bound_sockets(config, args.index) as sockets:
+    with bound_sockets(config, args.index, config.cluster.bind) as sockets:
         secret = read_secret(args.run_folder)
         parts = await assembling.assemble(config, args.run_folder, args.index, secret, stop.set)
-        http = HttpServer(parts.admin_app, sockets[1], server_tls(config, args.run_folder, secret)[Plane.ADMIN])
+        tls = server_tls(config.cluster.bind, args.run_folder, secret)
+        http = HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN])
         serving = asyncio.create_task(http.serve())
         answers.write(json.dumps({"admin_port": sockets[1].getsockname()[1], "pid": os.getpid()}) + "\n")
         await commands(parts, answers)

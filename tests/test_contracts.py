@@ -1,4 +1,4 @@
-"""docs/en/contracts.md against the repository: every cited contract has an entry, and every entry a test that exists."""
+"""docs/en/contracts.md: every contract that the repository cites has an entry, and every entry tests that exist."""
 
 import ast
 import re

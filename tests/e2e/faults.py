@@ -123,7 +123,10 @@ def small_effects(
         servers=RendezvousWatch(config.run_folder, 1).present(), config=loose,
     )
     publisher = Tampering(
-        Publisher(run=config.run.name, config=loose, exchange=SoloExchange(), coordinator=coordinator)
+        Publisher(
+            run=config.run.name, config=loose, exchange=SoloExchange(), coordinator=coordinator,
+            secret=read_secret(config.run_folder),
+        )
     )
     publishing = AdapterPublishing(engine, publisher, loose, None)
 

@@ -40,7 +40,7 @@ class Ranks:
         exchanges = ThreadExchange.world(world) if world > 1 else [SoloExchange()]
         self.publishers = [
             Publisher(
-                run=RUN, config=self.config, exchange=exchange, backend=backend,
+                run=RUN, config=self.config, exchange=exchange, backend=backend, secret=SECRET,
                 coordinator=None if exchange.rank else Coordinator(
                     run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config
                 ),
@@ -51,7 +51,7 @@ class Ranks:
     def publish(self, version, gates=(), slow=0):
         owned, aliases = share(values(version))
         layout = layout_of(owned, aliases)
-        probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, -1.0, -1.0]], differs=True)
+        probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, -1.0, -1.0]], base=[[0.0, -2.0, -2.0]])
         return [
             publisher.publish(
                 ref(version), None, layout, pack_of(layout, rank, dict(owned)), BASE, probe,
