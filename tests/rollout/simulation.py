@@ -160,6 +160,7 @@ class Simulation:
         self.feed.hello(version, trainer=trainer.name, snapshot=trainer.snapshot)
         if rebuild:
             self.note("rebuilt")
+            self.controller_life += 1  # it abandons all requests, and groups that were answered can be live again
             judge.rebuilt(self.checkpoints[version][1])
         elif undo:
             if version <= judge.committed:
