@@ -155,6 +155,8 @@ def placed(plan: JobPlan, variant: Variant) -> JobPlan:
 def measure(variant: str, metrics: RunMetrics) -> Measured:
     steps = metrics.steps[WARM_UP : len(metrics.steps) - WIND_DOWN]
     before, last = metrics.steps[WARM_UP - 1], steps[-1]
+    accuracy = metrics.evals[-1].accuracy
+    assert accuracy is not None, "the word problems have a rule for what is correct"
     return Measured(
         variant=variant,
         step_s=[b.time_s - a.time_s for a, b in zip([before, *steps], steps, strict=False)],
@@ -162,7 +164,7 @@ def measure(variant: str, metrics: RunMetrics) -> Measured:
         t_s=[s.step_s - s.wait_batch_s for s in steps],
         tokens=[s.n_tokens for s in steps],
         steps_per_hour=3600 * len(steps) / (last.time_s - before.time_s),
-        final_accuracy=metrics.evals[-1].accuracy or 0.0,
+        final_accuracy=accuracy,
         dropped=dict(metrics.steps[-1].dropped),
         publish_ms=[p.total_ms for p in metrics.publishes[WARM_UP:] if p.total_ms is not None],
     )
