@@ -20,11 +20,11 @@ import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from areal_lora.config.keys import Plane
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import read_secret
 from areal_lora.engine.vllm_ext import assemble as assembling
 from areal_lora.engine.vllm_ext.server import HttpServer, bound_sockets, server_tls, set_environment
+from areal_lora.network.keys import Plane
+from areal_lora.run_folder.rendezvous import read_secret
 
 STREAM_TOKENS = 400
 

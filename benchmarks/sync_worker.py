@@ -19,11 +19,11 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from areal_lora.engine.vllm_ext.compat import adapter_manager
-from areal_lora.engine.vllm_ext.worker_extension import AdapterWorkerExtension
-from areal_lora.weight_sync.backends import register_backend
-from areal_lora.weight_sync.groups import BroadcastGroup, join_group
+from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension
+from areal_lora.weight_sync.link.backends import register_backend
+from areal_lora.weight_sync.link.groups import BroadcastGroup, join_group
+from areal_lora.weight_sync.messages import SourceEndpoint
 from areal_lora.weight_sync.testing import SOCKETS, over_sockets
-from areal_lora.weight_sync.transport import SourceEndpoint
 
 _OTHER_ID = 1_000_000  # far from the product's own adapter ids
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -38,16 +38,16 @@ from rich.table import Table
 from sync_case import Case, Tensors
 
 from areal_lora.checkpoint.adapter_io import save_peft
-from areal_lora.config.rendezvous import create_secret, read_secret
+from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.run_folder.rendezvous import create_secret, read_secret
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.exchange import SoloExchange
-from areal_lora.weight_sync.groups import GroupListener
 from areal_lora.weight_sync.layout import plan_buckets
-from areal_lora.weight_sync.publisher import Publisher
+from areal_lora.weight_sync.link.groups import GroupListener
+from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.testing import SOCKETS
-from areal_lora.weight_sync.transport import ServerEndpoint
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.wire import trailer_bytes
 
 HERE = Path(__file__).resolve().parent

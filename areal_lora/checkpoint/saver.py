@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from areal_lora.checkpoint.store import Snapshot, Store
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError, PublishError
-from areal_lora.obs.log import get_logger
-from areal_lora.obs.watched import watched_thread
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef
 
 WAIT_LINE_S = 10.0

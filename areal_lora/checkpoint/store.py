@@ -37,11 +37,11 @@ from areal_lora.checkpoint.state import (
 )
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
-from areal_lora.obs.faults import reached
+from areal_lora.processes.faults import reached
 from areal_lora.types import AdapterRef
 
 if TYPE_CHECKING:  # the launcher reads checkpoints without torch
-    from areal_lora.weight_sync.exchange import Exchange
+    from areal_lora.distributed.exchange import Exchange
 
 FOLDER = "checkpoints"
 NEWEST_FILE = "newest"

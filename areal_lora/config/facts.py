@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.config import architectures as arch
-from areal_lora.config.addresses import own_place
 from areal_lora.config.imports import check_import_path, parse_import_path
 from areal_lora.config.models import (
     AgentWorkflow,
@@ -23,6 +22,7 @@ from areal_lora.config.models import (
 from areal_lora.config.peft_folder import PeftFolder, describe
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
+from areal_lora.network.addresses import own_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

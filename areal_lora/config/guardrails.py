@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 from areal_lora.config import architectures as arch
 from areal_lora.config import targets
-from areal_lora.config.addresses import WILDCARDS, as_network
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.findings import Finding, Rule, Severity, shape_of
 from areal_lora.config.models import Config
-from areal_lora.config.rules_init import init_from
-from areal_lora.config.rules_layout import rollout_layout, trainer_layout
-from areal_lora.config.rules_rollout import deterministic
-from areal_lora.config.rules_run import time_outs
+from areal_lora.config.rules.init_from import init_from
+from areal_lora.config.rules.layout import rollout_layout, trainer_layout
+from areal_lora.config.rules.rollout import deterministic
+from areal_lora.config.rules.run import time_outs
 from areal_lora.errors import ConfigError
+from areal_lora.network.addresses import WILDCARDS, as_network
 
 __all__ = ["Finding", "Severity", "check", "resolve_targets"]
 

@@ -26,10 +26,10 @@ from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import HOST
 from areal_lora.data.packing import plan_microbatches
 from areal_lora.engine.base import LossFn
+from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
 from areal_lora.engine.megatron_utils.arena import Model, Range
 from areal_lora.engine.megatron_utils.convert import family_for
 from areal_lora.engine.megatron_utils.convert.registry import Dims, spec_covers
-from areal_lora.engine.megatron_utils.gather import AdapterMemory, checked
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.platforms.megatron_cpu import install_cpu_patches

@@ -12,7 +12,7 @@ from areal_lora.launcher.dry_run import human_bytes
 from areal_lora.launcher.resume import changes, conflict
 from areal_lora.launcher.run_folder import look, with_absolute_root
 from areal_lora.obs.console import duration
-from areal_lora.rollout.peek import reconciliations
+from areal_lora.rollout.ledger.peek import reconciliations
 
 
 def explain_resume(config: Config) -> Iterator[str]:

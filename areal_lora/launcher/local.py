@@ -8,7 +8,6 @@ from collections import defaultdict
 from rich.console import Console
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import forget_endpoint
 from areal_lora.errors import SAME_AGAIN, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.pulse import Pulse
@@ -16,8 +15,9 @@ from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
 from areal_lora.launcher.stalls import waits, write_stall
 from areal_lora.launcher.supervise import Ended, Interrupts, Supervisor, kill_sessions, last_lines
 from areal_lora.obs.console import LiveConsole
-from areal_lora.obs.events import RestartEvent, StallEvent, now_utc, write_event
-from areal_lora.obs.heartbeat import forget_beats, last_beats
+from areal_lora.run_folder.events import RestartEvent, StallEvent, now_utc, write_event
+from areal_lora.run_folder.heartbeat import forget_beats, last_beats
+from areal_lora.run_folder.rendezvous import forget_endpoint
 
 LOG_LINES = 30
 POLL_S, TICK_S = 0.1, 0.5

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from areal_lora.checkpoint.store import adapter_folder, versions_in
 from areal_lora.config.models import Config, ModelConfig
-from areal_lora.config.rendezvous import create_secret
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.resume import conflict
 from areal_lora.launcher.run_lock import RunLock
-from areal_lora.obs import heartbeat
-from areal_lora.obs.events import StartEvent, now_utc, write_event
 from areal_lora.obs.summary import CONFIG_FILE, SUMMARY_FILE, read_summary
+from areal_lora.run_folder import heartbeat
+from areal_lora.run_folder.events import StartEvent, now_utc, write_event
+from areal_lora.run_folder.rendezvous import create_secret
 
 JOB_FILE = "job.id"
 SQUEUE_S = 60.0

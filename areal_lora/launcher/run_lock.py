@@ -19,7 +19,7 @@ from typing import Self
 import msgspec
 
 from areal_lora.errors import ConfigError
-from areal_lora.obs.log import get_logger
+from areal_lora.processes.log import get_logger
 
 NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -18,11 +18,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from areal_lora.config.addresses import NODES_VARIABLE
 from areal_lora.config.models import Config
 from areal_lora.errors import SAME_AGAIN, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.run_folder import ANEW, JOB_FILE, RunFolder
+from areal_lora.network.addresses import NODES_VARIABLE
 
 SCRIPT_NAME = "job.sbatch"
 FAILURES_FILE = "job.failures"

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from areal_lora.obs import stacks
-from areal_lora.obs.log import read_statuses
+from areal_lora.processes import stacks
+from areal_lora.processes.log import read_statuses
 
 WRITE_S, SETTLE_S = 3.0, 0.3
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
-from areal_lora.obs.watched import watched_thread
+from areal_lora.processes.watched import watched_thread
 
 
 def commit_id(text: str) -> str:

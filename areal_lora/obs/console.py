@@ -19,7 +19,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_lora.obs.log import read_statuses
 from areal_lora.obs.metrics import (
     CheckpointRecord,
     EvalRecord,
@@ -30,6 +29,7 @@ from areal_lora.obs.metrics import (
     RolloutSampleRecord,
     StepRecord,
 )
+from areal_lora.processes.log import read_statuses
 
 QUIET_S = 15.0
 """After this long without a record the process statuses are shown again."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from areal_lora.obs import svg
 from areal_lora.obs.console import duration, number
-from areal_lora.obs.events import RestartEvent, StallEvent, read_events
 from areal_lora.obs.figures import Figures
 from areal_lora.obs.metrics import RolloutSampleRecord, iter_metrics
 from areal_lora.obs.plots import Plots
 from areal_lora.obs.samples import cut_middle
 from areal_lora.obs.summary import read_config
+from areal_lora.run_folder.events import RestartEvent, StallEvent, read_events
 
 REPORT_FILE = "report.html"
 

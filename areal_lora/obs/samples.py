@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.obs.sinks import JsonlSink, refused, whole_lines
+from areal_lora.run_folder.jsonl import JsonlSink, refused, whole_lines
 
 SAMPLES_FOLDER = "samples"
 FILE_BYTES = 8 << 20

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
-from areal_lora.obs.events import count_restarts
 from areal_lora.obs.figures import read_figures
 from areal_lora.obs.metrics import METRICS_FILE, TENSORBOARD_FOLDER
+from areal_lora.run_folder.events import count_restarts
 
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.json"

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lora.rollout.agent_api import Refused, Request, reply_body
 from areal_lora.rollout.client import FaultKind, GenerationFault
-from areal_lora.rollout.collect import PackedTurns, join
-from areal_lora.rollout.prompts import Prompt
+from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.routing import told_server
-from areal_lora.rollout.user_code import call
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
+from areal_lora.rollout.workflows.agent_api import Refused, Request, reply_body
+from areal_lora.rollout.workflows.collect import PackedTurns, join
+from areal_lora.rollout.workflows.user_code import call
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 

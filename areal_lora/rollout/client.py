@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from areal_lora.config.keys import Plane, authorization
-from areal_lora.config.tls import client_context
 from areal_lora.errors import RolloutError
+from areal_lora.network.keys import Plane, authorization
+from areal_lora.network.tls import client_context
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Generation, Outcome
 

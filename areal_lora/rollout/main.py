@@ -20,27 +20,27 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from areal_lora.config.addresses import own_place
 from areal_lora.config.models import AdapterConfig, AgentWorkflow, Config
-from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.errors import ArealLoraError
-from areal_lora.obs import stacks
-from areal_lora.obs.heartbeat import EVENT_LOOP, EVERY_S, Heart
-from areal_lora.obs.log import get_logger, set_status, setup_logging
-from areal_lora.obs.watched import watched_task
+from areal_lora.network.addresses import own_place
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agents import Sessions
+from areal_lora.rollout.channel.control import ControlSocket
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.control import ControlSocket
-from areal_lora.rollout.controller import AdapterRuntime, Controller
-from areal_lora.rollout.evaluation import CHUNK, Evaluator, HeldOut, fitting
-from areal_lora.rollout.feed import AdapterFeed
-from areal_lora.rollout.gateway import AgentGateway
-from areal_lora.rollout.ledger import LEDGER_FILE, Ledger, LedgerFile
-from areal_lora.rollout.loading import build_workflow
-from areal_lora.rollout.prompts import PromptStream, tokenize
+from areal_lora.rollout.controller.controller import AdapterRuntime, Controller
+from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator, HeldOut, fitting
+from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.prompts import PromptStream, tokenize
+from areal_lora.rollout.controller.staleness import StalenessBudget
+from areal_lora.rollout.ledger.ledger import LEDGER_FILE, Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.staleness import StalenessBudget
 from areal_lora.rollout.workflow import Scorer, TextTokenizer, WorkflowContext
+from areal_lora.rollout.workflows.gateway import AgentGateway
+from areal_lora.rollout.workflows.loading import build_workflow
+from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.scorer import ScorerPool
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from areal_lora.rollout.client import FaultKind, GenerationFault
-from areal_lora.rollout.collect import PackedTurns
-from areal_lora.rollout.prompts import Prompt
-from areal_lora.rollout.user_code import call
+from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
+from areal_lora.rollout.workflows.collect import PackedTurns
+from areal_lora.rollout.workflows.user_code import call
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 

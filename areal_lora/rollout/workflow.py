@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.collect import PackedTurns
-from areal_lora.rollout.prompts import Prompt, Tokenizer
+from areal_lora.rollout.controller.prompts import Prompt, Tokenizer
+from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Trajectory, TrajectoryGroup
 

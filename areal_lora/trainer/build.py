@@ -14,15 +14,16 @@ from transformers import AutoTokenizer
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
-from areal_lora.config.addresses import own_place
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
+from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
-from areal_lora.obs.faults import reached
-from areal_lora.obs.heartbeat import beat_on
-from areal_lora.obs.log import set_status
+from areal_lora.network.addresses import own_place
 from areal_lora.platforms.device import own_device, platform_of
-from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import set_status
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.run_folder.heartbeat import beat_on
+from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.loop import Trainer
@@ -32,10 +33,9 @@ from areal_lora.trainer.resume import resume
 from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant, build_tenant
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.coordinator import Active, Coordinator
-from areal_lora.weight_sync.exchange import GroupExchange
-from areal_lora.weight_sync.membership import RendezvousWatch
-from areal_lora.weight_sync.publisher import Publisher
+from areal_lora.weight_sync.trainer.coordinator import Active, Coordinator
+from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+from areal_lora.weight_sync.trainer.publisher import Publisher
 
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # what a controller that was ended needs to be there again

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from areal_lora.checkpoint.adapter_io import PeftWriter
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
 from areal_lora.trainer.tenant import Tenant
-from areal_lora.weight_sync.exchange import Exchange
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
 
 CHUNK_BYTES = 16 << 20

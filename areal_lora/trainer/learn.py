@@ -15,7 +15,7 @@ from areal_lora.algorithms.reduce import denominator, token_weights
 from areal_lora.data.collate import check_batch, split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
-from areal_lora.obs.log import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.config.models import Config
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
-from areal_lora.obs.faults import reached
+from areal_lora.processes.faults import reached
 from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.export import adapter_folder, export_adapter
@@ -39,7 +40,6 @@ from areal_lora.trainer.waits import (
     next_batch,
 )
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.exchange import Exchange
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from areal_lora.config.addresses import own_place, set_variables
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import publish_endpoint, read_secret, wait_endpoint
+from areal_lora.distributed.store import CurveStore
+from areal_lora.distributed.store_server import StoreServer
 from areal_lora.errors import ArealLoraError, ExitCode
-from areal_lora.obs import stacks
-from areal_lora.obs.log import get_logger, set_status, setup_logging
+from areal_lora.network.addresses import own_place, set_variables
 from areal_lora.platforms.device import platform_of
-from areal_lora.weight_sync.store import CurveStore
-from areal_lora.weight_sync.store_server import StoreServer
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, wait_endpoint
 
 ROLE = "trainer"
 STARTUP_TIMEOUT_S = 600.0

@@ -13,13 +13,13 @@ from functools import partial
 from areal_lora.checkpoint.saver import Save
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.engine.base import TrainEngine
-from areal_lora.obs.faults import reached
+from areal_lora.processes.faults import reached
 from areal_lora.trainer.tenant import Tenant, split_rows
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.outcome import PublishReport
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.publisher import Publisher, PublishHandle
+from areal_lora.weight_sync.trainer.publisher import Publisher, PublishHandle
+from areal_lora.weight_sync.trainer.steps import PublishReport
 
 
 class AdapterPublishing:

@@ -11,8 +11,6 @@ from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.checkpoint.saver import Save
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
-from areal_lora.obs.heartbeat import beat
-from areal_lora.obs.log import get_logger, set_status
 from areal_lora.obs.metrics import (
     CheckpointRecord,
     EvalRecord,
@@ -27,14 +25,16 @@ from areal_lora.obs.metrics import (
 from areal_lora.obs.report import write_report
 from areal_lora.obs.summary import write_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.rollout.messages import EvalResult, RolloutSample, Stats
-from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.processes.log import get_logger, set_status
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.messages import EvalResult, RolloutSample, Stats
+from areal_lora.run_folder.heartbeat import beat
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.rates import RateMeter, Rates
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import AdapterRef, TrainBatch, TrajectoryGroup
-from areal_lora.weight_sync.outcome import PublishReport
+from areal_lora.weight_sync.trainer.steps import PublishReport
 
 log = get_logger(__name__)
 

@@ -11,13 +11,13 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain, tidy
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest, read_files
 from areal_lora.config.models import Config
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
-from areal_lora.obs.log import get_logger
+from areal_lora.processes.log import get_logger
 from areal_lora.trainer.saving import set_random_state
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.trainer.warm_start import warm_start
-from areal_lora.weight_sync.exchange import Exchange
 
 log = get_logger(__name__)
 

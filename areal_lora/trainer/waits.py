@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from areal_lora.data.collate import assert_staleness, collate
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AlignmentError
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import TrainBatch, TrajectoryGroup
-from areal_lora.weight_sync.exchange import Exchange
 
 if TYPE_CHECKING:
     from areal_lora.trainer.loop import Trainer

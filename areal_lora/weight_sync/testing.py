@@ -22,20 +22,20 @@ import msgspec
 import numpy as np
 import torch
 
-from areal_lora.config.keys import Plane, authorized
-from areal_lora.config.tls import server_context
 from areal_lora.errors import AdapterError, ManifestError, PublishError
-from areal_lora.obs.faults import reached
-from areal_lora.obs.watched import watched_thread
+from areal_lora.network.keys import Plane, authorized
+from areal_lora.network.tls import server_context
+from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec
-from areal_lora.weight_sync import transport as tp
-from areal_lora.weight_sync.backends import Backend, Seat, gloo, register_backend
+from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.link.backends import Backend, Seat, gloo, register_backend
 from areal_lora.weight_sync.manifest import Announcement, decode
-from areal_lora.weight_sync.receiver import AdapterReceiver
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.slots import SlotTable
+from areal_lora.weight_sync.server.receiver import AdapterReceiver
+from areal_lora.weight_sync.server.slots import SlotTable
 from areal_lora.weight_sync.wire import Pack
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -22,10 +22,10 @@ import torch
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
-from areal_lora.weight_sync.groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
-from areal_lora.weight_sync.same_host import Segment
+from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup
+from areal_lora.weight_sync.link.same_host import Segment
 
 Pack = Callable[[np.ndarray], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and

@@ -13,9 +13,9 @@ from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import CheckpointConfig
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError, PublishError, RolloutError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.exchange import SoloExchange
 
 from .helpers import SPEC, snapshot_of
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config import addresses
-from areal_lora.config.addresses import Interface, Place, choose, look, own_place, set_variables
 from areal_lora.config.load import load_config
-from areal_lora.config.rendezvous import publish_endpoint
 from areal_lora.errors import ConfigError
+from areal_lora.network import addresses
+from areal_lora.network.addresses import Interface, Place, choose, look, own_place, set_variables
+from areal_lora.run_folder.rendezvous import publish_endpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
 SHIPPED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from areal_lora.config.curve import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
+from areal_lora.network.curve import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
 
 SECRET, LIMIT = "5e" * 32, 1000
 

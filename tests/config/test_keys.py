@@ -7,7 +7,7 @@ import hmac
 
 import pytest
 
-from areal_lora.config.keys import Plane, authorization, authorized, bearer_key, derived_key
+from areal_lora.network.keys import Plane, authorization, authorized, bearer_key, derived_key
 
 SECRET, OTHER = "5e" * 32, "5e" * 31 + "5f"
 

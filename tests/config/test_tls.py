@@ -13,8 +13,8 @@ from socket import create_connection, create_server, gethostname
 
 import pytest
 
-from areal_lora.config.keys import Plane, bearer_key
-from areal_lora.config.tls import (
+from areal_lora.network.keys import Plane, bearer_key
+from areal_lora.network.tls import (
     CA_FILE,
     DATA_KEY_FILE,
     ca_pem,
@@ -54,7 +54,7 @@ def answer(port: int, context: ssl.SSLContext, name: str = "localhost") -> bytes
 
 
 def test_every_process_makes_the_same_authority() -> None:
-    code = f"from areal_lora.config.tls import *; print(ca_pem({SECRET!r}, Plane.DATA).decode(), end='')"
+    code = f"from areal_lora.network.tls import *; print(ca_pem({SECRET!r}, Plane.DATA).decode(), end='')"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert other.encode() == ca_pem(SECRET, Plane.DATA)
     assert len({ca_pem(secret, plane) for secret in (SECRET, OTHER) for plane in Plane}) == 4

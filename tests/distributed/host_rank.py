@@ -16,13 +16,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from areal_lora.config.addresses import own_place
 from areal_lora.config.load import load_config
-from areal_lora.config.rendezvous import read_secret
+from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.network.addresses import own_place
+from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.trainer.main import join_world
-from areal_lora.weight_sync.exchange import GroupExchange
-from areal_lora.weight_sync.groups import GroupListener, join_group
-from areal_lora.weight_sync.transport import SourceEndpoint
+from areal_lora.weight_sync.link.groups import GroupListener, join_group
+from areal_lora.weight_sync.messages import SourceEndpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "math"
 SHIPPED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]

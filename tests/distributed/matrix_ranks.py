@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from areal_lora.config.architectures import ModelShape
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
 from areal_lora.engine.megatron_utils.arena import Model, Range
 from areal_lora.engine.megatron_utils.convert import family_for
 from areal_lora.engine.megatron_utils.convert.registry import Dims
-from areal_lora.engine.megatron_utils.gather import AdapterMemory, checked
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.platforms.megatron_cpu import install_cpu_patches

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.rendezvous import create_secret
+from areal_lora.run_folder.rendezvous import create_secret
 
 from .namespaces import two_hosts, unavailable
 

@@ -24,7 +24,7 @@ def run(role: str, argv: tuple[str, ...], env: dict[str, str], fault: str, folde
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
-    from areal_lora.obs import faults
+    from areal_lora.processes import faults
 
     if fault:
         faults._plan = faults.parse(fault)
@@ -50,7 +50,7 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
     from areal_lora.algorithms import alignment
     from areal_lora.checkpoint.files import Disk
-    from areal_lora.rollout.trainer_client import RolloutClient
+    from areal_lora.rollout.channel.client import RolloutClient
     from areal_lora.trainer import loop, main, publishing, waits
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
     from areal_lora.weight_sync import probe

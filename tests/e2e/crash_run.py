@@ -19,10 +19,10 @@ from typing import Any
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.guardrails import resolve_targets
 from areal_lora.config.load import load_config
-from areal_lora.config.rendezvous import create_secret, forget_endpoint
 from areal_lora.engine.vllm_ext import stand_in
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions
+from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint
 from tests.e2e import crash_child
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"

@@ -19,21 +19,21 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import read_secret, wait_endpoint
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
+from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.learn import learn
 from areal_lora.trainer.main import join_world
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.tenant import Tenant, build_tenant, scoring_batch
 from areal_lora.types import AdapterSpec
-from areal_lora.weight_sync.coordinator import Coordinator
-from areal_lora.weight_sync.exchange import SoloExchange
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.membership import RendezvousWatch
-from areal_lora.weight_sync.publisher import Publisher
 from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.wire import Pack
 
 Owned = list[tuple[str, Tensor]]

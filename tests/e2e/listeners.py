@@ -27,10 +27,10 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from areal_lora.config.curve import HANDSHAKE_REFUSED, connect_curve
-from areal_lora.config.keys import Plane, authorization, bearer_key
-from areal_lora.config.rendezvous import read_secret
-from areal_lora.config.tls import client_context
+from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
+from areal_lora.network.keys import Plane, authorization, bearer_key
+from areal_lora.network.tls import client_context
+from areal_lora.run_folder.rendezvous import read_secret
 
 FOREIGN = "5f" * 32  # the secret of another run
 SILENCE_S = 1.0

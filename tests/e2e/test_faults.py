@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.rendezvous import create_secret
+from areal_lora.run_folder.rendezvous import create_secret
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.rendezvous import read_secret, wait_endpoint
 from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, interpreter
-from areal_lora.weight_sync.membership import RendezvousWatch
-from areal_lora.weight_sync.transport import AdminClient
+from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
+from areal_lora.weight_sync.messages import AdminClient
+from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 
 from .listeners import Listener
 from .test_disturbed_run import records

@@ -17,17 +17,17 @@ import psutil
 import pytest
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import create_secret, read_secret, wait_endpoint
+from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.coordinator import Active, Coordinator
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.exchange import SoloExchange
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.membership import RendezvousWatch
-from areal_lora.weight_sync.outcome import PublishReport
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.publisher import Publisher
 from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.trainer.coordinator import Active, Coordinator
+from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+from areal_lora.weight_sync.trainer.publisher import Publisher
+from areal_lora.weight_sync.trainer.steps import PublishReport
 from tests.engine.vllm_ext.serving import (
     ADAPTER,
     PROMPT,

@@ -20,7 +20,7 @@ from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import supervise
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.supervise import Supervisor
-from areal_lora.obs.events import count_restarts
+from areal_lora.run_folder.events import count_restarts
 
 FOREVER = "import time; time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
@@ -277,11 +277,11 @@ def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
 
 RANK = """
 import fcntl, os, pathlib, signal, sys, time
-from areal_lora.config.rendezvous import publish_endpoint, read_endpoint
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_endpoint
 from areal_lora.obs import stacks
-from areal_lora.obs.faults import reached
-from areal_lora.obs.heartbeat import beat
-from areal_lora.obs.log import set_status
+from areal_lora.processes.faults import reached
+from areal_lora.run_folder.heartbeat import beat
+from areal_lora.processes.log import set_status
 folder, role, index = pathlib.Path({folder!r}), {role!r}, {index}
 stacks.install(folder, role, index)
 alone = open(folder / f"{{role}}-{{index}}.lock", "w")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.rendezvous import create_secret, read_endpoint
-from areal_lora.obs.events import count_restarts
-from areal_lora.obs.heartbeat import last_beats
+from areal_lora.run_folder.events import count_restarts
+from areal_lora.run_folder.heartbeat import last_beats
+from areal_lora.run_folder.rendezvous import create_secret, read_endpoint
 from tests.launcher.drive import EXAMPLES
 from tests.launcher.test_local import Run, begin
 

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.obs.events import RestartEvent, write_event
 from areal_lora.obs.metrics import (
     CheckpointRecord,
     EvalRecord,
@@ -15,6 +14,7 @@ from areal_lora.obs.metrics import (
     SampleRecord,
     StepRecord,
 )
+from areal_lora.run_folder.events import RestartEvent, write_event
 
 ADAPTER = "toy"
 PHASES = {"pack": 4, "wire": 3, "verify": 2, "write": 0.5, "commit_wait": 8}

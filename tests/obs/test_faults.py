@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.obs.faults import VARIABLE, parse, reached
+from areal_lora.processes.faults import VARIABLE, parse, reached
 
 CODE = """
 import sys
-from areal_lora.obs.faults import reached
+from areal_lora.processes.faults import reached
 for _ in range(3):
     for point in ("a.one", "a.two"):
         print(point, flush=True)

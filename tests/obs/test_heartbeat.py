@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.obs import heartbeat, stacks
+from areal_lora.processes import stacks
+from areal_lora.run_folder import heartbeat
 
 
 def test_beats_change_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +79,8 @@ def test_each_part_has_its_own_limit(
 LOOP = """
 import asyncio, sys, time
 from areal_lora.obs import heartbeat
-from areal_lora.obs.heartbeat import EVENT_LOOP, Heart
-from areal_lora.obs.log import setup_logging
+from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
+from areal_lora.processes.log import setup_logging
 setup_logging("controller", 0)
 heartbeat.EVERY_S, heartbeat.SLOW_S = 0.1, 0.4
 def users_workflow():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.obs.log import ROOT, get_logger, read_statuses, set_status, setup_logging
+from areal_lora.processes.log import ROOT, get_logger, read_statuses, set_status, setup_logging
 
 
 @pytest.fixture

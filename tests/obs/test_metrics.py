@@ -26,7 +26,7 @@ from areal_lora.obs.metrics import (
     read_metrics,
 )
 from areal_lora.obs.samples import sample_files, sample_lines
-from areal_lora.obs.sinks import BLOCK_BYTES, JsonlSink
+from areal_lora.run_folder.jsonl import BLOCK_BYTES, JsonlSink
 
 STEP = StepRecord(
     step=3, version=3, time_s=9.5, adapter="toy", reward_mean=0.5, rollout_tokens_per_s=4000.0, train_s=0.8,

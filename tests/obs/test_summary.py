@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from areal_lora.errors import ConfigError
-from areal_lora.obs.events import RestartEvent, now_utc, write_event
 from areal_lora.obs.metrics import EvalRecord, MetricsWriter, PublishRecord, SampleRecord, StepRecord
 from areal_lora.obs.summary import print_closing, read_summary, write_summary
+from areal_lora.run_folder.events import RestartEvent, now_utc, write_event
 from tests.obs.fake_run import make_config
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import areal_lora
 from areal_lora.errors import BackgroundFailed, ExitCode, RecordError
-from areal_lora.obs import watched
-from areal_lora.obs.watched import watched_task, watched_thread
+from areal_lora.processes import watched
+from areal_lora.processes.watched import watched_task, watched_thread
 
 PACKAGE = Path(areal_lora.__file__).parent
 TABLE = PACKAGE.parent / "docs" / "en" / "threads.md"
@@ -24,22 +24,22 @@ STARTERS = {
     "ensure_future", "run_in_executor", "to_thread", "run_coroutine_threadsafe", "AsyncioAuthenticator",
 }  # fmt: skip
 SHORT = {
-    "obs/watched.py:end_process": "the mechanism itself",
-    "obs/watched.py:watched_thread": "the mechanism itself",
-    "obs/watched.py:watched_task": "the mechanism itself",
-    "weight_sync/fleet.py:_Line.__init__": "one request at a time; the coordinator waits for its Future",
-    "weight_sync/fleet.py:Fleet.silent": "one round of pings; the caller waits for their Futures",
+    "processes/watched.py:end_process": "the mechanism itself",
+    "processes/watched.py:watched_thread": "the mechanism itself",
+    "processes/watched.py:watched_task": "the mechanism itself",
+    "weight_sync/trainer/fleet.py:_Line.__init__": "one request at a time; the coordinator waits for its Future",
+    "weight_sync/trainer/fleet.py:Fleet.silent": "one round of pings; the caller waits for their Futures",
     "weight_sync/testing.py:MemoryServer._join": "one join request; the handler waits for its Futures",
-    "engine/vllm_ext/worker_extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
+    "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "tasks/scorer.py:_patient": "one scoring; it is awaited",
-    "rollout/user_code.py:_in_thread": "one call of user code; its outcome is the caller's",
-    "rollout/evaluation.py:Evaluator.run": "tasks of one evaluation in a TaskGroup that is awaited",
+    "rollout/workflows/user_code.py:_in_thread": "one call of user code; its outcome is the caller's",
+    "rollout/controller/evaluation.py:Evaluator.run": "tasks of one evaluation in a TaskGroup that is awaited",
     "rollout/workflow.py:all_samples": "samples of one group in a TaskGroup that is awaited",
     "rollout/agents.py:AgentWorkflow._sample": "one agent's run; it is awaited",
-    "rollout/controller.py:Controller._evaluate": "one evaluation in the controller's TaskGroup",
-    "rollout/controller.py:Controller._admit": "one rollout in the controller's TaskGroup",
-    "rollout/control.py:ControlSocket.serve": "one request in the controller's TaskGroup",
+    "rollout/controller/controller.py:Controller._evaluate": "one evaluation in the controller's TaskGroup",
+    "rollout/controller/controller.py:Controller._admit": "one rollout in the controller's TaskGroup",
+    "rollout/channel/control.py:ControlSocket.serve": "one request in the controller's TaskGroup",
     "engine/vllm_ext/sampling.py:_all": "the answers of one request in a TaskGroup that is awaited",
     "engine/vllm_ext/sampling.py:_merged": "the streams of one request; they are awaited",
     "engine/vllm_ext/data_plane.py:_unless_disconnected": "one request; it is awaited",
@@ -101,7 +101,7 @@ def test_the_table_in_the_documentation_names_every_watched_thread_and_every_exc
                 names.add(node.args[0].value)
     assert names
     assert not {name for name in names if f"`{name}`" not in text}
-    short = {place for place in SHORT if not place.startswith("obs/watched.py")}
+    short = {place for place in SHORT if not place.startswith("processes/watched.py")}
     assert not {place for place in short if f"`{place}`" not in text}
     listed = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
     assert listed == names | short, "the table lists what is not there any more"
@@ -119,8 +119,8 @@ BLOCKED = {
 def test_a_dead_thread_ends_a_process_whose_main_thread_is_blocked(blocked: str) -> None:
     code = f"""
 import threading, time
-from areal_lora.obs.log import setup_logging
-from areal_lora.obs.watched import watched_thread
+from areal_lora.processes.log import setup_logging
+from areal_lora.processes.watched import watched_thread
 setup_logging("trainer", 3)
 def look_at_servers():
     time.sleep(0.2)
@@ -140,7 +140,7 @@ def test_the_exit_code_is_that_of_the_error_and_an_unread_log_does_not_hold_up_t
 import os, sys, threading
 from areal_lora.errors import RecordError
 from areal_lora.obs import watched
-from areal_lora.obs.log import setup_logging
+from areal_lora.processes.log import setup_logging
 reading, writing = os.pipe()
 os.set_blocking(writing, False)
 try:
@@ -160,8 +160,8 @@ threading.Event().wait()
 def test_a_dead_task_ends_the_process_although_its_group_would_wait_for_others() -> None:
     code = """
 import asyncio
-from areal_lora.obs.log import setup_logging
-from areal_lora.obs.watched import watched_task
+from areal_lora.processes.log import setup_logging
+from areal_lora.processes.watched import watched_task
 setup_logging("controller", 0)
 async def stubborn():
     while True:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from areal_lora.config.models import Config, SamplingConfig
-from areal_lora.rollout.feed import AdapterFeed
-from areal_lora.rollout.groups import Ticket
-from areal_lora.rollout.ledger import Ledger, LedgerFile
-from areal_lora.rollout.prompts import Prompt, PromptStream
-from areal_lora.rollout.records import Snapshot
-from areal_lora.rollout.staleness import StalenessBudget
+from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.groups import Ticket
+from areal_lora.rollout.controller.prompts import Prompt, PromptStream
+from areal_lora.rollout.controller.staleness import StalenessBudget
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.records import Snapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 from tests.rollout.texts import CharTokenizer

@@ -10,8 +10,8 @@ import copy
 from collections import Counter
 from dataclasses import dataclass, field
 
-from areal_lora.rollout.feed import MAX_STALE, AdapterFeed
-from areal_lora.rollout.groups import Lease, Ticket
+from areal_lora.rollout.controller.feed import MAX_STALE, AdapterFeed
+from areal_lora.rollout.controller.groups import Lease, Ticket
 
 
 @dataclass(slots=True)

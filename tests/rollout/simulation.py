@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_lora.rollout.feed import AdapterFeed
-from areal_lora.rollout.groups import Ticket
-from areal_lora.rollout.ledger import LedgerFile
+from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.groups import Ticket
+from areal_lora.rollout.ledger.ledger import LedgerFile
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 from tests.rollout.helpers import NAME, Clock, feed, stream

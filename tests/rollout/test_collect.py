@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_lora.data.collate import check_alignment
-from areal_lora.rollout.collect import PackedTurns, join
+from areal_lora.rollout.workflows.collect import PackedTurns, join
 from areal_lora.tasks.scorer import Score
 from areal_lora.types import Generation, Outcome
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AgentWorkflow, Config, FunctionReward, MultiTurnWorkflow, WorkflowConfig
-from areal_lora.config.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.data.collate import collate
 from areal_lora.errors import RolloutError
+from areal_lora.rollout.channel.client import RolloutClient
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.rollout.testing import FakeServer, Fault
-from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.rollout.helpers import NAME, CharTokenizer, config
@@ -268,7 +268,7 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
         return made.model_copy(update={"adapters": [adapter]})
 
     monkeypatch.setattr("tests.rollout.test_controller.config", with_reward)
-    monkeypatch.setattr("areal_lora.rollout.feed.MAX_BACK_OFF_S", 0.01)
+    monkeypatch.setattr("areal_lora.rollout.controller.feed.MAX_BACK_OFF_S", 0.01)
     run = controller(FakeServer(), eta=1, b=4, steps=6)
     made = plain("none")
     prompts = adapter_data(made, made.adapters[0], CharTokenizer()).prompts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.staleness import StalenessBudget, Verdict
+from areal_lora.rollout.controller.staleness import StalenessBudget, Verdict
 from tests.rollout.simulation import SAMPLES, Simulation
 
 STEPS = 1150  # of at least 14 groups: a quarter of a million samples

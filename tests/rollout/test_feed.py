@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.feed import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
-from areal_lora.rollout.ledger import LedgerFile
-from areal_lora.rollout.records import GroupState
+from areal_lora.rollout.controller.feed import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
+from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.ledger.records import GroupState
 from tests.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.ledger import FOLD_EVERY, KEEP_STEPS, Ledger, LedgerError, LedgerFile
-from areal_lora.rollout.records import GroupState, decode_snapshot
+from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS, Ledger, LedgerError, LedgerFile
+from areal_lora.rollout.ledger.records import GroupState, decode_snapshot
 
 NO_LOCKS = Path(__file__).resolve().parents[1] / "no_locks.py"
 
@@ -114,7 +114,7 @@ def test_another_machine_finds_all_of_it_in_files(tmp_path: Path) -> None:
 
 SECOND = """
 import sys
-from areal_lora.rollout import ledger
+from areal_lora.rollout.ledger import ledger
 ledger.LOCK_S = ledger.LOCK_WAIT_S = 0.3
 try:
     file = ledger.LedgerFile(sys.argv[1], "r")

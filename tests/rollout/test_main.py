@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
-from areal_lora.rollout.messages import Batch
-from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.messages import Batch
+from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
 from tests.rollout.helpers import NAME, config
 

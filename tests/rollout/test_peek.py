@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger import LEDGER_FILE, LedgerFile
-from areal_lora.rollout.peek import reconciliations
+from areal_lora.rollout.ledger.ledger import LEDGER_FILE, LedgerFile
+from areal_lora.rollout.ledger.peek import reconciliations
 
 KEPT: list[LedgerFile] = []  # a connection that is collected would fold its log in
 WRITER = """
 import sys, time
-from areal_lora.rollout.ledger import LedgerFile
+from areal_lora.rollout.ledger.ledger import LedgerFile
 file = LedgerFile(sys.argv[1], "run")
 book = file.adapter("math", "o")
 while True:
@@ -104,6 +104,6 @@ def test_a_ledger_that_never_rests_is_one_clear_line(tmp_path: Path, monkeypatch
         os.utime(path)
 
     monkeypatch.setattr(shutil, "copy", written_meanwhile)
-    monkeypatch.setattr("areal_lora.rollout.peek.PAUSE_S", 0.0)
+    monkeypatch.setattr("areal_lora.rollout.ledger.peek.PAUSE_S", 0.0)
     with pytest.raises(RolloutError, match=r"ledger.sqlite is being written: the run is going on"):
         reconciliations(tmp_path, "run", {"math": 2}, {})

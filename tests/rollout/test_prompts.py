@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from areal_lora.config.models import Gsm8kTask
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.prompts import PromptStream, tokenize
+from areal_lora.rollout.controller.prompts import PromptStream, tokenize
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
 from tests.rollout.helpers import CharTokenizer, samples, stream

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger import LedgerFile
-from areal_lora.rollout.reconcile import apply, plan, plan_for
-from areal_lora.rollout.records import GroupState, Head, Row, Snapshot, decode_snapshot
+from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.ledger.reconcile import apply, plan, plan_for
+from areal_lora.rollout.ledger.records import GroupState, Head, Row, Snapshot, decode_snapshot
 
 S = GroupState
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.rollout.staleness import StalenessBudget, Verdict
+from areal_lora.rollout.controller.staleness import StalenessBudget, Verdict
 
 
 @pytest.mark.parametrize(

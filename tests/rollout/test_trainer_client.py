@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.rendezvous import Endpoint
 from areal_lora.errors import RolloutError
-from areal_lora.rollout import messages as m
-from areal_lora.rollout import trainer_client
-from areal_lora.rollout.control import ControlSocket
-from areal_lora.rollout.trainer_client import RolloutClient
+from areal_lora.rollout.channel import client as trainer_client
+from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.control import ControlSocket
+from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 from tests.rollout.helpers import NAME, episode, stream
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout import user_code
 from areal_lora.rollout.client import FaultKind, GenerationFault
-from areal_lora.rollout.user_code import call
+from areal_lora.rollout.workflows import user_code
+from areal_lora.rollout.workflows.user_code import call
 
 ENV = FaultKind.ENVIRONMENT
 

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.models import TrainerConfig
+from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
 from areal_lora.engine.megatron_utils.arena import Model, Range
 from areal_lora.engine.megatron_utils.convert import family_for
 from areal_lora.engine.megatron_utils.convert.registry import Dims
-from areal_lora.engine.megatron_utils.gather import AdapterMemory
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import PublishError
 from areal_lora.trainer.export import export_adapter
 from areal_lora.types import AdapterSpec, ExpertLayout
-from areal_lora.weight_sync.exchange import GroupExchange
 from areal_lora.weight_sync.layout import AdapterLayout
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

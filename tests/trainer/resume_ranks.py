@@ -22,8 +22,9 @@ from areal_lora.checkpoint.store import Store
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
 from areal_lora.data.order import PromptOrder
+from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
-from areal_lora.obs import faults
+from areal_lora.processes import faults
 from areal_lora.trainer import loop
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.recording import evaluation_due
@@ -31,7 +32,6 @@ from areal_lora.trainer.resume import resume
 from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant, scoring_batch
 from areal_lora.types import AdapterRef, TrainBatch
-from areal_lora.weight_sync.exchange import GroupExchange
 from tests.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
@@ -41,7 +41,7 @@ OPTIMIZER = OptimizerConfig(lr=0.01, warmup_steps=4, schedule="linear", max_grad
 
 @dataclass(frozen=True)
 class Life:
-    """``fault``: see `areal_lora.obs.faults`, empty for none."""
+    """``fault``: see `areal_lora.processes.faults`, empty for none."""
 
     folder: str
     model: str

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import CheckpointError
 from areal_lora.trainer import export as export_module
 from areal_lora.trainer.export import export_adapter
 from areal_lora.types import ExpertLayout
-from areal_lora.weight_sync.exchange import SoloExchange
 from areal_lora.weight_sync.layout import AdapterLayout
 from tests.distributed.spawn import run_ranks
 

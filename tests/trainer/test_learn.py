@@ -16,6 +16,7 @@ from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.load import load_config
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import check_batch
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn, TrainEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.trainer import loop
@@ -23,7 +24,6 @@ from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.learn import learn, make_loss
 from areal_lora.trainer.tenant import Tenant, scoring_batch, split_rows
 from areal_lora.types import StepStats, TrainBatch
-from areal_lora.weight_sync.exchange import SoloExchange
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AlignmentError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.loop import hand_over
 from areal_lora.trainer.waits import collect_audit, join_checkpoint, next_batch
 from areal_lora.types import TrajectoryGroup
-from areal_lora.weight_sync.exchange import SoloExchange
 from tests.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.rollout.helpers import config, episode, stream
 

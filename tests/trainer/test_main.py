@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.load import load_config
-from areal_lora.config.rendezvous import create_secret
+from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.main import join_world
 from tests.distributed.intruder import intrude, intrude_all
 

@@ -19,7 +19,7 @@ from areal_lora.obs import svg
 from areal_lora.obs.metrics import read_metrics
 from areal_lora.obs.summary import read_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.rollout.messages import EvalResult, EvalSample
+from areal_lora.rollout.channel.messages import EvalResult, EvalSample
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder, evaluation_due
 from areal_lora.types import AdapterRef, TrajectoryGroup

@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.errors import ArealLoraError, ManifestError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.coordinator import Coordinator
-from areal_lora.weight_sync.exchange import GroupExchange
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.publisher import Publisher
 from areal_lora.weight_sync.testing import MemoryServer, pack_of
-from areal_lora.weight_sync.transport import ServerEndpoint
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.wire import PackedShard
 
 from .helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values

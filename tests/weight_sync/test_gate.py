@@ -8,10 +8,10 @@ import time
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
-from areal_lora.weight_sync.coordinator import Coordinator
-from areal_lora.weight_sync.exchange import SoloExchange
-from areal_lora.weight_sync.publisher import Publisher
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.weight_sync.testing import MemoryServer, pack_of
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
 
 from .helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from areal_lora.errors import ConfigError, PublishError
-from areal_lora.weight_sync import backends, groups, same_host
-from areal_lora.weight_sync.backends import Backend
-from areal_lora.weight_sync.groups import GroupListener, join_group
-from areal_lora.weight_sync.same_host import Segment
+from areal_lora.weight_sync.link import backends, groups, same_host
+from areal_lora.weight_sync.link.backends import Backend
+from areal_lora.weight_sync.link.groups import GroupListener, join_group
+from areal_lora.weight_sync.link.same_host import Segment
 from areal_lora.weight_sync.testing import SOCKETS
 
 from .helpers import SECRET

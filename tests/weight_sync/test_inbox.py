@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.inbox import RING, Ring, RingInbox, WindowInbox, Windows
-from areal_lora.weight_sync.reception import Clock, Pace, Reception
-from areal_lora.weight_sync.same_host import Segment
+from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.link.same_host import Segment
+from areal_lora.weight_sync.server.reception import Clock, Pace, Reception
 from areal_lora.weight_sync.wire import LayoutTables, adapter_digest
 
 from .helpers import BUCKET_BYTES, packed, ref, share, values

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from areal_lora.config.rendezvous import publish_endpoint
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
-from areal_lora.weight_sync.membership import (
+from areal_lora.run_folder.rendezvous import publish_endpoint
+from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.trainer.membership import (
     FIRST_REST_S,
     LONGEST_REST_S,
     Finding,
@@ -21,7 +22,6 @@ from areal_lora.weight_sync.membership import (
     ServerWatcher,
     judge,
 )
-from areal_lora.weight_sync.transport import ServerEndpoint
 
 SILENT = PublishError("timed out")
 BROKEN = ManifestError("wire", "connection closed by peer")
@@ -217,8 +217,8 @@ def test_a_file_that_was_replaced_while_it_was_read_does_not_end_the_watch():
 def test_a_defect_in_the_watch_ends_the_process_with_its_reason():
     code = """
 import threading
-from areal_lora.obs.log import setup_logging
-from areal_lora.weight_sync.membership import Membership, ServerWatcher
+from areal_lora.processes.log import setup_logging
+from areal_lora.weight_sync.trainer.membership import Membership, ServerWatcher
 setup_logging("trainer", 0)
 class Watch:
     def present(self): raise KeyError("admin")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.weight_sync import reception
-from areal_lora.weight_sync.reception import FREE_S, LONGEST_REST_S, Pace
+from areal_lora.weight_sync.server import reception
+from areal_lora.weight_sync.server.reception import FREE_S, LONGEST_REST_S, Pace
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from collections import deque
 import pytest
 
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
-from areal_lora.weight_sync import transport as tp
-from areal_lora.weight_sync.coordinator import Coordinator
-from areal_lora.weight_sync.exchange import SoloExchange
+from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.publisher import Publisher
 from areal_lora.weight_sync.testing import MemoryServer, pack_of
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
 
 from .helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.weight_sync import same_host
-from areal_lora.weight_sync.groups import GroupListener
-from areal_lora.weight_sync.inbox import KEPT_WINDOWS
-from areal_lora.weight_sync.receiver import AdapterReceiver
+from areal_lora.weight_sync.link import same_host
+from areal_lora.weight_sync.link.groups import GroupListener
+from areal_lora.weight_sync.link.inbox import KEPT_WINDOWS
 from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.testing import SOCKETS, MemoryWriter, pack_of
 from areal_lora.weight_sync.wire import adapter_digest
 

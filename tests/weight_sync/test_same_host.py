@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync import same_host
-from areal_lora.weight_sync.same_host import NO_CARD, SIGNAL_BYTES, Segment, Signal, Window, readable
+from areal_lora.weight_sync.link import same_host
+from areal_lora.weight_sync.link.same_host import NO_CARD, SIGNAL_BYTES, Segment, Signal, Window, readable
 
 CPU = torch.device("cpu")
 CHILD = """
 import sys, torch
-from areal_lora.weight_sync.same_host import Segment
+from areal_lora.weight_sync.link.same_host import Segment
 segment = Segment(10_000, torch.device("cpu"))
 segment.bytes[:] = 3
 segment.renew()

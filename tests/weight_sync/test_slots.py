@@ -4,7 +4,7 @@ import pytest
 
 from areal_lora.errors import ManifestError, UnknownVersionError
 from areal_lora.weight_sync.manifest import Refusal
-from areal_lora.weight_sync.slots import SlotTable
+from areal_lora.weight_sync.server.slots import SlotTable
 
 from .helpers import ref
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from areal_lora.config.rendezvous import zmq_curve_keys
-from areal_lora.weight_sync.store import CurveStore
-from areal_lora.weight_sync.store_server import Await, Put, StoreServer, Table
+from areal_lora.distributed.store import CurveStore
+from areal_lora.distributed.store_server import Await, Put, StoreServer, Table
+from areal_lora.network.curve import zmq_curve_keys
 
 from .helpers import SECRET
 
@@ -129,7 +129,7 @@ def test_the_servers_public_key_is_not_enough(server, monkeypatch):
     def half(secret, role):
         return zmq_curve_keys(SECRET if role == "torch-store" else OTHER, role)
 
-    monkeypatch.setattr("areal_lora.config.curve.zmq_curve_keys", half)
+    monkeypatch.setattr("areal_lora.network.curve.zmq_curve_keys", half)
     with pytest.raises(dist.DistNetworkError):
         CurveStore(server.host, server.port, SECRET, 2.0)
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from areal_lora.config.keys import Plane, authorization, bearer_key
-from areal_lora.config.tls import client_context, server_context
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.weight_sync import transport as tp
+from areal_lora.network.keys import Plane, authorization, bearer_key
+from areal_lora.network.tls import client_context, server_context
+from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Refusal
 from areal_lora.weight_sync.testing import MemoryServer
 

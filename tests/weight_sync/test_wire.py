@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.same_host import Window
+from areal_lora.weight_sync.link.same_host import Window
 from areal_lora.weight_sync.testing import pack_of
 from areal_lora.weight_sync.wire import PackedShard, adapter_digest, seal, shard_sum, trailer_part
 

@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
 from areal_lora.engine.megatron_utils.arena import Bank, Scope, is_routed
-from areal_lora.engine.megatron_utils.gather import AdapterMemory
 from areal_lora.engine.megatron_utils.grouped import grouped_linear
 from areal_lora.errors import UnknownTensorError
 

@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from torch import nn
 
 from areal_lora.config.models import OptimizerConfig
+from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
 from areal_lora.engine.megatron_utils.arena import Range
-from areal_lora.engine.megatron_utils.gather import AdapterMemory
 from areal_lora.types import ExpertLayout, StepStats
 
 

@@ -21,15 +21,15 @@ from typing import Any, Protocol
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from areal_lora.engine.vllm_ext.channel import Begin, Done, Join, Ping, Staged, WorkerChannel
+from areal_lora.engine.vllm_ext.worker_channel import Begin, Done, Join, Ping, Staged, WorkerChannel
 from areal_lora.errors import ManifestError, PublishError
-from areal_lora.obs.faults import reached
-from areal_lora.obs.log import get_logger
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.slots import SlotTable
-from areal_lora.weight_sync.transport import PING_S, JoinRequest, PublishReply, StageResult
+from areal_lora.weight_sync.server.slots import SlotTable
 
 log = get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """Admin plane of a rollout server: msgpack over HTTPS on a port of its own, its key required.
 
-What a trainer uses is in ``weight_sync.transport``. Beside that:
+What a trainer uses is in ``weight_sync.messages``. Beside that:
 
 =======  ====================  ==================  ==========================================
 method   path                  request body        answer
@@ -23,13 +23,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from areal_lora.config.keys import Plane
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
 from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.network.keys import Plane
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.transport import (
+from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
     INFO_PATH,
     JOIN_PATH,

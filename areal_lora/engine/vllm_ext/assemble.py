@@ -16,21 +16,21 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from areal_lora.config.addresses import own_place
 from areal_lora.config.architectures import TARGETS, Scope
 from areal_lora.config.models import Config
 from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
-from areal_lora.engine.vllm_ext.channel import WorkerChannel
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.generate import Counters, Generator
 from areal_lora.engine.vllm_ext.guards import guarded
-from areal_lora.engine.vllm_ext.lora_install import vllm_modules
 from areal_lora.engine.vllm_ext.sampling import Sampler
-from areal_lora.engine.vllm_ext.worker_extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
+from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
+from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
+from areal_lora.engine.vllm_ext.worker_channel import WorkerChannel
 from areal_lora.errors import ConfigError
+from areal_lora.network.addresses import own_place
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.transport import InfoReply, ModulesReply
+from areal_lora.weight_sync.messages import InfoReply, ModulesReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,12 +46,12 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from areal_lora.config.architectures import target_of
-from areal_lora.engine.vllm_ext.cpu_linear_lora import BatchSlots, add_lora
-from areal_lora.engine.vllm_ext.cpu_moe_lora import ExpertAdapters, Spans, moe_lora
-from areal_lora.engine.vllm_ext.lora_install import Matrix
+from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, Spans, moe_lora
+from areal_lora.engine.vllm_ext.worker.lora_install import Matrix
 from areal_lora.errors import AdapterError
-from areal_lora.obs.log import get_logger
-from areal_lora.weight_sync.modules import LORA_A, LORA_B
+from areal_lora.processes.log import get_logger
+from areal_lora.weight_sync.served import LORA_A, LORA_B
 
 log = get_logger(__name__)
 

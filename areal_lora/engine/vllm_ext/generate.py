@@ -19,10 +19,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.adapters import Lease
 from areal_lora.engine.vllm_ext.compat import SCORE_TEMPERATURE
-from areal_lora.obs.faults import reached
-from areal_lora.obs.log import get_logger
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.transport import ServerStats
+from areal_lora.weight_sync.messages import ServerStats
 
 CUT = "abort"  # vLLM's finish reason of a request that was ended from outside
 FOLLOW_S = 0.25  # for a sequence that was cut to ask for the rest; a reader of a stream may be slow

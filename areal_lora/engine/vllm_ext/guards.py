@@ -6,8 +6,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_lora.config.keys import Plane, authorized
-from areal_lora.config.tls import on_loopback
+from areal_lora.network.keys import Plane, authorized
+from areal_lora.network.tls import on_loopback
 
 MAX_DATA_BODY_BYTES = 64 << 20  # 32 prompts of an evaluation with 250,000 tokens each, as text
 

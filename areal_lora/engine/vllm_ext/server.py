@@ -32,18 +32,18 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from areal_lora.config.addresses import own_place, set_variables
-from areal_lora.config.keys import Plane
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import publish_endpoint, read_secret
-from areal_lora.config.tls import on_loopback, server_context, write_client_files
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
-from areal_lora.obs import stacks
-from areal_lora.obs.heartbeat import EVENT_LOOP, EVERY_S, Heart
-from areal_lora.obs.log import get_logger, set_status, setup_logging
-from areal_lora.obs.watched import watched_task
-from areal_lora.weight_sync.transport import RESTART_EXIT
+from areal_lora.network.addresses import own_place, set_variables
+from areal_lora.network.keys import Plane
+from areal_lora.network.tls import on_loopback, server_context, write_client_files
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.processes.watched import watched_task
+from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
+from areal_lora.weight_sync.messages import RESTART_EXIT
 
 if TYPE_CHECKING:
     from areal_lora.engine.vllm_ext.adapters import ServedAdapters

@@ -36,24 +36,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from areal_lora.config.addresses import own_place
 from areal_lora.config.architectures import target_of
-from areal_lora.config.keys import Plane
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import publish_endpoint, read_secret
 from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
 from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
-from areal_lora.obs import stacks
-from areal_lora.obs.faults import reached
-from areal_lora.obs.heartbeat import EVENT_LOOP, Heart
-from areal_lora.obs.log import get_logger, set_status, setup_logging
-from areal_lora.obs.watched import watched_task
+from areal_lora.network.addresses import own_place
+from areal_lora.network.keys import Plane
+from areal_lora.processes import stacks
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.processes.watched import watched_task
+from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
+from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.modules import served_shapes
+from areal_lora.weight_sync.served import served_shapes
 from areal_lora.weight_sync.testing import MemoryServer
 
 log = get_logger("areal_lora.engine.vllm_ext.stand_in")  # __name__ is __main__ here

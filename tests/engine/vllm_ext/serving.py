@@ -21,14 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
+from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.link.groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, encode
+from areal_lora.weight_sync.messages import AdminClient, JoinRequest, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.testing import pack_of
-from areal_lora.weight_sync.transport import AdminClient, JoinRequest, PublishReply, ServerEndpoint
 from areal_lora.weight_sync.wire import PackedShard
 
 HIDDEN, RANK, ALPHA, VOCAB = 128, 8, 16.0, 288

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from areal_lora.engine.vllm_ext import adapters
-from areal_lora.engine.vllm_ext import channel as ch
+from areal_lora.engine.vllm_ext import worker_channel as ch
 from areal_lora.engine.vllm_ext.adapters import ServedAdapters
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.manifest import Announcement, decode, encode
-from areal_lora.weight_sync.transport import JoinRequest, StageResult
+from areal_lora.weight_sync.messages import JoinRequest, StageResult
 
 pytestmark = pytest.mark.slow  # importing vLLM
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.cpu_linear_lora import BatchSlots, add_lora
+from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
 
 SLOTS, RANK, IN, WIDTHS = 3, 4, 16, (12, 6, 6)
 

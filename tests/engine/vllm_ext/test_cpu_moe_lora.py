@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal_lora.engine.vllm_ext.compat import PackedExperts
-from areal_lora.engine.vllm_ext.cpu_moe_lora import (
+from areal_lora.engine.vllm_ext.cpu.moe_lora import (
     CellBlock,
     CellCosts,
     CellRuns,

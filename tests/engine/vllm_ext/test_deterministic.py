@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal_lora.weight_sync.transport import RESTART_EXIT
+from areal_lora.weight_sync.messages import RESTART_EXIT
 
 from .serving import PROMPT, RunningServer, connect, start
 

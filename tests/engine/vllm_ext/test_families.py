@@ -21,7 +21,7 @@ from areal_lora.config.architectures import target_of
 from areal_lora.errors import AdapterError, PublishError
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.modules import check_served
+from areal_lora.weight_sync.served import check_served
 
 from .serving import PROMPT, RunningServer, Tensors, connect, make_model, start, wait_until
 

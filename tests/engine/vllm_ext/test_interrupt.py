@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from areal_lora.engine.vllm_ext.sampling import continuation_seed
 from areal_lora.errors import ManifestError
 from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.messages import ServerStats
 from areal_lora.weight_sync.testing import SOCKETS
-from areal_lora.weight_sync.transport import ServerStats
 
 from .serving import PROMPT, RunningServer, Tensors, connect, hf_logits, start
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.lora_install import Matrix, StackedSlotWriter, vllm_modules
+from areal_lora.engine.vllm_ext.worker.lora_install import Matrix, StackedSlotWriter, vllm_modules
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout

@@ -17,19 +17,19 @@ import psutil
 import pytest
 import torch
 
-from areal_lora.config.keys import Plane
-from areal_lora.config.rendezvous import read_secret
-from areal_lora.config.tls import client_context
 from areal_lora.engine.vllm_ext import admin_routes
 from areal_lora.engine.vllm_ext.server import WORKERS_S
-from areal_lora.engine.vllm_ext.worker_extension import NICE
+from areal_lora.engine.vllm_ext.worker.extension import NICE
 from areal_lora.errors import ManifestError, ProcessFailed, PublishError
-from areal_lora.obs.heartbeat import last_beats
+from areal_lora.network.keys import Plane
+from areal_lora.network.tls import client_context
+from areal_lora.run_folder.heartbeat import last_beats
+from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync import transport
+from areal_lora.weight_sync import messages as transport
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.manifest import Announcement, encode
-from areal_lora.weight_sync.transport import AdminClient
+from areal_lora.weight_sync.messages import AdminClient
 
 from .serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
 

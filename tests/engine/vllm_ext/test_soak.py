@@ -23,13 +23,13 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from areal_lora.config.rendezvous import read_secret
+from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.exchange import SoloExchange
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.publisher import Publisher
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
 
 from .serving import RunningServer, adapter, connect, start
 

@@ -16,16 +16,16 @@ import pytest
 
 from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, base_modules, dice, interpreter, solution
 from areal_lora.errors import PublishError
-from areal_lora.obs.faults import VARIABLE
+from areal_lora.processes.faults import VARIABLE
+from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.evaluation import CHUNK, Evaluator, HeldOut
-from areal_lora.rollout.messages import EvalResult
+from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator, HeldOut
 from areal_lora.rollout.routing import Router
 from areal_lora.tasks.rewards import numeric_match
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.tasks.word_problems import word_problem
 from areal_lora.types import AdapterRef, Outcome, Sample
-from areal_lora.weight_sync.transport import RESTART_EXIT
+from areal_lora.weight_sync.messages import RESTART_EXIT
 
 from .serving import HIDDEN, PROMPT, RunningServer, connect, start
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from areal_lora.config.models import Config
-from areal_lora.config.rendezvous import read_secret
+from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.coordinator import Coordinator
 from areal_lora.weight_sync.digests import base_digest
-from areal_lora.weight_sync.exchange import SoloExchange
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.membership import RendezvousWatch
-from areal_lora.weight_sync.publisher import Publisher
 from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.wire import Pack
 
 from .serving import adapter

@@ -1,0 +1,229 @@
+"""The serving half of a store for torch.distributed that only processes with the run secret can reach.
+
+torch's ``TCPStore`` has no authentication: whoever reaches its port reads and overwrites every key. This one has
+the same operations behind zmq CURVE, with keys derived from the run secret::
+
+    StoreServer (rank 0, one thread)  <-- ROUTER, CURVE, exactly one address --  CurveStore (every rank, ``store``)
+
+Traffic is encrypted, and both sides have proved that they know the secret before a byte of a request is read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch.distributed as dist
+import zmq
+from zmq.utils import z85
+
+from areal_lora.network.curve import serve_curve, zmq_curve_keys
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.rendezvous import bracketed
+
+SERVER_ROLE, CLIENT_ROLE = "torch-store", "torch-store-client"  # CURVE identities
+MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
+FORGET_S = 5.0  # how often requests whose sender has given up are looked for
+_ZAP = "inproc://zeromq.zap.01"
+
+log = get_logger(__name__)
+
+
+class Put(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    keys: list[str]
+    values: list[bytes]
+
+
+class Append(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+    value: bytes
+
+
+class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+    amount: int
+
+
+class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Delete(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    key: str
+
+
+class Has(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    keys: list[str]
+
+
+class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answered when all keys are there, with their values if ``fetch``; never if that takes over ``timeout_s``."""
+
+    keys: list[str]
+    timeout_s: float
+    fetch: bool
+
+
+Request = Put | Append | Add | Swap | Delete | Has | Count | Await
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """``error`` is empty if it worked."""
+
+    number: int = 0
+    values: list[bytes] = []
+    error: str = ""
+
+
+class Table:
+    """Keys and values, and who waits for which key. No input or output: ``answer`` sends a reply to a waiter."""
+
+    def __init__(self, answer: Callable[[list[bytes], Reply], None], clock: Callable[[], float]) -> None:
+        self._answer, self._clock = answer, clock
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[list[bytes], Await, float]]] = {}  # by the first key that is missing
+
+    def handle(self, sender: list[bytes], request: Request) -> None:
+        values = self._values
+        match request:
+            case Put(keys, new):
+                for key, value in zip(keys, new, strict=True):
+                    self._store(key, value)
+                reply = Reply()
+            case Append(key, value):
+                self._store(key, values.get(key, b"") + value)
+                reply = Reply()
+            case Add(key, amount):
+                try:
+                    total = int(values.get(key, b"0")) + amount
+                except ValueError:
+                    self._answer(sender, Reply(error=f"{key} is not a number"))
+                    return
+                self._store(key, str(total).encode())
+                reply = Reply(number=total)
+            case Swap(key, expected, desired):
+                # As torch's own stores do, a missing key counts as empty and is answered with what was expected.
+                held = values.get(key)
+                if held == expected or (held is None and not expected):
+                    self._store(key, desired)
+                    held = desired
+                reply = Reply(values=[expected if held is None else held])
+            case Delete(key):
+                reply = Reply(number=int(values.pop(key, None) is not None))
+            case Has(keys):
+                reply = Reply(number=int(all(key in values for key in keys)))
+            case Count():
+                reply = Reply(number=len(values))
+            case Await():
+                self._await(sender, request, self._clock() + request.timeout_s)
+                return
+        self._answer(sender, reply)
+
+    def forget_late(self) -> None:
+        """Drop waiters that have given up."""
+        now = self._clock()
+        for key, waiters in list(self._waiting.items()):
+            self._waiting[key] = [w for w in waiters if w[2] > now]
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _store(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for waiter in self._waiting.pop(key, ()):
+            self._await(*waiter)
+
+    def _await(self, sender: list[bytes], request: Await, until: float) -> None:
+        for key in request.keys:
+            if key not in self._values:
+                self._waiting.setdefault(key, []).append((sender, request, until))
+                return
+        self._answer(sender, Reply(values=[self._values[k] for k in request.keys] if request.fetch else []))
+
+
+class StoreServer:
+    """Listens on exactly ``host``, on a ``port`` that the system chooses; serves from one daemon thread."""
+
+    def __init__(self, host: str, secret: str) -> None:
+        self._allowed = zmq_curve_keys(secret, CLIENT_ROLE)[0]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP)  # before the other: it must never accept without being asked
+        self._stop, self._stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._stopped.bind("inproc://stop")
+        self._stop.connect("inproc://stop")
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.ipv6 = ":" in host
+        serve_curve(self._socket, secret, SERVER_ROLE, MAX_MESSAGE_BYTES)
+        try:
+            self._socket.bind(f"tcp://{bracketed(host)}:*")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise dist.DistNetworkError(f"cannot bind {host}: {error.strerror}") from None
+        self.host, self.port = host, int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._table = Table(self._answer, time.monotonic)
+        self._closing = threading.Lock()
+        self._thread = watched_thread("torch-store", self._serve)
+
+    def close(self) -> None:
+        """Stop listening; who waits for a key here is cut off at once."""
+        with self._closing:
+            if not self._stop.closed:
+                self._stop.send(b"")
+                self._thread.join()
+                self._stop.close()
+                self._context.term()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._socket, self._zap, self._stopped):
+            poller.register(socket, zmq.POLLIN)
+        forget_at = time.monotonic() + FORGET_S
+        while True:
+            ready = dict(poller.poll(int(FORGET_S * 1000)))
+            if self._stopped in ready:
+                break
+            if self._zap in ready:
+                self._admit()
+            if self._socket in ready:
+                self._take()
+            if time.monotonic() >= forget_at:
+                self._table.forget_late()
+                forget_at = time.monotonic() + FORGET_S
+        for socket in (self._socket, self._zap, self._stopped):
+            socket.close(linger=0)
+
+    def _admit(self) -> None:
+        """Answer zmq's question whether a client that has proved to own a key may come in (ZMTP's RFC 27)."""
+        version, request_id, _, address, _, mechanism, *keys = self._zap.recv_multipart()
+        good = mechanism == b"CURVE" and keys == [z85.decode(self._allowed)]
+        if not good:
+            log.warning("refused a client of the store at %s: it does not know the run secret", address.decode())
+        status = (b"200", b"OK") if good else (b"400", b"not the key of this run")
+        self._zap.send_multipart([version, request_id, *status, b"", b""])
+
+    def _take(self) -> None:
+        client, number, payload = self._socket.recv_multipart()
+        try:
+            request = msgspec.msgpack.decode(payload, type=Request)
+        except msgspec.DecodeError as error:
+            self._answer([client, number], Reply(error=f"the request is not understood: {error}"))
+        else:
+            self._table.handle([client, number], request)
+
+    def _answer(self, sender: list[bytes], reply: Reply) -> None:
+        self._socket.send_multipart([*sender, msgspec.msgpack.encode(reply)])

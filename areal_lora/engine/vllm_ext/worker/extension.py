@@ -1,0 +1,209 @@
+"""Mixed into every vLLM worker: receives adapter versions beside generation.
+
+The server calls the ``al_`` methods through ``AsyncLLM.collective_rpc``. Such a call waits for its
+turn between two model steps and then holds up the next one, so only what must be in step with
+generation is one; everything else is a command to a background thread (``channel``)::
+
+    server                      background thread              between two steps
+    al_setup, al_describe       starts
+    Join    ----------------->  thread, low priority: join the trainers' groups
+    Begin   ----------------->  thread: receive, write, verify
+    Ping    ----------------->  at once
+    al_commit  ----------------------------------------------> slot becomes a version
+    al_retire  ----------------------------------------------> slot is free again
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import msgspec
+
+from areal_lora.engine.vllm_ext.compat import (
+    activate,
+    adapter_manager,
+    bound_matrices,
+    deactivate,
+    enable_slots,
+    own_logprobs,
+    refuse_files,
+    shared_memory_prefix,
+)
+from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
+from areal_lora.engine.vllm_ext.worker_channel import (
+    Begin,
+    Command,
+    CommandThread,
+    Done,
+    Join,
+    Ping,
+    Respond,
+    Staged,
+)
+from areal_lora.errors import ManifestError, PublishError
+from areal_lora.processes import stacks
+from areal_lora.processes.log import setup_logging
+from areal_lora.run_folder.rendezvous import read_secret
+from areal_lora.types import AdapterRef, AdapterSpec
+from areal_lora.weight_sync.manifest import decode
+from areal_lora.weight_sync.messages import JoinRequest, StageResult
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.server.receiver import AdapterReceiver
+
+NICE = 10
+"""Priority of the threads that gloo receives with. Generation is what the cores are for: a version that arrives
+some milliseconds later costs nothing, because the trainer does not wait for it.
+
+Threads that run Python keep theirs. One that holds the interpreter's lock and does not get a core would make
+generation wait for both.
+"""
+STAGING_SHARE = 0.03
+"""Of a core's time for writing a version while sequences run, where the model computes on the same cores: nobody
+waits for the version, and a burst would show between two tokens. Without sequences it is written at once.
+"""
+
+
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must know of the run. The secret itself is read from the run folder."""
+
+    run: str
+    run_folder: str
+    base_digest: str
+    ports: tuple[int, ...]
+    index: int
+    declared: dict[str, AdapterSpec]
+    bind: str
+    cores: tuple[int, ...]
+
+
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    worker: int
+    max_rank: int
+    modules: dict[str, tuple[int, int]]
+    shm_prefix: str
+
+
+class _WorkerAdapters:
+    """State of one worker: where to write, who receives, whom to answer."""
+
+    def __init__(self, worker: object, rank: int, setup: WorkerSetup) -> None:
+        self.rank = rank
+        self.max_rank = adapter_manager(worker).lora_config.max_lora_rank
+        enable_slots(worker)
+        self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
+        secret = read_secret(setup.run_folder)
+        self._receiver = AdapterReceiver(
+            self.writer, run=setup.run, secret=secret, base_digest=setup.base_digest, on_staged=self._staged,
+            declared=setup.declared, bind=setup.bind, device=self.writer.device,
+        )  # fmt: skip
+        self._asked: Respond | None = None  # who waits for the staging under way
+        self._last_staged: AdapterRef | None = None
+        self._joining = False
+        self._commands = CommandThread(
+            secret=secret, ports=setup.ports, worker=rank, cores=setup.cores, handle=self._handle
+        )
+
+    def _handle(self, command: Command, respond: Respond) -> None:
+        match command:
+            case Ping():
+                respond(Done())
+            case Join() if self._joining:
+                respond(Done(error="still joining the groups of the request before"))
+            case Join(request=request):
+                self._joining = True
+                threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
+            case Begin() if self._joining or self._asked is not None:
+                respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
+            case Begin() if time.monotonic() >= command.deadline:
+                respond(_unstaged(command, Refusal.WIRE, "this worker heard of it too late"))
+            case Begin():
+                self._asked = respond
+                self._begin(command)
+
+    def _begin(self, command: Begin) -> None:
+        if self._last_staged is not None and str(self._last_staged) not in command.active:
+            self._receiver.discard(self._last_staged)
+        self._last_staged = None
+        try:
+            announcement = decode(command.announcement)
+            slot = command.slot if command.slot >= 0 else None
+            share = STAGING_SHARE if command.generating and self.writer.device.type == "cpu" else 1.0
+            left_s = command.deadline - time.monotonic()
+            self._receiver.begin(announcement.manifest, announcement.layout, slot, left_s, share)
+        except ManifestError as e:
+            self._answer(_unstaged(command, e.reason, e.detail))
+        except PublishError as e:
+            self._answer(_unstaged(command, Refusal.WIRE, str(e)))
+
+    def _staged(self, result: StageResult) -> None:
+        if result.ok:
+            self._last_staged = AdapterRef.parse(result.ref)
+        self._answer(Staged(result=result))
+
+    def _answer(self, staged: Staged) -> None:
+        respond, self._asked = self._asked, None
+        if respond is not None:
+            respond(staged)
+
+    def _join(self, request: JoinRequest, respond: Respond) -> None:
+        error = ""
+        lower_priority()  # inherited by the threads of the groups made here; this one ends with the request
+        try:
+            self._receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s)
+        except PublishError as e:
+            error = str(e)
+        except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only
+            error = repr(e)
+        self._joining = False  # before the answer: the trainer publishes as soon as it has it
+        respond(Done(error=error))
+
+
+def lower_priority() -> None:
+    """For the calling thread and those it starts from now on (on Linux a thread has a priority of its own)."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+def _unstaged(command: Begin, reason: str, detail: str) -> Staged:
+    return Staged(result=StageResult(ref=command.ref, slot=command.slot, ok=False, reason=reason, detail=detail))
+
+
+class AdapterWorkerExtension:
+    """RPC methods; arguments and answers are bytes, strings and numbers. ``rank`` is vLLM's."""
+
+    rank: int
+
+    def al_setup(self, setup_bytes: bytes) -> None:
+        setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
+        setup_logging("server", setup.index)
+        stacks.install_as(setup.run_folder, f"server-{setup.index}-worker-{self.rank}")
+        refuse_files(self)
+        own_logprobs(self)
+        self._al_state = _WorkerAdapters(self, self.rank, setup)
+
+    def al_describe(self) -> bytes:
+        state = self._al_state
+        described = WorkerDescription(
+            worker=state.rank, max_rank=state.max_rank, modules=state.writer.modules, shm_prefix=shared_memory_prefix()
+        )
+        return msgspec.msgpack.encode(described)
+
+    def al_commit(self, lora_id: int, slot: int, retired: list[int]) -> float:
+        """The version in ``slot`` serves as ``lora_id`` from now on, ``retired`` no longer do.
+
+        Seconds taken: the only part of a publish that generation waits for.
+        """
+        started = time.perf_counter()
+        for old in retired:
+            deactivate(self, old)
+        activate(self, lora_id, slot, self._al_state.max_rank)
+        return time.perf_counter() - started
+
+    def al_alive(self) -> None:
+        """Answered between two steps of the model: not at all by an engine that is stuck in one."""
+
+    def al_retire(self, lora_ids: list[int]) -> None:
+        for lora_id in lora_ids:
+            deactivate(self, lora_id)

@@ -1,0 +1,196 @@
+"""Write received tensors into an inactive slot of a worker's stacked LoRA buffers.
+
+Runs in the receiver's background thread while the model generates. Where everything goes is
+planned once per layout; a publish then only runs compiled copies. Knows wire names and shapes;
+where vLLM keeps the buffers is ``compat``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from areal_lora.config.architectures import Scope, covers, target_of
+from areal_lora.errors import AdapterError, ManifestError
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.served import LORA_A, LORA_B, covered, served_shapes
+
+_VLLM_MODULES = {
+    ("linear_qkv", Scope.ATTENTION): "qkv_proj", ("linear_proj", Scope.ATTENTION): "o_proj",
+    ("linear_fc1", Scope.MLP): "gate_up_proj", ("linear_fc2", Scope.MLP): "down_proj",
+    ("linear_fc1", Scope.SHARED_EXPERT): "gate_up_proj", ("linear_fc2", Scope.SHARED_EXPERT): "down_proj",
+    ("linear_fc1", Scope.EXPERT): "experts", ("linear_fc2", Scope.EXPERT): "experts",
+}  # fmt: skip
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_NOTHING = ""  # a slot of zeros: nothing of it can show through another layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One ``lora_A`` or ``lora_B`` of the model as one worker holds it.
+
+    ``stacked`` is ``[S, E, max_rank, in_part]`` (A) or ``[S, E, out_part, max_rank]`` (B) for S slots,
+    of which this is entry ``index`` of the second dimension; None where another worker holds it
+    (expert parallel). The part is ``begin`` onwards of an in- or output dimension that is ``full``
+    long (tensor parallel).
+    """
+
+    name: str
+    stacked: torch.Tensor | None
+    index: int
+    begin: int
+    full: int
+
+    @property
+    def is_a(self) -> bool:
+        return self.name.endswith(LORA_A)
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(LORA_A).removesuffix(LORA_B)
+
+
+def vllm_modules(target_modules: Sequence[str]) -> list[str]:
+    """Leaf names of vLLM's modules that hold the projections of canonical targets; empty if they mean nothing."""
+    return sorted({m for (linear, scope), m in _VLLM_MODULES.items() if covers(target_modules, linear, scope)})
+
+
+class StackedSlotWriter:
+    """The ``weight_sync.server.receiver.SlotWriter`` of a vLLM worker.
+
+    Host memory is written in place. For device memory, which compiled host code cannot reach,
+    blocks go to a pinned mirror of one slot, and ``flush`` copies the mirror.
+    """
+
+    def __init__(self, matrices: Iterable[Matrix], max_rank: int) -> None:
+        self._matrices = {m.name: m for m in matrices if target_of(m.module) is not None}
+        self._max_rank = max_rank
+        stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
+        dtypes = {t.dtype for t in stacks.values()}
+        if not stacks or len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
+            raise AdapterError(f"this worker keeps its adapters as {sorted(map(str, dtypes))}; areal_lora writes "
+                               f"one of {sorted(_DTYPES.values())}: choose model.dtype among them")  # fmt: skip
+        self._dtype = _DTYPES[dtypes.pop()]
+        self._stacks = list(stacks.values())
+        self._n_slots = self._stacks[0].shape[0]
+        self.device = self._stacks[0].device
+        on_device = [t for t in self._stacks if t.device.type != "cpu"]
+        self._mirrors = {id(t): torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=True) for t in on_device}
+        # Copies must not queue behind the model's kernels, nor these behind the copies.
+        self._streams = {device: torch.Stream(device=device) for device in {t.device for t in on_device}}
+        self._written: dict[int, str] = {}  # by memory (``_memory``): which cells may be non-zero
+        inputs = {m.module: m.full for m in self._matrices.values() if m.is_a}
+        self.modules = {m.module: (inputs[m.module], m.full) for m in self._matrices.values() if not m.is_a}
+        """(inputs, outputs) of every module that can be adapted, the same on all workers."""
+
+    def expected(self, spec: AdapterSpec) -> dict[str, Shape]:
+        """Full names and shapes for ``spec``. Raises ManifestError (``rank``, ``targets``)."""
+        if spec.rank > self._max_rank:
+            raise ManifestError(
+                Refusal.RANK, f"{spec.name} has rank {spec.rank}, this server holds up to {self._max_rank}; "
+                "raise rollout.max_lora_rank",
+            )  # fmt: skip
+        targets = spec.target_modules
+        ignored = [t for t in targets if not any(covered(module, [t]) for module in self.modules)]
+        if ignored or not targets:
+            raise ManifestError(Refusal.TARGETS, f"{spec.name}: nothing served is meant by {ignored or 'no target'}")
+        return served_shapes(self.modules, spec)
+
+    def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
+        """Per shard the copies into slot 0, by address. Raises ManifestError for a layout that does not fit."""
+        full_names: dict[str, list[str]] = {}
+        for name, wire in layout.aliases.items():
+            full_names.setdefault(wire, []).append(name)
+        return [self._plan_shard(layout, shard, full_names) for shard in layout.shards]
+
+    def prepare(self, slot: int, layout: AdapterLayout) -> None:
+        """Clear the slot unless what it holds has been written by such a layout, which this one overwrites."""
+        cells = f"{layout.spec.rank} {' '.join(sorted(layout.spec.target_modules))}"
+        if self._written.get(self._memory(slot)) not in (cells, _NOTHING):
+            self.zero(slot)
+        self._written[self._memory(slot)] = cells
+
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
+        """Store tensors [first, last) of a shard whose first byte would be at address ``base``."""
+        plan.copy(base, 0, slot=slot, tensors=(first, last), marks=marks)
+
+    def flush(self, slot: int) -> None:
+        """Bring the mirror, if there is one, into the slot; complete when it returns."""
+        for stack in self._stacks:
+            if id(stack) in self._mirrors:
+                with self._streams[stack.device]:
+                    stack[slot].copy_(self._mirrors[id(stack)], non_blocking=True)
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def zero(self, slot: int) -> None:
+        """Clear ``slot`` on this worker."""
+        for stack in self._stacks:
+            _host_view(self._mirrors.get(id(stack), stack[slot]))[...] = 0
+        self._written[self._memory(slot)] = _NOTHING
+
+    def _memory(self, slot: int) -> int:
+        """What ``write`` writes to: the slot itself, or the one mirror of all slots."""
+        return -1 if self._mirrors else slot
+
+    def _plan_shard(
+        self, layout: AdapterLayout, shard: ShardLayout, full_names: Mapping[str, Sequence[str]]
+    ) -> TensorBlocks:
+        tensors: list[list[Block]] = []
+        starts: list[int] = []  # per block: address of its matrix in slot 0, and bytes from there to the matrix's end
+        limits: list[int] = []
+        slots = 1 if self._mirrors else self._n_slots
+        for tensor in shard.tensors:
+            blocks = []
+            for name in (tensor.name, *full_names.get(tensor.name, ())):
+                matrix = self._matrices.get(name)
+                if matrix is None:
+                    raise ManifestError(Refusal.UNKNOWN_TENSOR, f"{name} is nothing this engine serves")
+                if matrix.stacked is None:
+                    continue
+                place = self._mirrors.get(id(matrix.stacked), matrix.stacked[0])[matrix.index]
+                step = 0 if self._mirrors else matrix.stacked.stride(0) * matrix.stacked.element_size()
+                blocks.append(_block(tensor, matrix, place, step, layout))
+                starts.append(place.data_ptr())
+                limits.append((slots - 1) * step + _extent_bytes(place))
+            tensors.append(blocks)
+        plan = TensorBlocks.of(tensors, layout.dtype, self._dtype)
+        plan.check(src_bytes=shard.nbytes, dst_bytes=np.array(limits, dtype=np.int64), slots=slots)
+        return plan.moved(dst_by=np.array(starts, dtype=np.int64))
+
+
+def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, layout: AdapterLayout) -> Block:
+    """This worker's part of a tensor, into ``place`` (``[max_rank, in_part]`` or ``[out_part, max_rank]``)."""
+    rank, item = layout.spec.rank, ITEM_BYTES[layout.dtype]
+    rows, cols = (rank, place.shape[1]) if matrix.is_a else (place.shape[0], rank)
+    width = cols if matrix.is_a else rows
+    shape = (rank, matrix.full) if matrix.is_a else (matrix.full, rank)
+    fits = rows <= place.shape[0] and cols <= place.shape[1] and place.stride(1) == 1
+    if tensor.shape != shape or matrix.begin + width > matrix.full or not fits:
+        raise ManifestError(
+            Refusal.SHAPE,
+            f"{matrix.name}: {list(tensor.shape)} does not fit {matrix.begin} onwards of {matrix.full} "
+            f"into {list(place.shape)}",
+        )
+    pitch = tensor.shape[1] * item
+    return Block(
+        src=tensor.offset + matrix.begin * (item if matrix.is_a else pitch), src_pitch=pitch,
+        dst=0, dst_pitch=place.stride(0) * place.element_size(), dst_step=step,
+        rows=rows, cols=cols, scale=1.0 if matrix.is_a else layout.spec.scale,
+    )  # fmt: skip
+
+
+def _extent_bytes(place: torch.Tensor) -> int:
+    rows, cols = place.shape
+    return ((rows - 1) * place.stride(0) + cols) * place.element_size()
+
+
+def _host_view(tensor: torch.Tensor) -> np.ndarray:
+    """Host memory as numpy sees it (bfloat16 as bit patterns): filling it there uses no OpenMP."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

@@ -1,0 +1,203 @@
+"""Commands to the background thread of each vLLM worker, out of band: none waits for a model step.
+
+Two zmq sockets (CURVE with keys from the run secret, loopback) between the server and all its workers::
+
+    server (asyncio)                       worker
+    ask(Begin) -- ROUTER ------- DEALER -> background thread --> handle
+        replies <- PULL --------- PUSH <-- from any thread, when it is done
+
+A reply names its call, so one that comes late is not taken for another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from areal_lora.errors import PublishError
+from areal_lora.network.curve import HANDSHAKE_REFUSED, OnlyKeyOf, connect_curve, serve_curve
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_task, watched_thread
+from areal_lora.processes.watched_zmq import WatchedAuthenticator
+from areal_lora.weight_sync.messages import MAX_BODY_BYTES, JoinRequest, StageResult
+
+log = get_logger(__name__)
+
+SERVER_ROLE, WORKER_ROLE = "server-channel", "server-worker"  # CURVE identities
+CONNECT_S = 30.0
+MAX_COMMAND_BYTES, MAX_REPLY_BYTES = MAX_BODY_BYTES + 4096, 1 << 20  # a command may hold an announcement
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    request: JoinRequest
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+    """``announcement`` as ``manifest.encode`` made it. ``slot`` is negative where none is free. ``active`` are the
+    versions that can be requested: what a worker has staged and is not among them was given up. ``generating``:
+    sequences run. ``deadline`` is ``time.monotonic()`` of this machine, so that waiting for a worker counts.
+    """
+
+    announcement: bytes
+    ref: str
+    slot: int
+    deadline: float
+    active: tuple[str, ...]
+    generating: bool
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    pass
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """Answers ``Join`` and ``Ping``; ``error`` is empty if that worked."""
+
+    error: str = ""
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
+    """Answers ``Begin``."""
+
+    result: StageResult
+
+
+Command = Join | Begin | Ping
+Answer = Done | Staged
+A = TypeVar("A", Done, Staged)
+
+
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    command: Command
+
+
+class _Reply(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    worker: int
+    answer: Answer
+
+
+class WorkerChannel:
+    """The server's end. Lives on its event loop."""
+
+    def __init__(self, secret: str) -> None:
+        self._context = zmq.asyncio.Context()  # of its own: who may connect is decided by context
+        self._authenticator = WatchedAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(secret, WORKER_ROLE))
+        self._commands, self._replies = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
+        self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown worker is an error, not silence
+        for socket in (self._commands, self._replies):
+            socket.linger = 0
+            serve_curve(socket, secret, SERVER_ROLE, MAX_REPLY_BYTES)
+        self._refused = self._commands.get_monitor_socket(HANDSHAKE_REFUSED)
+        self.ports = tuple(s.bind_to_random_port("tcp://127.0.0.1") for s in (self._commands, self._replies))
+        self._identities: dict[int, bytes] = {}
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Queue[_Reply]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def connect(self, n_workers: int) -> None:
+        """Wait until every worker's thread has said hello. Raises PublishError."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                while len(self._identities) < n_workers:
+                    identity, worker = await self._commands.recv_multipart()
+                    self._identities[int(worker)] = identity
+        except TimeoutError:
+            missing = sorted(set(range(n_workers)) - self._identities.keys())
+            problem = f"workers {missing} did not connect within {CONNECT_S:.0f} s"
+            if await self._refused.poll(0):
+                raise PublishError(
+                    f"{problem}: a process with another run secret was turned away "
+                    "(fix: start server and workers with the same run folder)"
+                ) from None
+            raise PublishError(f"{problem}; see the log") from None
+        self._reader = watched_task("worker-replies", self._read)
+
+    async def ask(self, command: Command, kind: type[A], timeout_s: float) -> list[A]:
+        """Every worker's answer, in worker order. Raises PublishError if one does not come in time."""
+        number = next(self._numbers)
+        replies = self._calls[number] = asyncio.Queue()
+        got: dict[int, A] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = msgspec.msgpack.encode(_Call(number=number, command=command))
+                for identity in self._identities.values():
+                    await self._commands.send_multipart([identity, body])
+                while len(got) < len(self._identities):
+                    reply = await replies.get()
+                    if not isinstance(reply.answer, kind):
+                        raise PublishError(f"worker {reply.worker} answered {command} with {reply.answer}")
+                    got[reply.worker] = reply.answer
+        except (TimeoutError, zmq.ZMQError) as e:
+            missing = sorted(self._identities.keys() - got.keys())
+            why = e.strerror if isinstance(e, zmq.ZMQError) else f"silent for {timeout_s:.0f} s"
+            raise PublishError(f"workers {missing}: {why}; if that stays, restart the server") from None
+        finally:
+            del self._calls[number]
+        return [got[w] for w in sorted(got)]
+
+    async def _read(self) -> None:
+        while True:
+            reply = msgspec.msgpack.decode(await self._replies.recv(), type=_Reply)
+            replies = self._calls.get(reply.number)
+            if replies is None:
+                log.warning("late answer of worker %d dropped: %s", reply.worker, reply.answer)
+            else:
+                replies.put_nowait(reply)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+        self._commands.disable_monitor()
+        for socket in (self._refused, self._commands, self._replies):
+            socket.close(linger=0)
+        self._authenticator.stop()
+        self._context.term()
+
+
+Respond = Callable[[Answer], None]
+
+
+class CommandThread:
+    """A worker's end: calls ``handle(command, respond)`` in a thread of its own, one command at a time.
+
+    ``respond`` may be called later and from another thread. ``cores`` are those that the thread and what it starts
+    may use: vLLM binds the thread that creates this one to the cores of its model.
+    """
+
+    def __init__(
+        self, *, secret: str, ports: Sequence[int], worker: int, cores: Sequence[int],
+        handle: Callable[[Command, Respond], None],
+    ) -> None:
+        self._worker, self._cores, self._handle = worker, cores, handle
+        self._sending = threading.Lock()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._commands, self._replies = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+        for socket, port in zip((self._commands, self._replies), ports, strict=True):
+            socket.linger = 0
+            connect_curve(socket, secret, WORKER_ROLE, SERVER_ROLE, MAX_COMMAND_BYTES)
+            socket.connect(f"tcp://127.0.0.1:{port}")
+        watched_thread("worker-commands", self._run)
+
+    def _run(self) -> None:
+        os.sched_setaffinity(threading.get_native_id(), self._cores)
+        self._commands.send(str(self._worker).encode())
+        while True:
+            call = msgspec.msgpack.decode(self._commands.recv(), type=_Call)
+            self._handle(call.command, partial(self._respond, call.number))
+
+    def _respond(self, number: int, answer: Answer) -> None:
+        with self._sending:
+            self._replies.send(msgspec.msgpack.encode(_Reply(number=number, worker=self._worker, answer=answer)))

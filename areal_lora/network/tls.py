@@ -1,0 +1,158 @@
+"""TLS between the processes of a run: each HTTP plane has a certificate authority made from the run secret.
+
+Whoever has the secret can make the authority again, always with the same bytes, so no file must be
+distributed. A server has a key pair of its own, made when it starts and kept in memory, with a certificate
+that the authority signs. Clients trust that authority and no other::
+
+    run secret -- HKDF --> authority of the plane -- signs --> certificate of one server process
+                               |
+                               `--> clients of the run; ca.pem for clients outside of it
+
+TLS 1.3 only, without early data: recorded bytes are of no use for a second connection.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import socket
+import ssl
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import psutil
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from areal_lora.network.keys import Plane, bearer_key, derived_key
+
+CA_FILE, DATA_KEY_FILE = "ca.pem", "data.key"
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
+# A secret is made for every start of a run, and its certificates with it: they need no other end.
+_FROM, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2020, 2100))
+
+
+def on_loopback(bind: str) -> bool:
+    """Whether only this machine can reach what is bound to ``bind``."""
+    try:
+        return ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        return bind == "localhost"
+
+
+def ca_pem(secret: str, plane: Plane) -> bytes:
+    """The certificate (public) of ``plane``'s authority; the same bytes in every process."""
+    return _authority(secret, plane)[1].public_bytes(Encoding.PEM)
+
+
+@lru_cache(maxsize=8)
+def client_context(secret: str, plane: Plane) -> ssl.SSLContext:
+    """For clients: the other end must be a server of this run.
+
+    Names are not checked: addresses come from the run folder, and every server of the run may be asked.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.load_verify_locations(cadata=ca_pem(secret, plane).decode())
+    return context
+
+
+def server_context(secret: str, plane: Plane, bind: str) -> ssl.SSLContext:
+    """For a server bound to ``bind``: a fresh key pair, and a certificate for the addresses it can be reached at."""
+    key, certificate = _issue(secret, plane, _names(bind))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # OpenSSL reads a path only. This file has a name in no folder and ends with its descriptor.
+    fd = os.memfd_create("areal_lora-tls", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        os.write(fd, certificate.public_bytes(Encoding.PEM))
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+    return context
+
+
+def write_client_files(run_folder: Path, secret: str) -> None:
+    """``ca.pem`` and ``data.key`` (mode 0600): what a client outside the run needs to use the data plane."""
+    for name, content, mode in (
+        (CA_FILE, ca_pem(secret, Plane.DATA), 0o644),
+        (DATA_KEY_FILE, bearer_key(secret, Plane.DATA).encode(), 0o600),
+    ):
+        temporary = run_folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        temporary.replace(run_folder / name)
+
+
+@lru_cache(maxsize=8)
+def _authority(secret: str, plane: Plane) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    # 16 bytes more than the order has: the remainder is uniform but for 2**-128 (FIPS 186-5, A.2.1).
+    number = int.from_bytes(derived_key(secret, f"certificate {plane}", 48)) % (_ORDER - 1) + 1
+    key = ec.derive_private_key(number, ec.SECP256R1())
+    subject = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    name = _name(f"areal_lora {plane} plane {subject.digest.hex()[:16]}")
+    usage = x509.KeyUsage(
+        key_cert_sign=True, crl_sign=True, digital_signature=False, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    certificate = (
+        _builder(name, name, key.public_key(), int.from_bytes(subject.digest[:16]) >> 1)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(subject, critical=False)
+        .sign(key, SHA256(), ecdsa_deterministic=True)
+    )
+    return key, certificate
+
+
+def _issue(
+    secret: str, plane: Plane, names: Iterable[x509.GeneralName]
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    ca_key, ca = _authority(secret, plane)
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(_name("areal_lora rollout server"), ca.subject, key.public_key(), x509.random_serial_number())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, SHA256())
+    )
+    return key, certificate
+
+
+def _names(bind: str) -> list[x509.GeneralName]:
+    """What outside clients may call a server bound to ``bind``: they do check names."""
+    addresses, hosts = {"127.0.0.1", "::1"}, {"localhost", socket.gethostname()}
+    for text in [bind, *(a.address.partition("%")[0] for nic in psutil.net_if_addrs().values() for a in nic)]:
+        try:
+            addresses.add(str(ipaddress.ip_address(text)))
+        except ValueError:
+            if text == bind:
+                hosts.add(bind)
+    return [
+        *(x509.DNSName(host) for host in sorted(hosts) if host.isascii()),
+        *(x509.IPAddress(ipaddress.ip_address(address)) for address in sorted(addresses)),
+    ]
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, serial: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+        .serial_number(serial).not_valid_before(_FROM).not_valid_after(_UNTIL)
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""What a resume would do with the run ledger, found out on a copy: the run's own files are not touched."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.ledger.ledger import LEDGER_FILE, Ledger, LedgerFile
+from areal_lora.rollout.ledger.reconcile import Reconciliation, plan_for
+from areal_lora.rollout.ledger.records import Head, Snapshot, decode_snapshot
+
+TRIES, PAUSE_S = 20, 0.05
+
+
+def reconciliations(
+    run_folder: Path, run: str, versions: Mapping[str, int], snapshots: Mapping[str, bytes]
+) -> dict[str, Reconciliation]:
+    """By adapter, for a trainer that goes on from ``versions`` with its checkpoints' ledger ``snapshots``.
+
+    Raises RolloutError where neither the ledger nor a snapshot says what was consumed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _copy(run_folder, Path(folder))
+        file = LedgerFile(Path(folder) / LEDGER_FILE, run)
+        try:
+            plans = {}
+            for name, version in versions.items():
+                snapshot = decode_snapshot(snapshots.get(name, b""), name)
+                plans[name] = plan_for(_ledger(file, name, snapshot), version, snapshot)
+            return plans
+        finally:
+            file.close()
+
+
+def _copy(run_folder: Path, folder: Path) -> None:
+    """Copy file and log as of one moment. A running controller has the file locked, so SQLite cannot copy it."""
+    names = (LEDGER_FILE, f"{LEDGER_FILE}-wal")
+    for _ in range(TRIES):
+        before = _stats(run_folder, names)
+        for name in before:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(run_folder / name, folder)
+        if _stats(run_folder, names) == before:
+            return
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        time.sleep(PAUSE_S)
+    raise RolloutError(
+        f"{run_folder / LEDGER_FILE} is being written: the run is going on (fix: ask again when it has ended)"
+    )
+
+
+def _stats(run_folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    stats = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            stat = (run_folder / name).stat()
+            stats[name] = (stat.st_size, stat.st_mtime_ns)
+    return stats
+
+
+def _ledger(file: LedgerFile, adapter: str, snapshot: Snapshot | None) -> Ledger:
+    """Which prompts there are now is not asked: their order is taken from what was written."""
+    found = file.execute("SELECT head FROM adapters WHERE adapter = ?", (adapter,)).fetchone()
+    if found is not None:
+        return file.adapter(adapter, msgspec.json.decode(found[0], type=Head).order)
+    return file.adapter(adapter, snapshot.order if snapshot else "")

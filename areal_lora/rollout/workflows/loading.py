@@ -1,0 +1,107 @@
+"""From a configuration's ``workflow`` to the workflow itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from areal_lora.config import models as config
+from areal_lora.data.collate import check_alignment, check_rewards
+from areal_lora.errors import AlignmentError, ConfigError
+from areal_lora.rollout.agents import AgentWorkflow, Sessions
+from areal_lora.rollout.client import FaultKind
+from areal_lora.rollout.controller.prompts import Prompt
+from areal_lora.rollout.multi_turn import MultiTurnWorkflow
+from areal_lora.rollout.workflow import (
+    Episode,
+    SingleTurnWorkflow,
+    Workflow,
+    WorkflowContext,
+    first_fault,
+    given_score,
+)
+from areal_lora.rollout.workflows.user_code import call, describe
+from areal_lora.tasks.loading import load_import_path
+from areal_lora.types import AdapterRef, Outcome, Trajectory, TrajectoryGroup
+
+
+def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sessions: Sessions) -> Workflow:
+    """Import what ``chosen`` names and build it. ``sessions`` are the agents' endpoint's. Raises ConfigError."""
+    match chosen:
+        case config.SingleTurnWorkflow():
+            return SingleTurnWorkflow(context=context)
+        case config.MultiTurnWorkflow():
+            return MultiTurnWorkflow(
+                context=context, environment=_callable(chosen.environment), arguments=chosen.arguments,
+                max_turns=chosen.max_turns, stop=chosen.stop,
+            )
+        case config.CustomWorkflow():
+            return CheckedWorkflow(inner=_custom(chosen, context), context=context)
+        case config.AgentWorkflow():
+            return AgentWorkflow(context=context, sessions=sessions, agent=_callable(chosen.path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedWorkflow:
+    """A user's workflow: what it raises is a fault of the group, what it returns obeys contract C10."""
+
+    inner: Workflow
+    context: WorkflowContext
+
+    async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
+        """Raises AlignmentError for an episode that cannot be trained on: code to correct, not a fault to retry."""
+        episode = await call(FaultKind.WORKFLOW, self.inner.run, prompt, ref, seed)
+        if not isinstance(episode, Episode):
+            raise AlignmentError(f"{prompt.uid}: the workflow returned {type(episode).__name__}, not an Episode")
+        checked: Episode = await call(FaultKind.WORKFLOW, self._checked, episode, prompt, ref)
+        return checked
+
+    async def _checked(self, episode: Episode, prompt: Prompt, ref: AdapterRef) -> Episode:
+        """As it will be read back from the ledger, with rewards that are floats. A wrong type may raise anything."""
+        graded = tuple(map(_graded, episode.group.trajectories))
+        episode = Episode(group=TrajectoryGroup(uid=episode.group.uid, trajectories=graded), texts=tuple(episode.texts))
+        episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=Episode)
+        if episode.group.uid != prompt.uid:
+            raise AlignmentError(f"{prompt.uid}: the workflow returned an Episode of {episode.group.uid}")
+        if not graded or len(episode.texts) != len(graded):
+            raise AlignmentError(f"{prompt.uid}: {len(graded)} trajectories and {len(episode.texts)} texts")
+        for trajectory in episode.group.trajectories:
+            check_alignment(trajectory)
+            if not any(trajectory.loss_mask) or trajectory.adapter.name != ref.name:
+                raise AlignmentError(f"trajectory {trajectory.uid}: nothing in it was sampled by {ref.name}")
+            if len(trajectory.token_ids) > self.context.max_model_len:
+                raise AlignmentError(
+                    f"trajectory {trajectory.uid}: {len(trajectory.token_ids)} tokens are more than "
+                    f"rollout.max_model_len = {self.context.max_model_len}"
+                )
+        if first_fault(episode.group) is None:
+            check_rewards([(0, trajectory) for trajectory in episode.group.trajectories])
+        return episode
+
+
+def _graded(trajectory: Trajectory) -> Trajectory:
+    if trajectory.outcome is not Outcome.OK:
+        return trajectory
+    score = given_score(trajectory.reward)
+    return replace(trajectory, reward=score.reward, outcome=score.outcome, detail=score.detail or trajectory.detail)
+
+
+def _callable(text: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = load_import_path(text)
+    if not callable(found):
+        raise ConfigError(text, f"is a {type(found).__name__}, which cannot be called", "name a class or function")
+    return found
+
+
+def _custom(chosen: config.CustomWorkflow, context: WorkflowContext) -> Workflow:
+    factory = _callable(chosen.path)
+    try:
+        workflow: Workflow = factory(context, **chosen.arguments)
+        _ = workflow.run  # a workflow without it is found here, not at the first prompt
+    except Exception as error:  # fault boundary: a user's factory may fail in any way
+        fix = "correct the factory or workflow.arguments"
+        raise ConfigError(chosen.path, f"building the workflow fails: {describe(error)}", fix) from error
+    return workflow

@@ -1,0 +1,64 @@
+"""What the launcher did during a run: one JSON object per line in ``<run_folder>/events.jsonl``."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.run_folder.jsonl import JsonlSink
+
+EVENTS_FILE = "events.jsonl"
+
+
+class StartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="start"):
+    """The launcher began; ``resumes`` says whether the run folder held an earlier part of the run."""
+
+    at: str
+    resumes: bool
+
+
+class RestartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="restart"):
+    """``who`` (a process, or ``trainer`` for all ranks) is started again. ``how`` its last life ended, in words."""
+
+    at: str
+    who: str
+    how: str
+
+
+class StallEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stall"):
+    """``who`` gave no sign of life; ``stacks`` is the file with everybody's."""
+
+    at: str
+    who: str
+    stacks: str
+
+
+Event = StartEvent | RestartEvent | StallEvent
+
+
+def now_utc() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def write_event(run_folder: Path | str, event: Event) -> None:
+    """Append one event; it is in the file when this returns."""
+    sink = JsonlSink(Path(run_folder) / EVENTS_FILE)
+    sink.write(msgspec.json.encode(event))
+    sink.close()
+
+
+def read_events(run_folder: Path | str) -> list[Event]:
+    path = Path(run_folder) / EVENTS_FILE
+    if not path.exists():
+        return []
+    decoder = msgspec.json.Decoder(Event)
+    return [decoder.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def count_restarts(run_folder: Path | str) -> dict[str, int]:
+    """Restarts by process since the run began, over all starts of the launcher; ``trainer`` is all ranks together."""
+    counts = Counter(event.who for event in read_events(run_folder) if isinstance(event, RestartEvent))
+    return dict(sorted(counts.items()))

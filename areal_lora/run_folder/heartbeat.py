@@ -1,0 +1,126 @@
+"""Signs of life: each process touches ``<run_folder>/heartbeats/<role>-<index>`` while it gets on with its work.
+
+Trainer rank 0 beats in its loop and in its waits: ``beat``. Controller and servers have a ``Heart``, a thread that
+beats however long a step of the model or a piece of user code takes, for as long as each of their parts has got on
+within its own limit. The launcher compares beats with those it saw before, so no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_thread
+
+FOLDER = "heartbeats"
+EVERY_S = 1.0
+SLOW_S = 10.0
+"""What stands still for so long is named in the log."""
+EVENT_LOOP = "event loop"
+
+_last: dict[Path, float] = {}
+
+log = get_logger(__name__)
+
+
+def beat(run_folder: Path | str, role: str, index: int) -> None:
+    """Say that ``role-index`` is getting on. Costs nothing when called again within a second.
+
+    A disk that fails is a warning: the next beat may succeed, and silence for long enough says the rest.
+    """
+    path = Path(run_folder) / FOLDER / f"{role}-{index}"
+    now = time.monotonic()
+    if now - _last.get(path, -EVERY_S) < EVERY_S:
+        return
+    _last[path] = now
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        log.warning("no sign of life could be written: %s", error)
+
+
+def beat_on(run_folder: Path | str, role: str, index: int) -> None:
+    """``beat``, but never the first: for waits that may come before ``role-index`` has begun its work."""
+    if Path(run_folder) / FOLDER / f"{role}-{index}" in _last:
+        beat(run_folder, role, index)
+
+
+class Heart:
+    """Beats from a thread of its own, once a second, from now until ``stop``.
+
+    ``limits`` are the parts of the process and how many seconds each may go without ``progress``; while one is
+    beyond its limit there is no beat. A process that is stopped, or whose interpreter's lock is not given up,
+    does not beat either. Call it in the main thread, which is what ``EVENT_LOOP`` runs in.
+    """
+
+    def __init__(
+        self, run_folder: Path | str, role: str, index: int, limits: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_folder, self._role, self._index = run_folder, role, index
+        self._limits, self._clock = dict(limits), clock
+        self._progress = dict.fromkeys(limits, clock())
+        self._slow: set[str] = set()
+        self._main = threading.get_ident()
+        self._stop = threading.Event()
+        beat(run_folder, role, index)
+        self._thread = watched_thread("heart", self._run)
+
+    def progress(self, part: str) -> None:
+        """``part`` has got on. Callable from any thread."""
+        self._progress[part] = self._clock()
+
+    def stop(self) -> None:
+        """Beat no more: what is left to be done must not take longer than the launcher waits."""
+        self._stop.set()
+
+    def late(self) -> dict[str, float]:
+        """Seconds without progress of the parts that are beyond their limits."""
+        now = self._clock()
+        ages = {part: now - at for part, at in self._progress.items()}
+        for part, age in ages.items():
+            if age < min(SLOW_S, self._limits[part]):
+                self._slow.discard(part)
+            elif part not in self._slow:
+                self._slow.add(part)
+                log.warning("%s: no progress for %.0f s%s", part, age, self._where() if part == EVENT_LOOP else "")
+        return {part: age for part, age in ages.items() if age > self._limits[part]}
+
+    def _where(self) -> str:
+        """What the main thread is at, innermost call last."""
+        frame = sys._current_frames().get(self._main)
+        calls = traceback.extract_stack(frame)[-3:] if frame is not None else []
+        return ", it is at " + " > ".join(f"{c.name} ({c.filename}:{c.lineno})" for c in calls) if calls else ""
+
+    def _run(self) -> None:
+        while not self._stop.wait(EVERY_S):
+            if not self.late():
+                beat(self._run_folder, self._role, self._index)
+
+
+def last_beats(run_folder: Path | str) -> dict[str, int]:
+    """``{"trainer-0": time of the last beat in ns}`` by the file system's clock; processes that never beat are absent.
+
+    To be compared with an earlier answer only. What cannot be read now is absent too.
+    """
+    beats = {}
+    try:
+        for path in list((Path(run_folder) / FOLDER).glob("*-*")):
+            try:
+                beats[path.name] = path.stat().st_mtime_ns
+            except OSError:
+                continue
+    except OSError as error:
+        log.warning("signs of life cannot be read: %s", error)
+    return beats
+
+
+def forget_beats(run_folder: Path | str, role: str, index: int) -> None:
+    """Before ``role-index`` is started again: only its next life's beats count."""
+    (Path(run_folder) / FOLDER / f"{role}-{index}").unlink(missing_ok=True)

@@ -1,0 +1,174 @@
+"""How the processes of a run find and trust each other: small files in the run folder, no torch.
+
+Every process binds port 0 and publishes what was bound as
+``<run_folder>/rendezvous/<role>-<index>.json``; others wait for that file. Files appear
+atomically (temporary name, then rename), so a reader never sees half of one. The run
+secret is 32 random bytes in hex, in ``<run_folder>/secret`` with mode 0600 (contract C12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
+
+POLL_S = 0.05
+REMIND_S = 10.0
+READ_TRIES, RETRY_S = 3, 0.02
+"""A file that is replaced while it is read: ESTALE on NFS, where the name already leads to the new one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What one process bound: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``.
+
+    ``tls`` are the planes that speak TLS.
+    """
+
+    host: str
+    ports: dict[str, int]
+    pid: int
+    tls: tuple[str, ...] = ()
+
+
+def endpoint_path(run_folder: Path | str, role: str, index: int) -> Path:
+    return Path(run_folder) / "rendezvous" / f"{role}-{index}.json"
+
+
+def publish_endpoint(
+    run_folder: Path | str, role: str, index: int, ports: Mapping[str, int], host: str = "127.0.0.1",
+    tls: Iterable[str] = (),
+) -> None:
+    """Say, atomically, which ports this process has bound. A later call replaces the earlier one.
+
+    ``host`` is the address bound, which others dial: no wildcard (``addresses.own_place``).
+    """
+    if host in ("0.0.0.0", "::", ""):
+        raise ConfigError("cluster.bind", f"nobody can dial {host!r}", "publish an address of this machine")
+    path = endpoint_path(run_folder, role, index)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    endpoint = {"pid": os.getpid(), "host": host, "ports": dict(ports), "tls": list(tls)}
+    temporary.write_text(json.dumps(endpoint), encoding="utf-8")
+    temporary.replace(path)
+
+
+def published_hosts(run_folder: Path | str) -> list[str]:
+    """Addresses that processes of the run have published so far, each once."""
+    hosts: dict[str, None] = {}
+    for file in sorted((Path(run_folder) / "rendezvous").glob("*.json")):
+        with contextlib.suppress(FileNotFoundError):  # its process is over
+            hosts[str(json.loads(file.read_text(encoding="utf-8"))["host"])] = None
+    return list(hosts)
+
+
+def bracketed(host: str) -> str:
+    """``host`` as URLs and zmq's addresses have it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | None:
+    """What ``<role>-<index>`` published, or None where it has not yet.
+
+    A file that is replaced while it is read is read again. Raises OSError where that does not help.
+    """
+    path = endpoint_path(run_folder, role, index)
+    for tries_left in reversed(range(READ_TRIES)):
+        try:
+            return _endpoint(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not tries_left:
+                if isinstance(error, OSError):
+                    raise
+                raise OSError(errno.EIO, f"holds no endpoint: {error!r}", str(path)) from error
+            time.sleep(RETRY_S)
+    return None
+
+
+def _endpoint(text: str) -> Endpoint:
+    data = json.loads(text)
+    return Endpoint(
+        host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]),
+        tls=tuple(data.get("tls", ())),
+    )
+
+
+def forget_endpoint(run_folder: Path | str, role: str, index: int) -> None:
+    """``<role>-<index>`` is over: whoever looks for it waits for what its next life publishes."""
+    endpoint_path(run_folder, role, index).unlink(missing_ok=True)
+
+
+def wait_endpoint(
+    run_folder: Path | str,
+    role: str,
+    index: int,
+    timeout_s: float,
+    still_alive: Callable[[], bool] | None = None,
+) -> Endpoint:
+    """Wait until ``<role>-<index>`` has published.
+
+    Prints a waiting line to stderr every 10 s. Raises ProcessFailed, naming what was
+    waited for, at ``timeout_s`` or as soon as ``still_alive`` returns False. A file that cannot
+    be read is waited for like one that is not there.
+    """
+    start = time.monotonic()
+    remind_at = start + REMIND_S
+    while True:
+        problem = ""
+        try:
+            endpoint = read_endpoint(run_folder, role, index)
+            if endpoint is not None:
+                return endpoint
+        except OSError as error:
+            problem = f" ({error.filename}: {error.strerror})"
+        now = time.monotonic()
+        if still_alive is not None and not still_alive():
+            raise ProcessFailed(f"{role}-{index} ended before it published its ports; see logs/{role}-{index}.log")
+        if now - start >= timeout_s:
+            raise ProcessFailed(
+                f"{role}-{index} did not publish its ports within {timeout_s:.0f} s{problem}; "
+                f"see logs/{role}-{index}.log"
+            )
+        if now >= remind_at:
+            remind_at = now + REMIND_S
+            print(f"waiting for {role}-{index} since {now - start:.0f} s{problem}", file=sys.stderr, flush=True)
+        time.sleep(POLL_S)
+
+
+def create_secret(run_folder: Path | str) -> Path:
+    """Write a fresh run secret, readable by this user only; returns the file's path.
+
+    One of an earlier start is replaced: what that start left behind anywhere is locked out.
+    """
+    path = Path(run_folder) / "secret"
+    temporary = path.with_name(f".secret.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32))
+    temporary.replace(path)
+    return path
+
+
+def read_secret(run_folder: Path | str) -> str:
+    """The run secret (64 hex digits). Raises EnvironmentError_ where the file is missing or readable by others."""
+    path = Path(run_folder) / "secret"
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        raise EnvironmentError_(f"{path}: no run secret (fix: start the run with areal_lora.launch)") from None
+    if mode & 0o077:
+        raise EnvironmentError_(f"{path}: run secret is readable by others, mode {mode:04o} (fix: chmod 600 it)")
+    return path.read_text(encoding="ascii").strip()

@@ -1,0 +1,280 @@
+"""Broadcast groups: one per source rank, the source is rank 0, the receivers are 1..n.
+
+Each group is a process group of its own on its own store, apart from any default group, so
+that trainer and servers, which share no launcher, can meet and part at any time. The store
+lives at the source and asks for the run secret (``store``). gloo's own connections do not: see
+"Security" in docs/en/operations.md. Every wait has a deadline in seconds.
+
+When all have met they find out whether every receiver can read the source's memory (``same_host``).
+If so, broadcasts only tell of its versions; if one cannot, the bytes are sent to all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_lora.distributed.store import CurveStore
+from areal_lora.distributed.store_server import StoreServer
+from areal_lora.errors import ConfigError, PublishError
+from areal_lora.processes.log import get_logger
+from areal_lora.weight_sync.link.backends import Backend, Seat, backend_of, delta
+from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
+from areal_lora.weight_sync.link.same_host import NO_CARD, Segment, readable
+from areal_lora.weight_sync.messages import SourceEndpoint
+
+READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
+CPU = torch.device("cpu")
+
+log = get_logger(__name__)
+
+
+class Transfer:
+    """One broadcast under way. The buffer must stay untouched until ``wait`` returned or raised."""
+
+    def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
+        self._group, self._flat, self._deadline = group, flat, deadline
+        with _named(group):
+            self._work = group.issue(flat, deadline)
+
+    def wait(self) -> None:
+        """Block until all bytes are here (or handed over). Raises PublishError at the deadline or a dead peer."""
+        with _named(self._group):
+            self._group.land(self._work, self._flat, self._deadline)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once, but for what a device does."""
+        return bool(self._work.is_completed())
+
+
+class BroadcastGroup:
+    """Membership in the group of one source. After any failure it must be closed and made anew.
+
+    All members start the same broadcasts, of equal sizes, in the same order. ``bucket_bytes`` is how much
+    of a shard each speaks of, ``same_host`` whether receivers read the source's memory: both are the same
+    for all members.
+    """
+
+    def __init__(
+        self, endpoint: SourceEndpoint, rank: int, backend: Backend, device: torch.device = CPU, *,
+        leave: Callable[[], None],
+    ) -> None:
+        self.source, self.rank, self._leave_store = endpoint.source, rank, leave
+        self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
+        self._group: dist.ProcessGroup | None = backend.group
+        self._twins = _Twins(backend.through) if backend.through is not None else None
+        self._ring, self._windows = Ring(device), Windows()
+
+    def agree(self, willing: bool, deadline: float) -> None:
+        """Find out whether all receivers can read the source's memory. Called by all members before anything else.
+
+        One that is not ``willing``, or cannot, decides for all. Raises PublishError.
+        """
+        if self._twins is not None or self._group is None:
+            return
+        probe = Segment(0, CPU) if willing and self.rank == 0 else None
+        card = np.frombuffer(probe.card() if probe is not None and probe.shared else NO_CARD, dtype=np.uint8).copy()
+        self.start(torch.from_numpy(card), deadline).wait()
+        vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        options.timeout = delta(deadline - time.monotonic())
+        with _named(self):
+            self._group.allreduce([vote], options).wait(delta(deadline - time.monotonic()))
+        self.same_host = bool(vote.item())
+        if self.same_host:
+            self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
+
+    def signal(self, segment: Segment, deadline: float) -> Transfer:
+        """Source, where receivers read its memory: the version in ``segment`` begins, or is complete."""
+        return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
+
+    def receive(self, parts: Sequence[Part], deadline: float) -> Inbox:
+        """Receiver: what the source sends of one version, or shows in its memory. The last inbox is of no use now."""
+        start = partial(self.start, deadline=deadline)
+        if self.same_host:
+            return WindowInbox(self._windows, parts, start, deadline)
+        return RingInbox(self._ring, parts, start)
+
+    def start(self, flat: torch.Tensor, deadline: float) -> Transfer:
+        """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
+        return Transfer(self, flat, deadline)
+
+    def issue(self, flat: torch.Tensor, deadline: float) -> dist.Work:
+        if self._group is None:
+            raise PublishError(f"the group of source rank {self.source} is closed; connect again")
+        if self._twins is None:
+            return self._group.broadcast([flat], self._options(deadline))
+        twin = self._twins.of(flat)
+        with self._twins.queue():
+            if self.rank == 0:
+                twin.copy_(flat, non_blocking=True)
+            return self._group.broadcast([twin], self._options(deadline))
+
+    def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
+        """Wait for a broadcast; what was received through a device is on the host afterwards."""
+        left = delta(deadline - time.monotonic())
+        if self._twins is None:
+            work.wait(left)
+            return
+        with self._twins.queue():
+            work.wait(left)
+            if self.rank != 0:
+                flat.copy_(self._twins.of(flat), non_blocking=True)
+        self._twins.synchronize()
+
+    def close(self) -> None:
+        """Leave. Members that wait for this one fail at once; own transfers under way end at their deadline first."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None  # gloo's abort does nothing: its connections close with the last reference
+            self._leave_store()
+
+    @staticmethod
+    def _options(deadline: float) -> dist.BroadcastOptions:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = delta(deadline - time.monotonic())
+        return options
+
+
+class _Twins:
+    """Device memory beside host buffers, made once for each, and a stream apart from the model's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, dict[int, torch.Tensor]()
+        self._stream = torch.Stream(device=device) if device.type != "cpu" else None
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """As long as ``flat``. The same memory for buffers that begin at the same address."""
+        held = self._memory.get(flat.data_ptr())
+        if held is None or held.numel() < flat.numel():
+            held = self._memory[flat.data_ptr()] = torch.empty_like(flat, device=self._device)
+        return held[: flat.numel()]
+
+    def queue(self) -> AbstractContextManager[object]:
+        """What is issued inside goes onto the stream."""
+        return nullcontext() if self._stream is None else self._stream
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class GroupListener:
+    """The source's side before the group exists: binds, publishes ``endpoint``, then ``accept``s or is closed."""
+
+    def __init__(
+        self, *, source: int, bind: str, world: int, bucket_bytes: int, backend: str, timeout_s: float, secret: str,
+        device: torch.device = CPU,
+    ) -> None:
+        _check_bind(bind)
+        self._bind, self._deadline, self._secret, self._device = bind, time.monotonic() + timeout_s, secret, device
+        self._server = StoreServer(bind, secret)
+        self.endpoint = SourceEndpoint(
+            source=source, host=bind, port=self._server.port, world=world, token=secrets.token_hex(16),
+            bucket_bytes=bucket_bytes, backend=backend,
+        )
+
+    def accept(self) -> BroadcastGroup:
+        """Block until all receivers are members. The group closes the listener.
+
+        Raises PublishError ``timeout_s`` after this was made.
+        """
+        return _join(self.endpoint, 0, self._bind, self._deadline, self._secret, self._device, closing=self.close)
+
+    def close(self) -> None:
+        """Stop listening: members that wait to meet here fail at once."""
+        self._server.close()
+
+
+def join_group(
+    endpoint: SourceEndpoint, rank: int, bind: str, timeout_s: float, secret: str, device: torch.device = CPU
+) -> BroadcastGroup:
+    """Become receiver ``rank`` (1..world-1). ``bind`` is this machine's address towards the source.
+
+    Raises PublishError if the group is not complete within ``timeout_s``.
+    """
+    _check_bind(bind)
+    return _join(endpoint, rank, bind, time.monotonic() + timeout_s, secret, device)
+
+
+def _join(
+    endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, secret: str, device: torch.device,
+    closing: Callable[[], None] = lambda: None,
+) -> BroadcastGroup:
+    """Meet the others at the source's store. ``closing`` is called when the group is left or does not come about."""
+    leave = ExitStack()
+    leave.callback(closing)
+    try:
+        store = _reach(endpoint, delta(deadline - time.monotonic()).total_seconds(), secret)
+        leave.callback(store.close)
+        return _member(store, endpoint, rank, bind, deadline, device, leave.close)
+    except BaseException:
+        leave.close()
+        raise
+
+
+def _reach(endpoint: SourceEndpoint, timeout_s: float, secret: str) -> CurveStore:
+    """The source's store. A source that refuses connections is an error at once: it listens before it tells where."""
+    try:
+        return CurveStore(endpoint.host, endpoint.port, secret, timeout_s)
+    except dist.DistError as e:
+        raise PublishError(
+            f"source rank {endpoint.source} cannot be reached at {endpoint.host}:{endpoint.port} "
+            f"within {timeout_s:.1f} s: {str(e).splitlines()[0]}"
+        ) from e
+
+
+def _member(
+    store: CurveStore, endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, device: torch.device,
+    leave: Callable[[], None],
+) -> BroadcastGroup:
+    factory = backend_of(endpoint.backend)
+    left_s = max(deadline - time.monotonic(), 0.0)
+    store.set_timeout(delta(left_s))
+    seat = Seat(
+        store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=left_s,
+        device=device,
+    )
+    try:
+        backend = factory(seat)
+    except (dist.DistError, RuntimeError) as e:
+        raise PublishError(
+            f"group of source rank {endpoint.source} ({endpoint.world} members) was not complete within "
+            f"{left_s:.1f} s at member {rank}: {str(e).splitlines()[0]}; see the servers' logs"
+        ) from e
+    group = BroadcastGroup(endpoint, rank, backend, device, leave=leave)
+    try:
+        group.agree(backend.same_host, deadline)
+    except PublishError:
+        group.close()
+        raise
+    if rank == 0:
+        how = "read its memory" if group.same_host else "get its bytes over the network"
+        log.info("the %d receivers of source rank %d %s", endpoint.world - 1, endpoint.source, how)
+    return group
+
+
+@contextmanager
+def _named(group: BroadcastGroup) -> Iterator[None]:
+    """Turn what torch raises into a PublishError that names the group."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as e:
+        raise PublishError(
+            f"broadcast of source rank {group.source} failed at member {group.rank}: {str(e).splitlines()[0]}; "
+            "a receiver or the source is gone or late, see the servers' logs"
+        ) from e
+
+
+def _check_bind(bind: str) -> None:
+    if bind in ("", "0.0.0.0", "::"):
+        raise ConfigError("cluster.bind", f"{bind!r} would listen on all interfaces", "give this machine's own address")

@@ -1,0 +1,150 @@
+"""Where a receiver finds what one source sends of one version: in buffers of its own, or in the source's memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from areal_lora.errors import PublishError
+from areal_lora.platforms.device import host_buffer
+from areal_lora.weight_sync.link.same_host import SIGNAL_BYTES, Signal, Window
+
+RING = 3  # parts of one source in flight: one being read, the others on the wire
+KEPT_WINDOWS = 16  # per group; a source has one segment for each layout
+POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # between looks at how far a source has packed
+
+
+Part = tuple[int, int]
+"""Where it begins and ends in the source's memory, bytes."""
+
+
+class Arriving(Protocol):
+    def wait(self) -> None:
+        """Raises PublishError."""
+        ...
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+        ...
+
+
+Start = Callable[[torch.Tensor], Arriving]
+"""Post the receive of the next broadcast into uint8 [nbytes]."""
+
+
+class Inbox(Protocol):
+    """The parts of one version in order. First receives are posted when it is made."""
+
+    def take(self) -> np.ndarray:
+        """Wait for the next part, uint8 [its size]; valid until the next ``take``. Raises PublishError."""
+        ...
+
+    def finish(self) -> None:
+        """Call after the last look at any part. Raises PublishError if what was seen may be of two versions."""
+        ...
+
+
+class Ring:
+    """Staging memory for one source, grown when needed, then reused."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[np.ndarray] = [np.empty(0, dtype=np.uint8)] * RING
+
+    def sized(self, nbytes: int) -> list[np.ndarray]:
+        """``RING`` buffers of at least ``nbytes``; earlier views become invalid."""
+        if self._buffers[0].size < nbytes:
+            self._buffers = [host_buffer(nbytes, self._device) for _ in range(RING)]
+        return self._buffers
+
+
+class RingInbox:
+    """Parts arrive over the wire, each in the buffer that has been free for longest."""
+
+    def __init__(self, ring: Ring, parts: Sequence[Part], start: Start) -> None:
+        sizes = [end - begin for begin, end in parts]
+        self._start, self._ahead = start, deque(sizes)
+        self._free = deque(ring.sized(max(sizes)))
+        self._posted: deque[tuple[np.ndarray, int, Arriving]] = deque()
+        self._taken: np.ndarray | None = None
+        while self._free and self._ahead:
+            self._post()
+
+    def _post(self) -> None:
+        buffer, nbytes = self._free.popleft(), self._ahead.popleft()
+        self._posted.append((buffer, nbytes, self._start(torch.from_numpy(buffer[:nbytes]))))
+
+    def take(self) -> np.ndarray:
+        if self._taken is not None:
+            self._free.append(self._taken)
+            self._taken = None
+            if self._ahead:
+                self._post()
+        buffer, nbytes, arriving = self._posted.popleft()
+        arriving.wait()
+        self._taken = buffer
+        return buffer[:nbytes]
+
+    def finish(self) -> None:
+        """Nothing: nobody else writes into these buffers."""
+
+
+class Windows:
+    """The segments of one source that this process has mapped."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, Window] = {}
+
+    def of(self, signal: Signal) -> Window:
+        """Raises PublishError if the source's process is gone."""
+        if signal.nonce not in self._open:
+            for old in list(islice(self._open, max(len(self._open) + 1 - KEPT_WINDOWS, 0))):
+                del self._open[old]
+            try:
+                self._open[signal.nonce] = Window(signal)
+            except OSError as e:
+                raise PublishError(f"the memory of process {signal.pid} can no longer be read: {e}") from e
+        return self._open[signal.nonce]
+
+
+class WindowInbox:
+    """Parts lie in the source's memory, which says how far they are ready.
+
+    Two signals come over the wire, when the version begins and when it is complete. Until the second
+    one is here it tells of a source that has died or given up.
+    """
+
+    def __init__(self, windows: Windows, parts: Sequence[Part], start: Start, deadline: float) -> None:
+        self._windows, self._parts, self._deadline = windows, deque(parts), deadline
+        self._signal = np.zeros((2, SIGNAL_BYTES), dtype=np.uint8)
+        self._begun, self._complete = (start(torch.from_numpy(signal)) for signal in self._signal)
+        self._version: Signal | None = None
+
+    def take(self) -> np.ndarray:
+        if time.monotonic() >= self._deadline:
+            raise PublishError("the deadline has passed, the version was given up")  # others may want the slot
+        begin, end = self._parts.popleft()
+        if self._version is None:
+            self._begun.wait()
+            self._version = Signal.decode(self._signal[0].tobytes())
+        window = self._windows.of(self._version)
+        pause_s = POLL_S
+        while window.ready < end and not self._complete.done():
+            if time.monotonic() >= self._deadline:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
+        if window.ready < end:
+            self._complete.wait()  # raises, unless the source is at another version
+        self.finish()
+        return window.view(begin, end)
+
+    def finish(self) -> None:
+        if self._version is not None and self._windows.of(self._version).generation != self._version.generation:
+            raise PublishError("the source has gone on to another version while this one was read; it was given up")

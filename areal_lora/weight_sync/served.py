@@ -1,0 +1,65 @@
+"""What a server can adapt, and whether an adapter fits it: asked once, before step 0.
+
+vLLM ignores what it does not know: a publish to it would look fine and the policy would be the
+base model's in places. So names and sizes are compared before anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from areal_lora.config.architectures import covers, target_of
+from areal_lora.errors import AdapterError
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.layout import AdapterLayout, Shape
+from areal_lora.weight_sync.messages import ModulesReply
+
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+SHOWN = 3  # modules named in an error
+
+
+def covered(module: str, target_modules: Iterable[str]) -> bool:
+    """Whether canonical targets mean a Hugging Face module (without prefix)."""
+    found = target_of(module)
+    return found is not None and covers(tuple(target_modules), *found)
+
+
+def lora_shapes(module: str, sizes: tuple[int, int], rank: int) -> dict[str, Shape]:
+    """Full names and shapes of a module with ``sizes`` (inputs, outputs) at ``rank``."""
+    inputs, outputs = sizes
+    return {module + LORA_A: (rank, inputs), module + LORA_B: (outputs, rank)}
+
+
+def served_shapes(modules: Mapping[str, tuple[int, int]], spec: AdapterSpec) -> dict[str, Shape]:
+    """Every full name that an adapter ``spec`` must have on a server with these modules."""
+    shapes: dict[str, Shape] = {}
+    for module, sizes in modules.items():
+        if covered(module, spec.target_modules):
+            shapes |= lora_shapes(module, sizes, spec.rank)
+    return shapes
+
+
+def check_served(layout: AdapterLayout, reply: ModulesReply) -> None:
+    """Whether a server takes exactly what the trainer has. Raises AdapterError naming the modules."""
+    spec = layout.spec
+    if spec.rank > reply.max_rank:
+        raise AdapterError(
+            f"adapter {spec.name!r} has rank {spec.rank}, the servers hold up to {reply.max_rank}; "
+            "raise rollout.max_lora_rank"
+        )
+    wanted = served_shapes(reply.modules, spec)
+    wire = {t.name: t.shape for s in layout.shards for t in s.tensors}
+    has = wire | {name: wire[target] for name, target in layout.aliases.items()}
+    targets = ", ".join(spec.target_modules)
+    for what, names in (
+        ("vLLM would ignore", has.keys() - wanted.keys()),
+        ("the trainer does not adapt, the servers expect them for these targets:", wanted.keys() - has.keys()),
+        ("trainer and servers differ in the size of", {n for n in has.keys() & wanted.keys() if has[n] != wanted[n]}),
+    ):
+        modules = sorted({n.removesuffix(LORA_A).removesuffix(LORA_B) for n in names})
+        if modules:
+            shown = ", ".join(modules[:SHOWN]) + (f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else "")
+            raise AdapterError(
+                f"adapter {spec.name!r} ({targets}): {what} {shown}; "
+                "change adapters.target_modules, or use one base checkpoint on both sides"
+            )

@@ -1,0 +1,279 @@
+"""Worker side of a publish: receive in the background, write into an inactive slot, verify, report.
+
+    wire     bucket 0 | bucket 1 | bucket 2 | trailer
+    thread            `-> fingerprint 0, write 0 | fingerprint 1, write 1 | ... | compare -> staged
+
+A slot that is being written serves nobody, so buckets go into it as they arrive, straight from
+where the group lets them be found: a small ring of staging buffers, or the source's own memory on
+the same machine. Only when every fingerprint equals the source's is the version reported as staged
+and may be activated. The thread may run while the same process generates: it uses compiled loops
+without the GIL and no OpenMP, which would take the cores from the model.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from areal_lora.errors import ManifestError, PublishError
+from areal_lora.processes.watched import watched_thread
+from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.weight_sync.blocks import Marks, TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout, Shape
+from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
+from areal_lora.weight_sync.manifest import check_layout, check_successor
+from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.server.reception import Clock, Pace, Reception
+from areal_lora.weight_sync.wire import LayoutTables
+
+KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
+
+_Groups = Mapping[int, BroadcastGroup]  # by source rank
+
+
+class SlotWriter(Protocol):
+    """What an engine provides. Called from the receiver's thread; must not use OpenMP."""
+
+    def expected(self, spec: AdapterSpec) -> dict[str, Shape]:
+        """Every full name the model serves with its shape at ``spec.rank``, the same on all workers.
+
+        A worker that holds a part (tensor or expert parallel) lists all names too and takes
+        its part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a specification
+        the engine cannot serve.
+        """
+        ...
+
+    def plan(self, layout: AdapterLayout) -> Sequence[TensorBlocks]:
+        """Per shard, where this worker stores what of each tensor, in slot 0; called once per layout.
+
+        ``src`` counts bytes from the shard's start, ``dst`` is whatever ``write`` adds nothing to.
+        Aliases are further blocks of their wire tensor. ``scale`` is ``alpha / rank`` on lora_B and
+        1 on lora_A: this is the one place where it is folded in.
+        """
+        ...
+
+    def prepare(self, slot: int, layout: AdapterLayout) -> None:
+        """Clear what ``layout`` will not overwrite in an inactive slot."""
+        ...
+
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
+        """Store tensors [first, last) of a shard whose first byte would be at address ``base``, measuring them."""
+        ...
+
+    def flush(self, slot: int) -> None:
+        """All is written: after this the slot can be activated."""
+        ...
+
+    def zero(self, slot: int) -> None:
+        """Clear an inactive slot."""
+        ...
+
+
+@dataclass(slots=True)
+class _Known:
+    """A layout this worker was given. ``plans`` are there once it was checked against the engine."""
+
+    tables: LayoutTables
+    plans: Sequence[TensorBlocks] | None = None
+
+    @property
+    def layout(self) -> AdapterLayout:
+        return self.tables.layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What a ``begin`` has found and posted."""
+
+    known: _Known
+    reception: Reception
+
+
+class AdapterReceiver:
+    """Takes part in every source's group and stages versions, one at a time.
+
+    ``declared`` holds the adapters of the configuration by name: a publish that differs from
+    its declaration is refused. Without a declaration the first accepted version declares.
+    ``secret`` is the run's, ``bind`` this machine's address towards the sources, ``device`` what the worker
+    computes on.
+    """
+
+    def __init__(
+        self, writer: SlotWriter, *, run: str, secret: str, base_digest: str,
+        on_staged: Callable[[StageResult], None],
+        declared: Mapping[str, AdapterSpec] | None = None, bind: str = "127.0.0.1", device: torch.device = CPU,
+    ) -> None:
+        self._writer, self._on_staged, self._secret = writer, on_staged, secret
+        self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
+        self._specs: dict[str, AdapterSpec] = dict(declared or {})
+        self._current: dict[str, AdapterRef] = {}
+        self._previous: dict[str, AdapterRef | None] = {}
+        self._groups: dict[int, BroadcastGroup] = {}
+        self._known: dict[str, _Known] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
+        """Become member ``rank`` of every source's group, leaving earlier groups. Blocks.
+
+        Raises PublishError if a group is not complete in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._leave(timeout_s)
+        try:
+            for e in sorted(endpoints, key=lambda e: e.source):
+                self._groups[e.source] = join_group(
+                    e, rank, self._bind, deadline - time.monotonic(), self._secret, self._device
+                )
+        except PublishError:
+            self._leave(0.0)
+            raise
+
+    def begin(
+        self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, deadline_s: float,
+        share: float = 1.0,
+    ) -> None:
+        """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.
+
+        The first receives are posted before this returns: the sources send only when they are.
+        The thread that stages is a child of the first caller's and shares its cores and priority.
+        At most ``share`` of the time goes into writing. ``layout`` may be None if this worker has been
+        given it before. Without a slot (none is free, or the version is active already) the transfer is
+        taken off the wire and refused.
+        Raises PublishError if the last ``begin`` is still under way or no group was joined.
+        """
+        if not self._idle.is_set():
+            raise PublishError(f"{manifest.ref}: the receiver is still busy with the version before")
+        groups = self._groups
+        if not groups:
+            raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
+        clock = Clock()
+        begun: _Begun | Exception
+        try:
+            known = self._layout(manifest, layout)
+            deadline = time.monotonic() + deadline_s
+            reception = Reception(known.tables, groups, deadline, clock, Pace(share, deadline))
+            begun = _Begun(known, reception)
+        except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are
+            begun = e
+        if self._thread is None:
+            self._thread = watched_thread("stage", self._stage_all)
+        self._idle.clear()
+        self._work.put(partial(self._stage, manifest, slot, groups, begun, clock))
+
+    def discard(self, ref: AdapterRef) -> None:
+        """Forget a staged version that the server did not activate, so that it may be published again."""
+        if self._current.get(ref.name) == ref:
+            previous = self._previous.get(ref.name)
+            if previous is None:
+                del self._current[ref.name]
+            else:
+                self._current[ref.name] = previous
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Leave all groups; a transfer under way fails and is reported. There is no other ``begin`` after this."""
+        self._work.put(None)
+        self._leave(timeout_s)
+
+    def _leave(self, timeout_s: float) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+        if not self._idle.wait(timeout_s):
+            raise PublishError("the receiver's transfer under way did not end; restart the server")
+
+    def _stage_all(self) -> None:
+        while (stage := self._work.get()) is not None:
+            stage()
+            del stage  # or it would hold on to groups that are left meanwhile, with their memory and connections
+
+    def _stage(
+        self, manifest: ShardManifest, slot: int | None, groups: _Groups, begun: _Begun | Exception, clock: Clock
+    ) -> None:
+        written = False
+        try:
+            if isinstance(begun, Exception):
+                raise begun
+            known, reception = begun.known, begun.reception
+            try:
+                with clock.phase("verify"):
+                    plans, place = self._check(manifest, known, slot, groups)
+            except ManifestError:
+                reception.drain()
+                raise
+            written = True
+            with clock.phase("write"):
+                self._writer.prepare(place, known.layout)
+            digest = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
+            with clock.phase("write"):
+                self._writer.flush(place)
+            reception.check_time(manifest.ref)
+            self._accept(manifest, known.layout.spec)
+            result = clock.result(manifest.ref, slot, digest=digest)
+        except ManifestError as e:
+            result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
+        except PublishError as e:
+            for group in groups.values():
+                group.close()  # tells the other members at once; the trainer connects anew
+            result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
+        except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered
+            result = clock.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
+        if not result.ok and written and slot is not None:
+            self._writer.zero(slot)
+        self._idle.set()
+        self._on_staged(result)
+
+    def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _Known:
+        """The layout a manifest names. One that is new is remembered even if ``_check`` will refuse it."""
+        if layout is None:
+            if manifest.layout not in self._known:
+                raise ManifestError(Refusal.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout this server was never sent")
+            return self._known[manifest.layout]
+        if layout.digest != manifest.layout:
+            raise ManifestError(Refusal.MALFORMED, f"{manifest.ref} names another layout than it brings")
+        if manifest.layout not in self._known:
+            while len(self._known) >= KEPT_LAYOUTS:
+                del self._known[next(iter(self._known))]
+            self._known[manifest.layout] = _Known(LayoutTables(layout))
+        return self._known[manifest.layout]
+
+    def _check(
+        self, manifest: ShardManifest, known: _Known, slot: int | None, groups: _Groups
+    ) -> tuple[Sequence[TensorBlocks], int]:
+        """Where each shard's tensors go, and the slot. Raises ManifestError."""
+        name, layout = manifest.ref.name, known.layout
+        check_successor(
+            manifest, layout.spec, self._current.get(name), self._run, self._base_digest, self._specs.get(name)
+        )
+        if known.plans is None:
+            check_layout(layout, self._writer.expected(layout.spec))
+            known.plans = self._writer.plan(layout)
+        sources = {s.source for s in layout.shards}
+        if sources != groups.keys():
+            raise ManifestError(
+                Refusal.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
+            )
+        if slot is None:
+            raise ManifestError(Refusal.SLOT, f"no free adapter slot for {manifest.ref}")
+        return known.plans, slot
+
+    def _write(
+        self, plans: Sequence[TensorBlocks], slot: int, shard: int, base: int, first: int, last: int, marks: Marks
+    ) -> None:
+        self._writer.write(plans[shard], slot, base, first, last, marks)
+
+    def _accept(self, manifest: ShardManifest, spec: AdapterSpec) -> None:
+        name = manifest.ref.name
+        self._previous[name] = self._current.get(name)
+        self._current[name] = manifest.ref
+        self._specs.setdefault(name, spec)

@@ -1,0 +1,183 @@
+"""Taking one version from all its sources, bucket by bucket, wherever their groups let it be found."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from areal_lora.errors import ManifestError, PublishError
+from areal_lora.processes.faults import reached
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.blocks import Marks
+from areal_lora.weight_sync.layout import Bucket
+from areal_lora.weight_sync.link.groups import BroadcastGroup
+from areal_lora.weight_sync.messages import StageResult
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.wire import (
+    SEAL_BYTES,
+    LayoutTables,
+    adapter_digest,
+    seal,
+    shard_sum,
+    trailer_part,
+)
+
+OnBucket = Callable[[int, int, int, int, Marks], None]
+"""``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: a bucket has
+arrived; its tensors must be measured into ``marks``."""
+
+
+FREE_S, LONGEST_REST_S = 1e-3, 0.5
+
+
+class Pace:
+    """Rests after each piece of work, so that no more than ``share`` of the time goes into it.
+
+    Not for the first ``FREE_S``, which nobody notices, and for at most ``LONGEST_REST_S`` altogether:
+    neither a small nor a large version must wait without need. Close to ``deadline`` (time.monotonic)
+    rests get short.
+    """
+
+    def __init__(self, share: float = 1.0, deadline: float = math.inf) -> None:
+        self._rest_per_work, self._free_s, self._left_s = 1.0 / share - 1.0, FREE_S, LONGEST_REST_S
+        self._deadline = deadline
+
+    def rest(self, worked_s: float) -> None:
+        free_s = min(worked_s, self._free_s)
+        self._free_s -= free_s
+        until_s = (self._deadline - time.monotonic()) / 4
+        rest_s = max(min((worked_s - free_s) * self._rest_per_work, self._left_s, until_s), 0.0)
+        self._left_s -= rest_s
+        if rest_s > 0:
+            time.sleep(rest_s)
+
+
+class Clock:
+    """Seconds per phase of one staging."""
+
+    def __init__(self) -> None:
+        self._spent = {"wire": 0.0, "verify": 0.0, "write": 0.0}
+        self._name, self._since = "", 0.0
+
+    def phase(self, name: str) -> Clock:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._spent[self._name] += time.perf_counter() - self._since
+
+    def result(
+        self, ref: AdapterRef, slot: int | None, *, digest: str = "", reason: str = "", detail: str = ""
+    ) -> StageResult:
+        return StageResult(
+            ref=str(ref), slot=-1 if slot is None else slot, ok=not reason, reason=reason, detail=detail, digest=digest,
+            wire_s=self._spent["wire"], verify_s=self._spent["verify"], write_s=self._spent["write"],
+        )
+
+
+class _Source:
+    """One shard under way."""
+
+    def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, deadline: float) -> None:
+        self.index, self.shard = index, tables.layout.shards[index]
+        self._layout = tables.layout
+        self.marks = tables.shards[index].marks()
+        self.trailer = np.empty(0, dtype=np.uint8)
+        self._buckets = tables.buckets(index, group.bucket_bytes)
+        self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
+
+    def arrivals(self, clock: Clock) -> Iterator[tuple[Bucket, int]]:
+        """(bucket, address where the shard would begin), in order; what is there is valid until the next turn."""
+        for bucket in self._buckets:
+            with clock.phase("wire"):
+                part = self._inbox.take()
+            yield bucket, part.ctypes.data - bucket.begin
+        with clock.phase("wire"):
+            self.trailer = self._inbox.take().copy()
+        self._inbox.finish()  # all was read: from here on only own memory counts
+
+    def verify(self, ref: AdapterRef) -> int:
+        """The shard's sum if what arrived is what was sent, finite, and meant for this version, else ManifestError."""
+        n = len(self.shard.tensors)
+        sent, sealed = self.trailer[: 8 * n].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
+        total = shard_sum(self._layout, self.index, sent)
+        if sealed != seal(ref, self._layout.digest, total):
+            raise ManifestError(
+                Refusal.HASH, f"the trailer of source rank {self.shard.source} does not belong to {ref} or is damaged"
+            )
+        changed = np.flatnonzero(sent != self.marks.sums)
+        if len(changed):
+            name = self.shard.tensors[changed[0]].name
+            raise ManifestError(
+                Refusal.HASH, f"{len(changed)} tensors of source rank {self.shard.source} arrived changed, first {name}"
+            )
+        bad = np.flatnonzero(self.marks.bad)
+        if len(bad):
+            name = self.shard.tensors[bad[0]].name
+            raise ManifestError(
+                Refusal.NON_FINITE, f"{name} from source rank {self.shard.source} holds NaN or infinity"
+            )
+        return total
+
+
+class Reception:
+    """All shards of one version. Receives are posted at once: the sources may already be sending."""
+
+    def __init__(
+        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, clock: Clock,
+        pace: Pace,
+    ) -> None:
+        self._layout, self._clock, self._pace, self._deadline = tables.layout, clock, pace, deadline
+        self._sources = [
+            _Source(i, tables, groups[s.source], deadline)
+            for i, s in enumerate(tables.layout.shards)
+            if s.source in groups
+        ]
+        self._stream = self._arrivals()
+
+    def receive(self, ref: AdapterRef, on_bucket: OnBucket) -> str:
+        """Every bucket once, sources in turn, then the verdict: the digest of the adapter.
+
+        Raises ManifestError (``hash``, ``non_finite``) after all bytes were taken off the wire,
+        PublishError if the transfer breaks or its deadline passes.
+        """
+        for source, bucket, base in self._stream:
+            self.check_time(ref)
+            try:
+                if source is self._sources[0] and bucket.first == 0:
+                    reached("server.receiving")
+                began_s = time.perf_counter()
+                with self._clock.phase("write"):
+                    on_bucket(source.index, base, bucket.first, bucket.last, source.marks)
+                self._pace.rest(time.perf_counter() - began_s)
+            except Exception:  # fault boundary: other servers may get their bytes through this one
+                self.drain()
+                raise
+        with self._clock.phase("verify"):
+            return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
+
+    def check_time(self, ref: AdapterRef) -> None:
+        """Raises PublishError after the deadline: who sends has given the version up."""
+        if time.monotonic() >= self._deadline:
+            raise PublishError(f"{ref} was not staged in time and is dropped; its sender has given it up")
+
+    def drain(self) -> None:
+        """Take everything off the wire and forget it, so that the groups stay in step."""
+        for _ in self._stream:
+            pass
+
+    def _arrivals(self) -> Iterator[tuple[_Source, Bucket, int]]:
+        running = [(s, s.arrivals(self._clock)) for s in self._sources]
+        while running:
+            for source, arrivals in list(running):
+                found = next(arrivals, None)
+                if found is None:
+                    running.remove((source, arrivals))
+                else:
+                    yield source, *found

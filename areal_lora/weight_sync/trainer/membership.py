@@ -1,0 +1,224 @@
+"""Which rollout servers take part in publishes: who is given up, who comes (back), who is left (rank 0).
+
+    every publish    members + newcomers -> attempt -> all acknowledged
+                                              `-> judge: lost, or once more -> attempt with the rest
+    meanwhile        ServerWatcher: servers in the run folder that are not members -> ping -> newcomers
+
+Decisions are pure; ``ServerWatcher`` is the one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.rendezvous import read_endpoint
+from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.refusal import Refusal
+
+WATCH_S = 1.0
+MISSES = 2  # one may be a busy moment
+FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # before a server that was given up is tried again
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """How one server fared in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
+
+    ``newcomer``: it took part for the first time, beside others. ``leftover``: it holds versions that this trainer
+    did not make, from an earlier life of the run that went further or another way.
+    """
+
+    server: ServerEndpoint
+    error: ArealLoraError | None = None
+    alive: bool = True
+    newcomer: bool = False
+    leftover: bool = False
+
+    @property
+    def refused(self) -> bool:
+        """It answered that the version or the adapter is wrong, or by wrong numbers.
+
+        A broken transfer says nothing, and neither does a server that is ``full``.
+        """
+        wire = isinstance(self.error, ManifestError) and self.error.reason == Refusal.WIRE
+        return isinstance(self.error, (AdapterError, ParityError)) and not wire and not self.full
+
+    @property
+    def full(self) -> bool:
+        """It has no adapter slot for the version yet: running requests hold older ones."""
+        return isinstance(self.error, ManifestError) and self.error.reason == Refusal.SLOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """``lost`` servers with the reason; ``complete``: all others serve the version."""
+
+    keep: tuple[ServerEndpoint, ...]
+    lost: dict[ServerEndpoint, str]
+    complete: bool
+
+
+def judge(findings: Sequence[Finding], *, retried: bool, late: bool = False) -> Judgement:
+    """Who goes on after an attempt.
+
+    A member that refuses means that the version is wrong: its error is raised. A newcomer that
+    refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
+    failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
+    that still fail (``retried``) are lost, only newcomers if there are any among them: who keeps
+    others waiting is not told from those that wait. A server that is full is waited for, and lost only when it is
+    ``late``; a newcomer that is full is not waited for if another server takes the version.
+    """
+    for f in findings:
+        if f.error is not None and f.refused and not f.newcomer and not f.leftover:
+            raise f.error
+    failed = [f for f in findings if f.error is not None]
+    served = len(failed) < len(findings)
+    lost = [f for f in failed if not f.alive or f.refused or (f.full and (late or (f.newcomer and served)))]
+    if not lost and retried:
+        broken = [f for f in failed if not f.full]
+        lost = [f for f in broken if f.newcomer] or broken
+    keep = tuple(f.server for f in findings if f not in lost)
+    return Judgement(
+        keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost),
+    )
+
+
+def _reason(f: Finding) -> str:
+    if f.leftover:
+        return f"holds what an earlier life of this trainer made and is told to end: {f.error}"
+    if f.full and f.alive:
+        return f"has no room yet: {f.error}"
+    how = "is not fit" if f.refused else "failed again" if f.alive else "does not answer"
+    return f"{how}: {f.error}"
+
+
+class Membership:
+    """The members, and for each server given up how long it rests. Only the publisher's thread changes it."""
+
+    def __init__(self, servers: Iterable[ServerEndpoint], clock: Callable[[], float] = time.monotonic) -> None:
+        self.members = _ordered(servers)
+        self._clock = clock
+        self._losses: dict[ServerEndpoint, tuple[int, float]] = {}  # how often in a row, resting until
+
+    def wants(self, server: ServerEndpoint) -> bool:
+        """Whether a server seen in the run folder should be asked to take part. Callable from any thread."""
+        _, until = self._losses.get(server, (0, 0.0))
+        return server not in self.members and self._clock() >= until
+
+    def with_newcomers(self, newcomers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
+        """The members of the next attempt; a newcomer replaces a member of its name, its former life."""
+        wanted = {s.name: s for s in self.members} | {s.name: s for s in newcomers if self.wants(s)}
+        return _ordered(wanted.values())
+
+    def admit(self, members: Iterable[ServerEndpoint]) -> None:
+        self.members = _ordered(members)
+
+    def lose(self, lost: Iterable[ServerEndpoint]) -> None:
+        """Servers given up rest before they are tried again, longer each time in a row."""
+        gone = set(lost)
+        for server in gone:
+            times = self._losses.get(server, (0, 0.0))[0] + 1
+            self._losses[server] = times, self._clock() + min(FIRST_REST_S * LONGER ** (times - 1), LONGEST_REST_S)
+        self.members = tuple(s for s in self.members if s not in gone)
+
+    def succeeded(self) -> None:
+        """All members serve what was published."""
+        for server in self.members:
+            self._losses.pop(server, None)
+
+
+def _ordered(servers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
+    return tuple(sorted(servers, key=lambda s: (len(s.name), s.name)))
+
+
+class ServerWatch(Protocol):
+    """Where servers can be seen."""
+
+    def present(self) -> list[ServerEndpoint]:
+        """Servers that say they serve; some may be dead. Raises OSError if that cannot be seen now."""
+        ...
+
+
+class RendezvousWatch:
+    """Servers that have published their ports in a run folder; restarted ones publish new ports."""
+
+    def __init__(self, run_folder: Path, workers: int) -> None:
+        self._run_folder, self._workers = run_folder, workers
+
+    def present(self) -> list[ServerEndpoint]:
+        found = []
+        for path in (self._run_folder / "rendezvous").glob("server-*.json"):
+            index = int(path.stem.removeprefix("server-"))
+            if (endpoint := self.server(index)) is not None:
+                found.append(endpoint)
+        return found
+
+    def server(self, index: int) -> ServerEndpoint | None:
+        """Server ``index``, or None where it has not published yet."""
+        endpoint = read_endpoint(self._run_folder, "server", index)
+        if endpoint is None:
+            return None
+        return ServerEndpoint(
+            name=f"server-{index}", host=endpoint.host, admin_port=endpoint.ports["admin"],
+            data_port=endpoint.ports["data"], workers=self._workers, data_tls="data" in endpoint.tls,
+        )
+
+
+class ServerWatcher:
+    """Looks about every ``period_s`` who could take part and whether all members answer, in a thread of its own.
+
+    A folder that cannot be read is looked at again; members are pinged meanwhile. Anything else that goes wrong
+    ends the process: without this thread no server would come back and no dead one be noticed.
+    """
+
+    def __init__(
+        self, watch: ServerWatch, membership: Membership, ping: Callable[[ServerEndpoint], bool],
+        period_s: float = WATCH_S,
+    ) -> None:
+        self._watch, self._membership, self._ping, self._period_s = watch, membership, ping, period_s
+        self._newcomers: tuple[ServerEndpoint, ...] = ()
+        self._missed: dict[ServerEndpoint, int] = {}
+        self._readable = True
+        self._stop = threading.Event()
+        self._thread = watched_thread("server-watch", self._run)
+
+    def newcomers(self) -> tuple[ServerEndpoint, ...]:
+        """Servers that are not members and answered a ping a moment ago."""
+        return self._newcomers
+
+    def all_answer(self) -> bool:
+        """Whether no member has missed ``MISSES`` pings in a row."""
+        return not any(self._missed.get(s, 0) >= MISSES for s in self._membership.members)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period_s):
+            wanted = [s for s in self._present() if self._membership.wants(s)]
+            self._newcomers = tuple(s for s in wanted if self._ping(s))
+            missed = self._missed
+            self._missed = {s: 0 if self._ping(s) else missed.get(s, 0) + 1 for s in self._membership.members}
+
+    def _present(self) -> Sequence[ServerEndpoint]:
+        """Who can be seen; those seen last where the file system is in the way."""
+        try:
+            present = self._watch.present()
+        except OSError as error:
+            if self._readable:
+                log.warning("rollout servers cannot be looked for, which is tried again: %s", error)
+            self._readable = False
+            return self._newcomers
+        self._readable = True
+        return present
