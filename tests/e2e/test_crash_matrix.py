@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.crash_judge import Damage, judge
-from tests.e2e.crash_run import POINTS, CrashRun, execute
+from tests.support.e2e.crash_judge import Damage, judge
+from tests.support.e2e.crash_run import POINTS, CrashRun, execute
 
 SEEDS = range(1, 6)
 

@@ -29,11 +29,11 @@ from areal_lora.config.models import Config
 from areal_lora.obs.metrics import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.digests import base_digest
-from tests.launcher.hub_cache import FIRST, NAME, TINY_MODEL, fill_cache, tiny_files
+from tests.support.launcher.hub_cache import FIRST, NAME, TINY_MODEL, fill_cache, tiny_files
+from tests.support.paths import ROOT, SUPPORT
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "math"
-HERE = Path(__file__).parent
+HERE = SUPPORT / "e2e"
 STEPS = 6
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]

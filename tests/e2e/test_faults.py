@@ -6,14 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.run_folder.rendezvous import create_secret
+from tests.support.paths import ROOT, SUPPORT
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+EXAMPLES = ROOT / "examples" / "math"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -34,7 +34,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            script = [sys.executable, str(Path(__file__).parent / "faults.py"), str(folder)]
+            script = [sys.executable, str(SUPPORT / "e2e" / "faults.py"), str(folder)]
             done = subprocess.run(script, capture_output=True, text=True, timeout=200, env=environment, check=False)
         finally:
             server.terminate()

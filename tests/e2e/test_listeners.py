@@ -23,11 +23,10 @@ from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, interpreter
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.weight_sync.messages import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+from tests.e2e.test_disturbed_run import records
+from tests.support.e2e.listeners import Listener
+from tests.support.paths import ROOT
 
-from .listeners import Listener
-from .test_disturbed_run import records
-
-ROOT = Path(__file__).parents[2]
 NAMESPACE, ADDRESS = f"al-{os.getpid()}", "10.77.0.1"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -106,7 +105,7 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
             wait_record(launcher, folder, "step", 1)
         else:
             wait_version(launcher, folder)
-        script = [*prefix, sys.executable, "-m", "tests.e2e.listeners", str(launcher.pid), str(folder)]
+        script = [*prefix, sys.executable, "-m", "tests.support.e2e.listeners", str(launcher.pid), str(folder)]
         done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         if goes_on:

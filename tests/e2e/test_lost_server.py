@@ -28,7 +28,7 @@ from areal_lora.weight_sync.trainer.coordinator import Active, Coordinator
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.steps import PublishReport
-from tests.engine.vllm_ext.serving import (
+from tests.support.engine.vllm_ext.serving import (
     ADAPTER,
     PROMPT,
     RANK,

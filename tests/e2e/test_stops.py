@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.stops import GONE_S, Held, figures, marked, start, stop
+from tests.support.launcher.stops import GONE_S, Held, figures, marked, start, stop
+from tests.support.paths import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+EXAMPLES = ROOT / "examples" / "math"
 AT_ONCE, START_S = 2, 150.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

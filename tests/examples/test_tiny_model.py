@@ -1,7 +1,6 @@
 import json
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.tasks.rewards import extract_answer, numeric_match
 from areal_lora.tasks.word_problems import draw_problem
+from tests.support.paths import ROOT
 
-MATH = Path(__file__).resolve().parents[2] / "examples" / "math"
+MATH = ROOT / "examples" / "math"
 FOLDER = MATH / "tiny_model"
 
 

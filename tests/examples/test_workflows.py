@@ -18,9 +18,10 @@ from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflows.gateway import AgentGateway
 from areal_lora.rollout.workflows.loading import build_workflow
 from areal_lora.types import Sample
-from tests.rollout.texts import EOS, SAMPLING, V1, Graded, served
+from tests.support.paths import ROOT
+from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, served
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 BASE = [EXAMPLES / "math" / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "math" / "embedded.yaml"]
 PROMPT = Prompt(uid="0:s", position=0, sample=Sample(uid="s", prompt="Q?", answer="7"), token_ids=[81, 63])
 

@@ -1,0 +1,404 @@
+"""Contract C4 on real processes: every layout publishes, scores and learns like transformers on one.
+
+The expected values come from `oracle` (transformers, float64); engine results are fp32.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.distributed.engine_ranks import (
+    CLIPPED,
+    DENOMINATOR,
+    OPTIMIZER,
+    TEMPERATURE,
+    Case,
+    exercise_all,
+    make_batch,
+    make_rows,
+)  # fmt: skip
+from tests.support.distributed.oracle import (
+    ALPHA,
+    RANK,
+    SHARED,
+    Oracle,
+    adapter_shapes,
+    make_model,
+    random_adapter,
+    with_aliases,
+)
+from tests.support.distributed.spawn import RanksFailed, run_ranks
+
+pytestmark = pytest.mark.slow
+
+LOGPROB_TOLERANCE = 1e-4
+# Of the largest entry of a tensor's update. transformers in fp32 is up to 2.5e-5 away from float64 here (Mixtral).
+STEP_TOLERANCE = 3e-5
+# Of the norm of a tensor's gradient; both sides are fp32.
+GRADIENT_TOLERANCE = 1e-5
+SEED = 9
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "ep2": {"ep": 2}, "etp2": {"etp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2, "stages": (1, 3)},
+}  # fmt: skip
+# Both kinds of expert modules with both expert layouts, each way to split a model.
+VARIANTS = [
+    Case(f"{name}{'_shared' if kind else ''}{'_grouped' if grouped else ''}", 2, f"moe{kind}", grouped=grouped, **split)
+    for name, split in SPLITS.items()
+    for kind in ("", SHARED)
+    for grouped in (False, True)
+]
+CASES = [
+    Case("single", 1),
+    Case("single_recompute", 1, budget=4096, recompute=True),
+    Case("single_grouped", 1, grouped=True),
+    Case("shared", 1, kind="moe+shared"),
+    Case("shared_grouped", 1, kind="moe+shared", grouped=True, recompute=True),
+    Case("dense", 1, kind="dense"),
+    Case("llama", 1, kind="llama"),
+    Case("qwen2", 1, kind="qwen2"),
+    Case("mixtral", 1, kind="mixtral"),
+    Case("qwen2_moe", 1, kind="qwen2_moe"),
+    *VARIANTS,
+    Case("dp2", 2),
+    Case("dp2_shared", 2, kind="moe+shared"),
+    Case("pp2_even", 2, pp=2),
+    Case("dense_tp2", 2, kind="dense", tp=2),
+    Case("dense_pp2", 2, kind="dense", pp=2, stages=(3, 1)),
+    Case("qwen2_tp2", 2, kind="qwen2", tp=2),
+    Case("qwen2_pp2", 2, kind="qwen2", pp=2),
+    Case("mixtral_ep2", 2, kind="mixtral", ep=2, grouped=True),
+    Case("mixtral_etp2", 2, kind="mixtral", etp=2),
+    Case("qwen2_moe_ep2", 2, kind="qwen2_moe", ep=2),
+    Case("qwen2_moe_tp2", 2, kind="qwen2_moe", tp=2, grouped=True),
+    Case("pp3", 3, pp=3),
+    Case("tp2_ep2", 4, tp=2, ep=2),
+    Case("tp2_ep2_shared", 4, kind="moe+shared", tp=2, ep=2, grouped=True),
+    Case("tp2_etp2_dp2", 4, tp=2, etp=2),
+    Case("pp2_ep2", 4, pp=2, ep=2),
+    Case("ep2_etp2_shared", 4, kind="moe+shared", ep=2, etp=2),
+    Case("ep2_dp4_shared", 4, kind="moe+shared", ep=2),
+    Case("llama_tp4", 4, kind="llama", tp=4),  # four ranks share two key/value heads
+    Case("qwen2_moe_pp2_tp2_ep2", 4, kind="qwen2_moe", pp=2, tp=2, ep=2),
+]
+BY_NAME = {case.name: case for case in CASES}
+REFERENCE = {case.kind: case.name for case in reversed(CASES) if case.world == 1}
+all_layouts = pytest.mark.parametrize("name", list(BY_NAME))
+
+
+class World:
+    """Models, oracles and, per world size, what the ranks returned (each world is started once)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.paths = {kind: make_model(folder, kind) for kind in {case.model for case in CASES}}
+        kinds = {case.kind for case in CASES}
+        self.wires = {kind: random_adapter(kind, SEED) for kind in kinds}
+        self.oracles = {kind: Oracle(self.paths[kind.removesuffix(SHARED)], kind) for kind in kinds}
+        self.rows = make_rows()
+        self._ranks: dict[int, list[Any] | RanksFailed] = {}
+        self._truth: dict[str, Any] = {}
+        print(f"adapter seed {SEED}")
+
+    def numpy_wires(self) -> dict[str, dict[str, np.ndarray]]:
+        return {kind: {n: t.numpy() for n, t in wire.items()} for kind, wire in self.wires.items()}
+
+    def ranks(self, name: str, part: str | None = None) -> list[dict[str, Any]]:
+        """Per rank, what the case ``name`` returned, or ``part`` of the same world."""
+        world = BY_NAME[name].world
+        if world not in self._ranks:
+            cases = [case for case in CASES if case.world == world]
+            try:
+                self._ranks[world] = run_ranks(
+                    exercise_all, world, self.folder, (self.paths, cases, self.numpy_wires()), timeout_s=280.0
+                )
+            except RanksFailed as failure:  # kept, or every test would start the world again
+                self._ranks[world] = failure
+        outcome = self._ranks[world]
+        if isinstance(outcome, RanksFailed):
+            raise outcome
+        return [results[part or name] for results in outcome]
+
+    def truth(self, kind: str) -> Any:
+        if kind not in self._truth:
+            batch = make_batch(self.rows)
+            with torch.no_grad():
+                base = self.oracles[kind].score(self.rows, None)[0]
+                cool = self.oracles[kind].score(self.rows, self.wires[kind], TEMPERATURE)[0]
+            step = self.oracles[kind].step(
+                self.rows, self.wires[kind], batch.advantages, batch.loss_mask, denominator=DENOMINATOR,
+                lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=OPTIMIZER.max_grad_norm,
+            )  # fmt: skip
+            self._truth[kind] = (base.numpy(), cool.numpy(), step)
+        return self._truth[kind]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("layouts"))
+
+
+def union(ranks: list[dict[str, Any]], key: str) -> dict[str, np.ndarray]:
+    """All ranks' tensors; no tensor may come from two of them."""
+    names = [n for rank in ranks for n in rank[key]]
+    assert len(names) == len(set(names)), f"{key}: a tensor is owned by two ranks"
+    return {n: t for rank in ranks for n, t in rank[key].items()}
+
+
+def error(found: np.ndarray, expected: Any) -> float:
+    return float(np.abs(found.astype(np.float64) - np.asarray(expected)).max())
+
+
+def step_error(
+    stepped: dict[str, np.ndarray], before: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> float:
+    """Worst error of an update, relative to the largest expected entry of the same tensor's update.
+
+    Weights are stored in fp32, so half a unit in the last place of each weight is no error.
+    """
+    worst = 0.0
+    for name, tensor in expected.items():
+        size = tensor.float().abs()
+        half_ulp = (torch.nextafter(size, torch.full_like(size, torch.inf)) - size).double() / 2
+        wrong = ((torch.from_numpy(stepped[name]).double() - tensor).abs() - half_ulp).clamp(min=0)
+        worst = max(worst, float(wrong.max() / (tensor - before[name].double()).abs().max()))
+    return worst
+
+
+@all_layouts
+def test_base_scores_like_transformers_on_every_rank(world: World, name: str) -> None:
+    base, _, _ = world.truth(BY_NAME[name].kind)
+    for rank in world.ranks(name):
+        assert error(rank["base"], base) < LOGPROB_TOLERANCE
+        assert np.array_equal(rank["zero_b"], rank["base"])
+
+
+@all_layouts
+def test_plan_covers_the_adapter_exactly_once_and_is_equal_everywhere(world: World, name: str) -> None:
+    ranks = world.ranks(name)
+    assert all(r["plan"] == ranks[0]["plan"] and r["aliases"] == ranks[0]["aliases"] for r in ranks)
+    planned = [t for owned in ranks[0]["plan"].values() for t in owned]
+    assert len(planned) == len(dict(planned))
+    assert dict(planned) == adapter_shapes(BY_NAME[name].kind)
+    full = with_aliases(world.wires[BY_NAME[name].kind], BY_NAME[name].kind)
+    assert set(ranks[0]["aliases"]) == set(full) - set(dict(planned))
+    for index, rank in enumerate(ranks):
+        assert list(rank["loaded"]) == [n for n, _ in ranks[0]["plan"].get(index, [])]
+
+
+@all_layouts
+def test_initial_adapter_does_not_depend_on_the_layout(world: World, name: str) -> None:
+    reference = union(world.ranks(REFERENCE[BY_NAME[name].kind]), "initial")
+    initial = union(world.ranks(name), "initial")
+    assert set(initial) == set(reference)
+    for tensor, values in initial.items():
+        assert np.array_equal(values, reference[tensor]), tensor
+        if tensor.endswith("lora_B.weight"):
+            assert not values.any()
+        else:
+            # kaiming-uniform with a = sqrt 5: uniform in +-1/sqrt(in), whose standard deviation is bound / sqrt 3
+            bound = values.shape[1] ** -0.5
+            assert np.abs(values).max() <= bound
+            assert abs(values.std() - bound / 3**0.5) < 0.15 * bound
+
+
+@all_layouts
+def test_export_returns_what_was_loaded_bit_for_bit(world: World, name: str) -> None:
+    wire = world.wires[BY_NAME[name].kind]
+    loaded = union(world.ranks(name), "loaded")
+    assert set(loaded) == set(wire)
+    for tensor, values in loaded.items():
+        assert values.dtype == np.float32
+        assert np.array_equal(values, wire[tensor].numpy()), tensor
+
+
+@all_layouts
+def test_adapter_scores_like_transformers(world: World, name: str) -> None:
+    base, cool, step = world.truth(BY_NAME[name].kind)
+    # The bound means something only if the adapter matters much more than it.
+    assert error(base, step.logprobs) > 1000 * LOGPROB_TOLERANCE
+    bounds = make_batch(world.rows).cu_seqlens
+    for rank in world.ranks(name):
+        assert error(rank["lora"], step.logprobs) < LOGPROB_TOLERANCE
+        assert error(rank["lora_cool"], cool) < LOGPROB_TOLERANCE
+        assert not rank["lora"][bounds[:-1]].any()
+        assert error(rank["single"], step.logprobs[bounds[3] : bounds[4]]) < LOGPROB_TOLERANCE
+
+
+@all_layouts
+def test_one_step_equals_autograd_through_transformers(world: World, name: str) -> None:
+    kind = BY_NAME[name].kind
+    _, _, step = world.truth(kind)
+    ranks = world.ranks(name)
+    for rank in ranks:
+        assert rank["stats"] == pytest.approx(step.stats, rel=1e-4)
+        assert rank["step"]["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-4)
+        assert rank["step"]["skipped"] == 0.0
+        assert rank["step"]["lr"] == OPTIMIZER.lr
+    stepped = union(ranks, "stepped")
+    found = step_error(stepped, world.wires[kind], step.stepped)
+    print(f"{name}: worst update error {found:.1e}")
+    assert found < STEP_TOLERANCE
+
+
+@all_layouts
+def test_loss_and_gradients_equal_the_single_rank(world: World, name: str) -> None:
+    reference = world.ranks(REFERENCE[BY_NAME[name].kind])
+    ranks = world.ranks(name)
+    for rank in ranks:
+        assert rank["stats"]["loss"] == pytest.approx(reference[0]["stats"]["loss"], rel=GRADIENT_TOLERANCE)
+    expected, found = union(reference, "grads"), union(ranks, "grads")
+    assert found.keys() == expected.keys()
+    worst = max(float(np.linalg.norm(found[n] - g) / np.linalg.norm(g)) for n, g in expected.items())
+    print(f"{name}: worst gradient error {worst:.1e} of its tensor's norm")
+    assert worst < GRADIENT_TOLERANCE
+
+
+@all_layouts
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_all(world: World, name: str) -> None:
+    for rank in world.ranks(name):
+        assert rank["skipped"]["skipped"] == 1.0
+        assert all(np.array_equal(t, rank["loaded"][n]) for n, t in rank["after_skip"].items())
+
+
+@all_layouts
+def test_base_is_bit_identical_after_training(world: World, name: str) -> None:
+    for rank in world.ranks(name):
+        assert rank["frozen_moved"] == []
+        assert np.array_equal(rank["base_after"], rank["base"])
+
+
+def test_a_stage_without_adapters_trains_with_the_others(world: World) -> None:
+    """Adapters on routed experts only, no routed expert on the middle stage."""
+    ranks = world.ranks("pp3", "experts_only")
+    assert [rank["is_source"] for rank in ranks] == [True, False, True]
+    before = {n: t if ".experts." in n else torch.zeros_like(t) for n, t in world.wires["qwen2_moe"].items()}
+    batch = make_batch(world.rows)
+    expected = world.oracles["qwen2_moe"].step(
+        world.rows, before, batch.advantages, batch.loss_mask, denominator=DENOMINATOR,
+        lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=OPTIMIZER.max_grad_norm,
+    )  # fmt: skip
+    stepped = union(ranks, "stepped")
+    assert step_error(stepped, before, {n: expected.stepped[n] for n in stepped}) < STEP_TOLERANCE
+    assert set(stepped) == {n for n in before if ".experts." in n}
+
+
+def test_stock_peft_scores_the_exported_adapter_alike(world: World) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder = world.folder / "peft"
+    folder.mkdir()
+    exported = {n: torch.from_numpy(t) for n, t in union(world.ranks("ep2"), "loaded").items()}
+    tensors = {f"base_model.model.{n}": t.clone() for n, t in with_aliases(exported, "moe").items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules,
+        "lora_dropout": 0.0, "bias": "none", "base_model_name_or_path": world.paths["moe"], "inference_mode": True,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(world.paths["moe"], dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, folder).eval()
+    scores = []
+    with torch.no_grad():
+        for row in world.rows:
+            logp = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)[:-1]
+            scores.append(torch.cat([torch.zeros(1), logp.gather(1, torch.tensor(row)[1:, None])[:, 0]]))
+    assert error(world.ranks("ep2")[0]["lora"], torch.cat(scores)) < LOGPROB_TOLERANCE
+
+
+# Faults seen in other systems: the comparisons above must notice each of them.
+
+
+def swap_gate_and_up(wire: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    swapped = dict(wire)
+    gate, up = (f"model.layers.2.mlp.experts.{{}}.{n}_proj.lora_B.weight" for n in ("gate", "up"))
+    for expert in range(8):
+        swapped[gate.format(expert)], swapped[up.format(expert)] = wire[up.format(expert)], wire[gate.format(expert)]
+    return swapped
+
+
+def flip_one_expert(wire: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name = "model.layers.3.mlp.experts.5.down_proj.lora_B.weight"
+    return {**wire, name: -wire[name]}
+
+
+def experts_of_rank_0_twice(wire: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        n: wire[n.replace(f"experts.{e}.", f"experts.{e % 4}.")] if (e := expert_of(n)) >= 0 else t
+        for n, t in wire.items()
+    }
+
+
+def expert_of(name: str) -> int:
+    return int(name.split("experts.")[1].split(".")[0]) if "experts." in name else -1
+
+
+def drop_a_layer(wire: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(t) if n.startswith("model.layers.3.") else t for n, t in wire.items()}
+
+
+def swap_q_heads(wire: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name = "model.layers.1.self_attn.q_proj.lora_B.weight"
+    return {**wire, name: wire[name].roll(32, 0)}
+
+
+@pytest.mark.parametrize(
+    "fault", [swap_gate_and_up, flip_one_expert, experts_of_rank_0_twice, drop_a_layer, swap_q_heads]
+)
+def test_comparison_notices_a_wrong_adapter(world: World, fault: Any) -> None:
+    with torch.no_grad():
+        wrong = world.oracles["moe"].score(world.rows, fault(world.wires["moe"]))[0]
+    assert error(world.ranks("ep2")[0]["lora"], wrong) > 10 * LOGPROB_TOLERANCE
+
+
+def test_comparison_notices_a_mask_that_is_shifted_by_one(world: World) -> None:
+    batch = make_batch(world.rows)
+    wrong = world.oracles["moe"].step(
+        world.rows, world.wires["moe"], batch.advantages, batch.loss_mask.roll(1), denominator=DENOMINATOR,
+        lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=OPTIMIZER.max_grad_norm,
+    )  # fmt: skip
+    found = step_error(union(world.ranks("ep2"), "stepped"), world.wires["moe"], wrong.stepped)
+    assert found > 100 * STEP_TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def extras(world: World) -> dict[str, Any]:
+    return world.ranks("single", "extras")[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "word"),
+    [
+        ("unknown", "UnknownTensorError", "layers.9"), ("missing", "UnknownTensorError", "missing"),
+        ("target", "ConfigError", "'mlp.linear_fc1' matches no layer"),
+        ("shape", "AdapterError", "shape"), ("not_resident", "AdapterError", "'b'"), ("mixed", "AdapterError", "'b'"),
+    ],
+)  # fmt: skip
+def test_engine_refuses(extras: dict[str, Any], what: str, kind: str, word: str) -> None:
+    assert extras["refused"][what] is not None, f"{what} was accepted"
+    assert extras["refused"][what][0] == kind
+    assert word in extras["refused"][what][1]
+
+
+def test_clipping_and_state(world: World, extras: dict[str, Any]) -> None:
+    batch = make_batch(world.rows)
+    expected = world.oracles["moe"].step(
+        world.rows, world.wires["moe"], batch.advantages, batch.loss_mask, denominator=DENOMINATOR,
+        lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=CLIPPED,
+    )  # fmt: skip
+    assert expected.grad_norm > 2 * CLIPPED
+    assert extras["clipped_step"]["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert step_error(extras["clipped"], world.wires["moe"], expected.stepped) < STEP_TOLERANCE
+    # The state restores weights, moments and clock: the next step repeats bit for bit.
+    assert all(np.array_equal(t, extras["second"][n]) for n, t in extras["resumed"].items())
+    # Two half batches before one step are one whole batch.
+    assert step_error(extras["accumulated"], world.wires["moe"], expected.stepped) < STEP_TOLERANCE

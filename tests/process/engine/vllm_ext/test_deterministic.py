@@ -1,0 +1,73 @@
+"""Deterministic mode on real servers: an answer depends on its request and version, and on nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from areal_lora.weight_sync.messages import RESTART_EXIT
+from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, connect, start
+
+pytestmark = pytest.mark.slow
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": PROMPT[: 5 + 3 * k], "seed": 100 + k, "n": 1 + k % 3, "max_tokens": 12 + 3 * k, "logprobs": 0,
+     "return_token_ids": True, "temperature": 0.0 if k == 3 else 0.9}
+    for k in range(8)
+]  # fmt: skip
+
+
+async def ask(server: RunningServer, order: list[int], at_once: bool) -> dict[int, Any]:
+    """Choices by request: exact numbers, as JSON carries all digits of a float."""
+    async with aiohttp.ClientSession() as session:
+
+        async def one(k: int) -> tuple[int, Any]:
+            status, answer = await server.post(session, model="math", **REQUESTS[k])
+            assert status == 200, answer
+            return k, answer["choices"]
+
+        if at_once:
+            return dict(await asyncio.gather(*map(one, order)))
+        return dict([await one(k) for k in order])
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningServer]]:
+    folder = tmp_path_factory.mktemp("deterministic")
+    processes = [start(folder / name, tiny_model, deterministic=True, max_staleness=0) for name in "ab"]
+    try:
+        yield [connect(folder / name, tiny_model, p) for name, p in zip("ab", processes, strict=True)]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(20)
+
+
+def test_two_servers_answer_bit_for_bit_alike_in_any_order(servers: list[RunningServer]) -> None:
+    first, second = servers
+    order = list(range(len(REQUESTS)))
+    for seed in (1, 2):
+        for server in servers:
+            server.publish(server.adapter(seed))
+        want = asyncio.run(ask(first, order, at_once=False))
+        assert len(want[2]) == 3
+        for way in range(2):
+            random.Random(way).shuffle(order)
+            assert asyncio.run(ask(second, order, at_once=way > 0)) == want
+    assert first.score(first.newest) == second.score(second.newest)
+
+
+def test_a_server_told_to_end_asks_to_be_started_again(servers: list[RunningServer]) -> None:
+    for server in servers:
+        server.source.close()
+    servers[0].admin.shutdown(5.0)
+    assert servers[0].process.wait(15) == RESTART_EXIT
+    servers[1].process.terminate()
+    assert servers[1].process.wait(15) == 0

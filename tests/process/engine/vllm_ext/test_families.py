@@ -1,0 +1,167 @@
+"""Every model family and parallel layout of a server, against Hugging Face with the adapter merged.
+
+One server per row of ``SERVERS`` for all tests: they are the cost here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from areal_lora.config.architectures import target_of
+from areal_lora.errors import AdapterError, PublishError
+from areal_lora.types import ExpertLayout
+from areal_lora.weight_sync.layout import make_layout
+from areal_lora.weight_sync.served import check_served
+from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, make_model, start, wait_until
+
+pytestmark = pytest.mark.slow
+
+SERVERS: dict[str, tuple[str, dict[str, Any]]] = {  # test_server does the same for qwen3_moe
+    "llama": ("llama", {}),
+    "qwen2_moe tp2": ("qwen2_moe", {"tp": 2}),
+    "mixtral tp2 ep2": ("mixtral", {"tp": 2, "expert_parallel": True}),
+}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    family, rollout = SERVERS[request.param]
+    model = make_model(tmp_path_factory.mktemp("model"), family)
+    folder = tmp_path_factory.mktemp("server") / "run"
+    process = start(folder, model, **rollout)
+    try:
+        running = connect(folder, model, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        shared = {m.path for p in family for m in p.memory_maps() if m.path.startswith("/dev/shm/vllm")}
+        assert bool(shared) == (running.config.rollout.tp > 1), "workers on a CPU share memory"
+        yield running
+        running.source.close()
+    finally:
+        process.terminate()
+        process.wait(20)
+    assert not any(Path(path).exists() for path in shared), "nothing of a server that ended stays in memory"
+
+
+def largest(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def without(tensors: Tensors, pattern: str) -> Tensors:
+    """The same adapter with lora_B = 0 where ``pattern`` matches."""
+    return {n: t * 0 if "lora_B" in n and re.search(pattern, n) else t for n, t in tensors.items()}
+
+
+def test_an_adapter_scores_like_merged_hugging_face(served: RunningServer) -> None:
+    tensors = served.adapter(1)
+    base = served.score(None)
+    assert largest(base, served.logprobs(None, PROMPT)) < 1e-4
+    got = served.score(served.publish(tensors))
+    assert largest(got, served.logprobs(tensors, PROMPT)) < 1e-4
+    assert largest(got, base) > 0.1, "the adapter must show"
+    assert largest(served.score(None), base) < 1e-6
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj", "gate_proj|w1",
+                                  "up_proj|w3", "down_proj|w2", "shared_expert", r"layers\.1\."])  # fmt: skip
+def test_every_part_shows(served: RunningServer, part: str) -> None:
+    """The comparison above can fail: without a part of the adapter the scores are others, on both sides the same."""
+    tensors = served.adapter(1)
+    less = without(tensors, part)
+    if all((less[n] == t).all() for n, t in tensors.items()):
+        pytest.skip("this family has no such part")
+    got = served.score(served.publish(less))
+    assert largest(got, served.logprobs(less, PROMPT)) < 1e-4
+    assert largest(got, served.logprobs(tensors, PROMPT)) > 1e-3
+
+
+def test_a_slot_used_before_shows_nothing_of_it(served: RunningServer) -> None:
+    for seed in range(served.config.rollout.resident_versions):
+        served.publish(served.adapter(seed))
+    zero = served.publish(served.adapter(7, b_scale=0.0))
+    assert largest(served.score(zero), served.score(None)) < 1e-6
+
+
+def test_experts_that_share_one_adapter(served: RunningServer) -> None:
+    """One wire tensor per layer and projection, for all its experts."""
+    tensors = served.adapter(3)
+    first = {n: re.sub(r"experts\.\d+\.", "experts.0.", n) for n in tensors}
+    aliases = {n: wire for n, wire in first.items() if n != wire}
+    if not aliases:
+        pytest.skip("a dense model")
+    wire = {n: t for n, t in tensors.items() if n not in aliases}
+    # This run declares an adapter per expert; what the wire shares is the same to the server.
+    layout = make_layout(served.spec, "float32", {0: [(n, tuple(t.shape)) for n, t in wire.items()]}, aliases)
+    assert layout.nbytes < served.layout(tensors).nbytes
+    got = served.score(served.publish(wire, layout=layout))
+    assert largest(got, served.logprobs({n: tensors[w] for n, w in first.items()}, PROMPT)) < 1e-4
+
+
+def test_a_mixed_batch_equals_each_alone(served: RunningServer) -> None:
+    first, second = served.publish(served.adapter(3)), served.publish(served.adapter(4))
+    jobs = [(m, [10 + i, 20, 30, 40 + i]) for i in range(4) for m in ("base", str(first), str(second))]
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        async with aiohttp.ClientSession() as session:
+            alone = [await served.greedy(session, m, p) for m, p in jobs]
+            return alone, await asyncio.gather(*(served.greedy(session, m, p) for m, p in jobs))
+
+    alone, mixed = asyncio.run(both())
+    assert [ids for ids, _ in mixed] == [ids for ids, _ in alone]
+    assert max(largest(a[1], b[1]) for a, b in zip(alone, mixed, strict=True)) < 1e-5
+
+
+def test_what_the_server_can_bind_is_what_the_checkpoint_has(served: RunningServer) -> None:
+    tensors = served.adapter(1)
+    reply = served.admin.modules(10.0)
+    assert {f"{m}.lora_B.weight": (n_out, 8) for m, (_, n_out) in reply.modules.items()} == {
+        n: tuple(t.shape) for n, t in tensors.items() if "lora_B" in n
+    }
+    check_served(served.layout(tensors), reply)
+    served.admin.ping(5.0)
+
+    foreign = dict(tensors)
+    for end in ("A", "B"):
+        foreign[f"model.layers.0.mlp.router.lora_{end}.weight"] = tensors[min(tensors)]
+    with pytest.raises(AdapterError, match=r"vLLM would ignore model\.layers\.0\.mlp\.router;"):
+        check_served(served.layout(foreign), reply)
+    fewer = {n: t for n, t in tensors.items() if ".layers.1.self_attn.o_proj" not in n}
+    with pytest.raises(AdapterError, match=r"does not adapt.*model\.layers\.1\.self_attn\.o_proj;"):
+        check_served(served.layout(fewer), reply)
+    narrow = {n: t[:, :-1] if "o_proj.lora_A" in n else t for n, t in tensors.items()}
+    with pytest.raises(AdapterError, match=r"differ in the size of model\.layers\.0\.self_attn\.o_proj, "):
+        check_served(served.layout(narrow), reply)
+    only = {n: t for n, t in tensors.items() if (target_of(n.rpartition(".lora_")[0]) or ("",))[0] == "linear_qkv"}
+    check_served(served.layout(only, replace(served.spec, target_modules=("linear_qkv",))), reply)
+    shared = replace(served.spec, expert_layout=ExpertLayout.SHARED, rank=16)
+    with pytest.raises(AdapterError, match="rank 16"):
+        check_served(served.layout(tensors, shared), reply)
+
+
+def test_a_stopped_worker_does_not_answer_a_ping(served: RunningServer) -> None:
+    """The server process itself is well; only its worker (for one worker: the engine) stands still."""
+    family = psutil.Process(served.process.pid).children(recursive=True)
+    worker = max(family, key=lambda p: ("Worker" in " ".join(p.cmdline()), "EngineCore" in " ".join(p.cmdline())))
+    served.admin.ping(5.0)
+    worker.suspend()
+    try:
+        wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, 5.0, "the worker's stop")
+        began = time.monotonic()
+        with pytest.raises(PublishError, match="silent for 2 s"):
+            served.admin.ping(5.0)
+        assert time.monotonic() - began < 4.0
+    finally:
+        worker.resume()
+    served.admin.ping(5.0)
+    tensors = served.adapter(11)
+    assert largest(served.score(served.publish(tensors)), served.logprobs(tensors, PROMPT)) < 1e-4

@@ -1,0 +1,473 @@
+"""A real server, a real trainer-side publisher, Hugging Face as the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import torch
+
+from areal_lora.engine.vllm_ext import admin_routes
+from areal_lora.engine.vllm_ext.server import WORKERS_S
+from areal_lora.engine.vllm_ext.worker.extension import NICE
+from areal_lora.errors import ManifestError, ProcessFailed, PublishError
+from areal_lora.network.keys import Plane
+from areal_lora.network.tls import client_context
+from areal_lora.run_folder.heartbeat import last_beats
+from areal_lora.run_folder.rendezvous import read_secret
+from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync import messages as transport
+from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.manifest import Announcement, encode
+from areal_lora.weight_sync.messages import AdminClient
+from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def largest(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b))
+
+
+def test_published_versions_score_like_merged_hugging_face(server: RunningServer) -> None:
+    tensors = server.adapter(1)
+    before = server.score(None)
+    assert largest(before, server.logprobs(None, PROMPT)) < 1e-4
+
+    zero = server.publish(server.adapter(1, b_scale=0.0))
+    assert server.score(zero) == pytest.approx(before, abs=1e-6)
+    ref = server.publish(tensors)
+    want = server.logprobs(tensors, PROMPT)
+    got = server.score(ref)
+    assert largest(got, want) < 1e-4
+    assert largest(got, before) > 0.1, "the adapter must show"
+    assert server.score(None) == pytest.approx(before, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.experts.5.down_proj.lora_B.weight", "model.layers.3.self_attn.k_proj.lora_B.weight"]
+)
+def test_one_flipped_tensor_shows(server: RunningServer, name: str) -> None:
+    """The parity test above can fail: a single matrix with the wrong sign is far outside its tolerance."""
+    tensors = server.adapter(1)
+    wrong = tensors | {name: -tensors[name]}
+    assert largest(server.score(server.publish(wrong)), server.logprobs(tensors, PROMPT)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("temperature", "truncation"),
+    [(1.0, {}), (0.7, {}), (0.7, {"top_p": 0.5}), (1.3, {"top_p": 0.9}), (1.3, {"top_k": 3}),
+     (0.7, {"top_p": 0.6, "top_k": 5})],
+)  # fmt: skip
+def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
+    server: RunningServer, temperature: float, truncation: dict[str, Any]
+) -> None:
+    """log softmax(logits / temperature), as the trainer computes it, whatever was cut off before sampling."""
+    tensors = server.adapter(2)
+    ref = server.publish(tensors)
+
+    async def sample() -> Any:
+        async with aiohttp.ClientSession() as session:
+            return await server.post(
+                session, model="math", prompt=PROMPT, n=3, max_tokens=12, temperature=temperature, logprobs=0, seed=5,
+                return_token_ids=True, **truncation,
+            )
+
+    status, answer = asyncio.run(sample())
+    assert status == 200, answer
+    assert answer["model"] == str(ref), "a bare name is the newest version"
+    assert len(answer["choices"]) == 3
+    assert len({tuple(c["token_ids"]) for c in answer["choices"]}) > 1
+    for choice in answer["choices"]:
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        assert choice["versions"] == [ref.version] * len(ids)
+        assert choice["finish_reason"] in ("stop", "length")
+        want = server.logprobs(tensors, PROMPT + ids, temperature)
+        assert largest(logprobs, want[len(PROMPT):]) < 1e-4
+        assert largest(server.score(ref, PROMPT + ids, temperature)[len(PROMPT):], logprobs) < 1e-4
+
+
+def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: RunningServer) -> None:
+    tensors = server.adapter(2)
+    ref = server.publish(tensors)
+    temperatures = (1.0, 0.5, 2.0, 1.0)
+    with ThreadPoolExecutor(4) as pool:  # together, so that the engine has them in one batch
+        clients = [AdminClient(server.admin.server, read_secret(server.folder)) for _ in temperatures]
+        got = list(pool.map(lambda c, t: c.score(str(ref), [PROMPT], 10.0, t)[0], clients, temperatures))
+    for temperature, scores in zip(temperatures, got, strict=True):
+        assert largest(scores, server.logprobs(tensors, PROMPT, temperature)) < 1e-4
+    assert largest(got[0], got[1]) > 0.1
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"min_p": 0.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2},
+     {"logit_bias": {"5": 2.0}}, {"bad_words": ["a"]}, {"min_tokens": 3}, {"guided_regex": "a+"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_would_change_the_distribution_is_refused(
+    server: RunningServer, path: str, setting: dict[str, Any]
+) -> None:
+    async def ask() -> Any:
+        prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        async with aiohttp.ClientSession() as session:
+            return await server.post(session, path, model="base", max_tokens=2, **prompt, **setting)
+
+    status, answer = asyncio.run(ask())
+    assert status == 400, answer
+    assert next(iter(setting)) in str(answer)
+
+
+def test_mixed_batch_equals_each_alone_and_base_is_untouched(server: RunningServer) -> None:
+    first, second = server.publish(server.adapter(3)), server.publish(server.adapter(4))
+    jobs = [(m, [10 + i, 20, 30, 40 + i]) for i in range(6) for m in ("base", str(first), str(second))]
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        async with aiohttp.ClientSession() as session:
+            alone = [await server.greedy(session, m, p) for m, p in jobs]
+            return alone, await asyncio.gather(*(server.greedy(session, m, p) for m, p in jobs))
+
+    alone, mixed = asyncio.run(both())
+    for (model, _), (ids, lp), (mixed_ids, mixed_lp) in zip(jobs, alone, mixed):
+        assert mixed_ids == ids
+        assert largest(mixed_lp, lp) < (1e-6 if model == "base" else 1e-5)
+    assert alone[1][0] != alone[2][0], "the two versions must differ"
+
+
+def test_publish_during_generation_leaves_running_requests_alone(server: RunningServer) -> None:
+    old = server.publish(server.adapter(5))
+    prompts = [[10 + k, 20, 30, 40 + k] for k in range(8)]
+
+    async def run() -> tuple[list[Any], list[Any], list[str]]:
+        async with aiohttp.ClientSession() as session:
+            reference = [await server.greedy(session, str(old), p, 150) for p in prompts]
+            running = [asyncio.create_task(server.greedy(session, str(old), p, 150)) for p in prompts]
+            await asyncio.sleep(0.02)
+            new = await asyncio.to_thread(server.publish, server.adapter(6))
+            in_flight = sum(not t.done() for t in running)
+            await server.greedy(session, str(new), prompts[0], 20)
+            assert in_flight > 0, "the publish must overlap generation"
+            return reference, await asyncio.gather(*running), [str(new)]
+
+    reference, during, _ = asyncio.run(run())
+    assert [ids for ids, _ in during] == [ids for ids, _ in reference]
+    assert max(largest(a[1], b[1]) for a, b in zip(during, reference)) < 1e-5
+
+
+def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
+    if os.getpriority(os.PRIO_PROCESS, 0) >= NICE:
+        pytest.skip("all threads have a priority as low as that")
+    server.publish(server.adapter(1))
+    engine = max(psutil.Process(server.process.pid).children(), key=lambda p: p.memory_info().rss)
+    nice = {}
+    for task in Path(f"/proc/{engine.pid}/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        nice[int(task.name)] = int(fields[16])
+    own = nice[engine.pid]
+    assert own < NICE, "the model's own thread"
+    low = [n for n in nice.values() if n == NICE]
+    assert 2 <= len(low) < len(nice) / 2
+    assert set(nice.values()) == {own, NICE}
+
+
+def test_every_answer_is_of_one_version_while_versions_come_and_go(server: RunningServer) -> None:
+    """Requests for the newest version, more publishes than slots: no 404, no base output, no mixture."""
+    seeds = {server.publish(server.adapter(20)).version: 20}
+    answers: list[tuple[list[int], dict[str, Any]]] = []
+
+    async def client(k: int, stop: asyncio.Event) -> None:
+        async with aiohttp.ClientSession() as session:
+            i = 0
+            while not stop.is_set():
+                prompt = [10 + k, 20, 30 + i % 50]
+                status, answer = await server.post(
+                    session, model="math", prompt=prompt, max_tokens=20 + 8 * k, temperature=1.0, logprobs=0, seed=i,
+                    return_token_ids=True, ignore_eos=True,
+                )
+                assert status == 200, answer
+                answers.append((prompt, answer))
+                i += 1
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        clients = [asyncio.create_task(client(k, stop)) for k in range(8)]
+        for seed in range(21, 21 + 3 * server.config.rollout.resident_versions):
+            ref = await asyncio.to_thread(server.publish, server.adapter(seed))
+            seeds[ref.version] = seed
+            await asyncio.sleep(0.1)
+        stop.set()
+        await asyncio.gather(*clients)
+
+    asyncio.run(run())
+    seen = {answer["model"] for _, answer in answers}
+    assert len(seen) > server.config.rollout.resident_versions, "versions must change under the requests"
+    checked = {}
+    for prompt, answer in answers:
+        choice = answer["choices"][0]
+        version = int(answer["model"].removeprefix("math@v"))
+        assert set(choice["versions"]) == {version}
+        checked.setdefault(version, []).append((prompt, choice))
+    for version, rows in checked.items():
+        tensors = server.adapter(seeds[version])
+        for prompt, choice in (rows[0], rows[-1]):
+            ids = choice["token_ids"]
+            want = server.logprobs(tensors, prompt + ids)[len(prompt) :]
+            assert largest(choice["logprobs"]["token_logprobs"], want) < 1e-4, f"not version {version} all through"
+
+
+def test_old_versions_retire_but_not_under_a_request(server: RunningServer) -> None:
+    held = server.publish(server.adapter(10))
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            body = {"model": str(held), "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+            async with session.post(server.url("/v1/completions"), json=body) as response:
+                await response.content.readline()
+                for seed in range(6):
+                    await asyncio.to_thread(server.publish, server.adapter(seed))
+                    async with session.get(server.url("/metrics")) as metrics:
+                        if "sequences_running 1" in await metrics.text():
+                            assert str(held) in server.admin.info(10.0).refs
+                async for _ in response.content:
+                    pass
+            for seed in range(2):
+                await asyncio.to_thread(server.publish, server.adapter(seed))
+            status, answer = await server.post(session, model=str(held), prompt=PROMPT)
+            assert status == 404, answer
+
+    asyncio.run(run())
+    refs = server.admin.info(10.0).refs
+    assert len(refs) <= server.config.rollout.resident_versions
+    assert str(server.newest) in refs
+
+
+@pytest.mark.parametrize("model", ["nobody", "math@v9999", "math@v", "nobody@v0", "", "/etc", "tiny"])
+def test_unknown_models_are_404_never_the_base(server: RunningServer, model: str) -> None:
+    server.publish(server.adapter(1))
+
+    async def ask() -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session:
+            return await server.post(session, model=model, prompt=PROMPT)
+
+    status, answer = asyncio.run(ask())
+    assert status == 404
+    assert "choices" not in answer
+    assert "math@v" in answer["error"]["message"], "the message must say what is served"
+
+
+BAD_REQUESTS = {
+    "empty": {"prompt": []}, "empty text": {"prompt": ""}, "too long": {"prompt": [5] * 250, "max_tokens": 16},
+    "outside": {"prompt": [288]}, "negative": {"prompt": [-1]}, "mixed": {"prompt": ["a", 5]},
+    "unknown field": {"prompt": "a", "best_of": 4}, "no prompt": {},
+    "temperature": {"prompt": "a", "temperature": -1.0}, "n": {"prompt": "a", "n": 0},
+    "stream two": {"prompt": ["a", "b"], "stream": True},
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_bad_requests_are_400(server: RunningServer, case: str) -> None:
+    async def ask() -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session:
+            return await server.post(session, model="base", **BAD_REQUESTS[case])
+
+    status, answer = asyncio.run(ask())
+    assert status == 400, answer
+    assert answer["error"]["message"]
+
+
+def test_forms_of_prompts_and_answers(server: RunningServer) -> None:
+    server.publish(server.adapter(1))
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            ids = [2 + b for b in (3, 4, 5, 6)]
+            status, many = await server.post(
+                session, model="math", prompt=[ids, PROMPT], n=2, max_tokens=5, return_token_ids=True, top_k=1
+            )
+            assert status == 200, many
+            assert [c["index"] for c in many["choices"]] == [0, 1, 2, 3]
+            assert many["choices"][0]["token_ids"] == many["choices"][1]["token_ids"]
+            assert many["usage"]["prompt_tokens"] == len(ids) + len(PROMPT)
+            _, text = await server.post(session, model="math", prompt="1+1=", max_tokens=5, temperature=0.0)
+            _, echo = await server.post(
+                session, model="math", prompt="1+1=", max_tokens=5, temperature=0.0, echo=True, logprobs=0
+            )
+            assert echo["choices"][0]["text"] == "1+1=" + text["choices"][0]["text"]
+            assert len(echo["choices"][0]["logprobs"]["token_logprobs"]) == 9
+            _, top = await server.post(session, model="math", prompt="1+1=", max_tokens=2, temperature=0.0, logprobs=3)
+            assert len(top["choices"][0]["logprobs"]["top_logprobs"]) == 2
+            _, chat = await server.post(
+                session, "/v1/chat/completions", model="math", messages=[{"role": "user", "content": "hi"}],
+                max_tokens=5, logprobs=True, temperature=0.0,
+            )
+            assert chat["choices"][0]["message"]["role"] == "assistant"
+            assert len(chat["choices"][0]["logprobs"]["content"]) == 5
+            async with session.post(
+                server.url("/v1/completions"),
+                json={"model": "math", "prompt": "1+1=", "max_tokens": 5, "temperature": 0.0, "stream": True},
+            ) as response:
+                lines = [line async for line in response.content if line.strip()]
+            assert lines[-1].strip() == b"data: [DONE]"
+            assert len(lines) > 2
+            async with session.get(server.url("/v1/models")) as response:
+                names = [m["id"] for m in (await response.json())["data"]]
+            assert names == ["base", *server.admin.info(10.0).refs]
+            async with session.get(server.url("/health")) as response:
+                assert response.status == 200
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
+    async def run() -> None:
+        async def counter(name: str) -> int:
+            async with session.get(server.url("/metrics")) as response:
+                rows = dict(line.split() for line in (await response.text()).splitlines() if line[0] != "#")
+            return int(rows[f"areal_lora_{name}"])
+
+        async with aiohttp.ClientSession() as session:
+            aborted = await counter("sequences_aborted_total")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await server.post(session, model="base", prompt=PROMPT, n=4, max_tokens=200, ignore_eos=True)
+            for _ in range(100):
+                if await counter("sequences_running") == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert await counter("sequences_running") == 0
+            assert await counter("sequences_aborted_total") == aborted + 4
+
+    asyncio.run(run())
+
+
+ADMIN_PATHS = [
+    ("GET", transport.INFO_PATH), ("GET", transport.MODULES_PATH), ("GET", transport.PING_PATH),
+    ("POST", transport.JOIN_PATH), ("POST", transport.PUBLISH_PATH), ("POST", transport.SCORE_PATH),
+    ("POST", admin_routes.RETIRE_PATH), ("POST", admin_routes.DRAIN_PATH),
+    ("POST", transport.SHUTDOWN_PATH), ("GET", "/openapi.json"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
+@pytest.mark.parametrize("header", [None, "Bearer " + "0" * 64, "Bearer", ""])
+def test_admin_without_its_key_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
+    tls = client_context(read_secret(server.folder), Plane.ADMIN)
+    connection = http.client.HTTPSConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=5, context=tls)
+    connection.request(method, path, b"", {} if header is None else {"Authorization": header})
+    assert connection.getresponse().status == 401
+    connection.close()
+    assert server.process.poll() is None
+
+
+def test_ports_listen_on_loopback_only(server: RunningServer) -> None:
+    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    listening = {c.laddr.ip for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1"}, listening
+
+
+def _alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Signals) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    process = start(tmp_path / "run", tiny_model)
+    running = connect(tmp_path / "run", tiny_model, process)
+    running.publish(running.adapter(1))
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "the engine is a child process"
+    process.send_signal(sig)
+    process.wait(15)
+    running.source.close()
+    if sig == signal.SIGTERM:
+        assert process.returncode == 0, (tmp_path / "run" / "log").read_text()[-2000:]
+    wait_until(lambda: not any(_alive(child) for child in children), 10.0, "the end of all children")
+    assert not (set(os.listdir("/dev/shm")) - shm)
+
+
+def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path / "run", tiny_model)
+    running = connect(tmp_path / "run", tiny_model, process)
+    running.publish(running.adapter(1))
+    group = running.source.connect()  # a member, so that the announced version waits for its bytes
+    layout = running.layout(running.adapter(2))
+    manifest = ShardManifest(
+        run="test", ref=AdapterRef(name="math", version=1), parent=running.newest,
+        base_digest=base_digest(tiny_model), layout=layout.digest,
+    )
+    raised: list[Exception] = []
+
+    def post() -> None:
+        try:
+            running.admin.publish(encode(Announcement(manifest=manifest, layout=None, timeout_s=8.0)), 60.0)
+        except (ManifestError, PublishError) as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    time.sleep(0.5)
+    engine = max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss)
+    began = time.monotonic()
+    engine.kill()
+    thread.join(30.0)
+    assert isinstance(raised[0], PublishError)
+    assert time.monotonic() - began < 7.0, "less than the publish's own deadline"
+    process.wait(15)
+    assert process.returncode == ProcessFailed.exit_code
+    group.close()
+    running.source.close()
+
+
+def test_a_stopped_engine_stops_the_heartbeat_of_a_server_that_still_answers(server: RunningServer) -> None:
+    """Its API process lives on, so only what it asks its workers can tell."""
+
+    def beats_again_within(timeout_s: float) -> bool:
+        before, deadline = last_beats(server.folder)["server-0"], time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if last_beats(server.folder)["server-0"] != before:
+                return True
+            time.sleep(0.05)
+        return False
+
+    engine = psutil.Process(server.process.pid).children(recursive=True)
+    assert engine
+    assert beats_again_within(5.0)
+    for process in engine:
+        process.suspend()
+    try:
+        time.sleep(WORKERS_S + 2.0)
+        assert not beats_again_within(3.0)
+        assert server.admin.info(5.0).run == "test"
+    finally:
+        for process in engine:
+            process.resume()
+    assert beats_again_within(10.0)
+    server.admin.ping(10.0)
+
+
+def test_port_in_use_is_an_early_error(server: RunningServer, tmp_path: Path) -> None:
+    taken = server.config.model_copy(
+        update={"rollout": server.config.rollout.model_copy(update={"port": server.endpoint.ports["data"]})}
+    )
+    (tmp_path / "config.json").write_text(taken.model_dump_json(), encoding="utf-8")
+    from areal_lora.engine.vllm_ext.server import main
+
+    assert main(["--run-folder", str(tmp_path), "--index", "0"]) == 64
+
+
+def test_logits_oracle_is_deterministic(tiny_model: Path) -> None:
+    tensors = adapter(tiny_model, 1)
+    assert torch.equal(hf_logits(tiny_model, tensors, PROMPT), hf_logits(tiny_model, tensors, PROMPT))

@@ -1,0 +1,162 @@
+"""Workflows on a real server: what they pack is what the model sampled, says Hugging Face."""
+
+from __future__ import annotations
+
+import asyncio
+import string
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from transformers import AutoTokenizer
+
+from areal_lora.config.models import SamplingConfig
+from areal_lora.data.collate import collate
+from areal_lora.rollout.agents import AgentTask, AgentWorkflow
+from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.controller.prompts import Prompt
+from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
+from areal_lora.rollout.routing import Router
+from areal_lora.rollout.workflow import Episode, WorkflowContext
+from areal_lora.rollout.workflows.gateway import AgentGateway
+from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.trainer.audit import audit, choose
+from areal_lora.types import AdapterRef, Outcome, Sample
+from tests.support.engine.vllm_ext.serving import RunningServer, Tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+SAMPLING = SamplingConfig(
+    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, deadline_s=60.0
+)
+QUESTION = "Ann has 3 apples and buys 4. How many?"
+TOLERANCE = 1e-4  # fp32
+
+
+class NoScorer:
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        return [Score(reward=0.0, outcome=Outcome.OK) for _ in items]
+
+
+@asynccontextmanager
+async def context_of(server: RunningServer, ref: AdapterRef) -> AsyncIterator[WorkflowContext]:
+    router = Router()
+    router.announce(ref, {"server-0": f"http://127.0.0.1:{server.endpoint.ports['data']}"})
+    async with CompletionClient(router, "no secret") as client:
+        yield WorkflowContext(
+            client=client, scorer=NoScorer(), sampling=SAMPLING,
+            tokenizer=AutoTokenizer.from_pretrained(server.model), max_model_len=server.config.rollout.max_model_len,
+        )
+
+
+def prompt_of(context: WorkflowContext) -> Prompt:
+    return Prompt(
+        uid="0:s", position=0, sample=Sample(uid="s", prompt=QUESTION, answer="7"), token_ids=context.encode(QUESTION)
+    )
+
+
+def assert_sampled_by(server: RunningServer, episode: Episode, adapters: Mapping[int, Tensors]) -> None:
+    """Each token on the mask has the log-probability that its version's model gives it here, and no other token."""
+    batch = collate([episode.group])
+    assert batch.n_sequences == len(episode.group.trajectories)
+    for made in episode.group.trajectories:
+        scored = {v: server.logprobs(t, made.token_ids, SAMPLING.temperature) for v, t in adapters.items()}
+        for t, version in enumerate(made.versions):
+            if version < 0:
+                assert (made.loss_mask[t], made.rollout_logprobs[t]) == (0, 0.0)
+            else:
+                assert made.loss_mask[t] == 1
+                assert made.rollout_logprobs[t] == pytest.approx(scored[version][t], abs=TOLERANCE), (made.uid, t)
+
+
+def assert_confirmed_by(server: RunningServer, episode: Episode) -> None:
+    """The server itself confirms the batch, each token under its version, and contradicts a shifted one."""
+
+    def score(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
+        return server.admin.score(str(ref), rows, 10.0, SAMPLING.temperature)
+
+    batch = collate([episode.group])
+    right = audit(choose(batch, "math", 1), score, limit=1e-3)
+    assert (right.error, right.missing) == ("", "")
+    assert right.tokens > 20
+    assert right.gap is not None
+    assert right.gap < TOLERANCE
+    shifted = batch.rollout_logprobs.clone()
+    shifted[batch.loss_mask] = batch.rollout_logprobs[batch.loss_mask].roll(1)
+    for wrong in (shifted, batch.rollout_logprobs * SAMPLING.temperature):
+        assert audit(choose(replace(batch, rollout_logprobs=wrong), "math", 1), score, limit=1e-3).error
+
+
+def test_a_packed_episode_has_the_log_probabilities_of_its_versions(server: RunningServer) -> None:
+    first, second = server.adapter(11, b_scale=0.3), server.adapter(12, b_scale=0.3)
+    begun = server.publish(first)
+    newest: list[AdapterRef] = []
+    publishing = asyncio.Lock()
+
+    async def main() -> Episode:
+        async with context_of(server, begun) as context:
+
+            class Tool:
+                turns = 0
+
+                def reset(self, sample: Sample) -> str:
+                    return "\nTool: ready\n"
+
+                async def step(self, text: str) -> Reply:
+                    """A new version comes between the first two turns."""
+                    async with publishing:
+                        if not newest:
+                            newest.append(await asyncio.to_thread(server.publish, second))
+                            url = context.client.router.servers["server-0"].url
+                            context.client.router.announce(newest[0], {"server-0": url})
+                    self.turns += 1
+                    return Reply(text=f"\nTool: {len(text)}\n", done=self.turns == 3, reward=0.1)
+
+            workflow = MultiTurnWorkflow(
+                context=context, environment=Tool, arguments={}, max_turns=5, stop=list(string.ascii_letters)
+            )
+            return await workflow.run(prompt_of(context), begun, seed=5)
+
+    episode = asyncio.run(main())
+    assert_sampled_by(server, episode, {begun.version: first, newest[0].version: second})
+    assert_confirmed_by(server, episode)
+    assert {v for t in episode.group.trajectories for v in t.versions} == {-1, begun.version, newest[0].version}
+    for made in episode.group.trajectories:
+        assert made.adapter == begun
+
+
+def test_an_agents_conversation_is_packed_from_the_tokens_it_sampled(server: RunningServer) -> None:
+    tensors = server.adapter(13, b_scale=0.3)
+    ref = server.publish(tensors)
+    finished: list[str] = []
+
+    async def agent(task: AgentTask) -> float:
+        messages = [{"role": "user", "content": task.sample.prompt}]
+        headers = {"Authorization": f"Bearer {task.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            for reply in ("Are you sure?", "Then go on."):
+                body: dict[str, Any] = {"model": task.model, "messages": messages}
+                async with session.post(f"{task.base_url}/chat/completions", json=body) as response:
+                    assert response.status == 200, await response.text()
+                    (choice,) = (await response.json())["choices"]
+                finished.append(choice["finish_reason"])
+                messages += [choice["message"], {"role": "user", "content": reply}]
+        return 1.0
+
+    async def main() -> Episode:
+        async with context_of(server, ref) as context, AgentGateway() as gateway:
+            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+            return await workflow.run(prompt_of(context), ref, seed=6)
+
+    episode = asyncio.run(main())
+    assert_sampled_by(server, episode, {ref.version: tensors})
+    assert_confirmed_by(server, episode)
+    trained = sum(sum(t.loss_mask) for t in episode.group.trajectories)
+    assert trained > 2 * SAMPLING.n_samples
+    # This model's template does not repeat the end of sequence, so an answer that has one begins a new trajectory.
+    if set(finished) == {"length"}:
+        assert len(episode.group.trajectories) == SAMPLING.n_samples
+        assert trained == 2 * SAMPLING.n_samples * SAMPLING.max_new_tokens

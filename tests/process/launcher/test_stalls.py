@@ -1,0 +1,77 @@
+"""A controller or server that was stopped is found and started again: the real ones, a server without vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.run_folder.events import count_restarts
+from areal_lora.run_folder.heartbeat import last_beats
+from areal_lora.run_folder.rendezvous import create_secret, read_endpoint
+from tests.support.launcher.drive import EXAMPLES
+from tests.unit.launcher.test_local import Run, begin
+
+__all__ = ["begin"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+LIMIT_S = 4.0
+BOTH = ("controller-0", "server-0")
+LATER_S = 12.0  # writing down the stacks, the first restart's wait, a busy machine
+CONTROLLER = "import sys; from areal_lora.rollout.main import main; sys.exit(main(['--run-folder', {folder!r}]))"
+SERVER = (
+    "import os; from areal_lora.engine.vllm_ext.stand_in import main; "
+    "os._exit(main(['--run-folder', {folder!r}, '--index', '0']))"
+)
+TRAINER = "import pathlib, time\nwhile not (pathlib.Path({folder!r}) / 'enough').exists(): time.sleep(0.05)"
+
+
+def test_a_stopped_controller_and_a_stopped_server_are_started_again(
+    begin: Callable[..., Run], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    overrides = [f"run.heartbeat_timeout_s={LIMIT_S}", "adapters.gsm8k.task.n_train=64", "adapters.gsm8k.task.n_eval=8"]
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
+        [f"run.root={tmp_path}", "run.name=run", *overrides],
+    )
+    folder.mkdir()
+    (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
+    create_secret(folder)
+    run = begin(
+        ("server", 0, SERVER.format(folder=str(folder))), ("controller", 0, CONTROLLER.format(folder=str(folder))),
+        ("trainer", 0, TRAINER.format(folder=str(folder))), overrides=overrides,
+    )  # fmt: skip
+    run.wait_for(lambda: last_beats(folder).keys() == set(BOTH), timeout_s=60)
+    time.sleep(LIMIT_S + 1.0)
+    assert count_restarts(folder) == {}, "both beat, although nobody asks anything of them"
+    old = {name: pid_of(folder, name) for name in BOTH}
+    stopped_at = time.monotonic()
+    for pid in old.values():
+        os.kill(pid, signal.SIGSTOP)
+    for name in BOTH:
+        run.wait_for(lambda name=name: count_restarts(folder).get(name) == 1)  # type: ignore[misc]
+        found_s = time.monotonic() - stopped_at
+        print(f"\n{name}: found after {found_s:.1f} s of {LIMIT_S:g} s")
+        assert LIMIT_S - 2.0 < found_s < LIMIT_S + LATER_S
+    run.wait_for(lambda: all(pid_of(folder, name) not in (0, old[name]) for name in BOTH), timeout_s=60)
+    run.wait_for(lambda: last_beats(folder).keys() == set(BOTH))
+    (folder / "enough").touch()
+    code, output = run.end(timeout_s=40)
+    assert code == 0, output
+    for name in BOTH:
+        assert re.search(rf"{name} gave no sign of life for \d+ s; it is started again in 1 s \(1 of 3\)", output)
+    assert count_restarts(folder) == dict.fromkeys(BOTH, 1)
+    assert run.alive() == []
+
+
+def pid_of(folder: Path, name: str) -> int:
+    """Of the life that has published its ports, 0 if there is none."""
+    role, _, index = name.partition("-")
+    endpoint = read_endpoint(folder, role, int(index))
+    return 0 if endpoint is None else endpoint.pid

@@ -1,0 +1,209 @@
+"""Nothing of a publish is done after its time: not by servers, and no rank waits for less or more than the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.errors import ArealLoraError, PublishError
+from areal_lora.weight_sync import messages as tp
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.testing import SOCKETS, MemoryServer, ThreadExchange, pack_of
+from areal_lora.weight_sync.trainer import publisher as publisher_module
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
+from areal_lora.weight_sync.trainer.steps import PublishReport
+from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+BUCKET_MIB = 0.001
+
+
+def score(model, ids):
+    return [[0.0] + [-1.0 if model else -2.0] * (len(row) - 1) for row in ids]
+
+
+def serve(kind=MemoryServer, **options):
+    return kind(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score, **options)
+
+
+class Ranks:
+    """Trainer ranks as threads; the first is the only source."""
+
+    def __init__(self, *servers, world=1, backend="gloo", **config):
+        self.config = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB} | config))
+        exchanges = ThreadExchange.world(world) if world > 1 else [SoloExchange()]
+        self.publishers = [
+            Publisher(
+                run=RUN, config=self.config, exchange=exchange, backend=backend, secret=SECRET,
+                coordinator=None if exchange.rank else Coordinator(
+                    run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config
+                ),
+            )
+            for exchange in exchanges
+        ]  # fmt: skip
+
+    def publish(self, version, gates=(), slow=0):
+        owned, aliases = share(values(version))
+        layout = layout_of(owned, aliases)
+        probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, -1.0, -1.0]], base=[[0.0, -2.0, -2.0]])
+        return [
+            publisher.publish(
+                ref(version), None, layout, pack_of(layout, rank, dict(owned)), BASE, probe,
+                gates[rank] if gates else None,
+            )
+            for rank, publisher in enumerate(self.publishers)
+        ]
+
+    def outcomes(self, version, **options):
+        """(report or error, seconds) of each rank."""
+        began = time.monotonic()
+        got = [None] * len(self.publishers)
+
+        def join(rank, handle):
+            try:
+                answer = handle.join()
+            except ArealLoraError as e:
+                answer = e
+            got[rank] = answer, time.monotonic() - began
+
+        threads = [threading.Thread(target=join, args=x) for x in enumerate(self.publish(version, **options))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        return got
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for publisher in self.publishers:
+            publisher.close()
+
+
+class Late:
+    """Holds up the writing of the last bucket of a version: all bytes have arrived by then."""
+
+    def __init__(self, server, last, hold_s):
+        self.n, self.last, self.hold_s, self.ended = 0, last, hold_s, threading.Event()
+        server.writers[0].on_write = self
+
+    def __call__(self):
+        self.n += 1
+        if self.n == self.last:
+            time.sleep(self.hold_s)
+            self.ended.set()
+
+
+def buckets_of(server, backend):
+    """How many buckets a version has."""
+    seen = []
+    server.writers[0].on_write = lambda: seen.append(1)
+    with Ranks(server, backend=backend, deadline_s=20.0) as ranks:
+        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+    return len(seen)
+
+
+@pytest.mark.parametrize("backend", ["gloo", SOCKETS])
+def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
+    with serve() as server:
+        last = buckets_of(server, backend)
+        late = Late(server, last, hold_s=4.0)
+        with Ranks(server, backend=backend, deadline_s=2.0) as ranks:
+            (answer, seconds), = ranks.outcomes(1)
+            assert isinstance(answer, PublishError), answer
+            assert not late.ended.is_set(), f"the trainer gave up first, after {seconds:.1f} s"
+            assert late.ended.wait(10.0)
+            time.sleep(0.5)
+            assert server.slots.active() == [ref(0)], "the server serves a version that was given up"
+        server.writers[0].on_write = None
+        with Ranks(server, backend=backend, deadline_s=20.0) as ranks:
+            assert isinstance(ranks.outcomes(1)[0][0], PublishReport), "it may come again"
+
+
+def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
+    held, looked = threading.Event(), []
+
+    class Busy(MemoryServer):
+        def _publish(self, announcement, *rest):
+            looked.append(announcement.manifest.ref)
+            return super()._publish(announcement, *rest)
+
+    with serve(Busy) as server, Ranks(server, deadline_s=2.0) as ranks:
+        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+        server._one_publish.acquire()  # by a request of somebody else
+        threading.Timer(4.0, lambda: (server._one_publish.release(), held.set())).start()
+        (answer, _), = ranks.outcomes(1)
+        assert isinstance(answer, PublishError), answer
+        assert held.wait(10.0)
+        time.sleep(0.5)
+        assert looked == [ref(0)]
+
+
+def test_no_rank_gives_up_while_rank_0_waits_for_its_checkpoint(monkeypatch):
+    """Ranks come to the beginning of a publish at different times; its time counts from the last one's."""
+    monkeypatch.setattr(publisher_module, "SLACK_S", 0.3)
+    with serve() as server, Ranks(server, world=2, deadline_s=1.0) as ranks:
+        for version in range(2):
+            late = [lambda: time.sleep(2.0), lambda: None]
+            outcomes = ranks.outcomes(version, gates=late if version == 0 else late[::-1])
+            assert all(isinstance(answer, PublishReport) for answer, _ in outcomes), outcomes
+
+
+class Hanging(MemoryServer):
+    """Does not answer requests to ``path`` any more, but others."""
+
+    path = ""
+
+    def handle(self, method, path, header, body):
+        if path == self.path:
+            time.sleep(20.0)
+        return super().handle(method, path, header, body)
+
+
+@pytest.mark.parametrize("path", [tp.PUBLISH_PATH, tp.JOIN_PATH, tp.SCORE_PATH, tp.MODULES_PATH, tp.PING_PATH])
+def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(monkeypatch, path):
+    monkeypatch.setattr(publisher_module, "SLACK_S", 0.5)
+    with serve(Hanging) as server, Ranks(server, world=2, deadline_s=2.0) as ranks:
+        if path in (tp.PUBLISH_PATH, tp.SCORE_PATH):  # also one that is found out in the middle of a run
+            assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+        server.path = path
+        (first, first_s), (other, other_s) = ranks.outcomes(1)
+        assert isinstance(first, PublishError)
+        assert str(other) == str(first), "every rank has the same reason, nobody gave up before"
+        assert "gone or late" not in str(first)
+        assert max(first_s, other_s) < ranks.config.publish_s + 0.5
+
+
+def test_what_a_gate_raises_on_one_rank_is_raised_on_all():
+    def shut():
+        raise PublishError("a@v0 is not sent, its checkpoint ended")
+
+    with serve() as server, Ranks(server, world=2, deadline_s=5.0) as ranks:
+        outcomes = ranks.outcomes(0, gates=[lambda: None, shut])
+        assert [str(answer) for answer, _ in outcomes] == ["a@v0 is not sent, its checkpoint ended"] * 2
+        assert max(seconds for _, seconds in outcomes) < 2.0
+        assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
+
+
+def test_packing_that_does_not_end_in_time_ends_the_publish():
+    with serve() as server, Ranks(server, deadline_s=1.0) as ranks:
+        owned, aliases = share(values(0))
+        layout = layout_of(owned, aliases)
+
+        def pack(flat):
+            for done in pack_of(layout, 0, dict(owned))(flat):
+                yield done
+                if done == 3:
+                    time.sleep(2.5)
+
+        handle = ranks.publishers[0].publish(ref(0), None, layout, pack, BASE, None)
+        assert handle.done(), "it ended while the tensors were still being packed"
+        with pytest.raises(PublishError, match="not packed in time at trainer rank 0"):
+            handle.join()
+        assert server.slots.active() == []

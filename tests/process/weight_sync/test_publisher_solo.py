@@ -1,0 +1,306 @@
+"""A trainer of one rank and servers in the same process: what the ranks of a bigger one share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+
+import pytest
+
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
+from areal_lora.weight_sync import messages as tp
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.testing import MemoryServer, pack_of
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
+
+pytestmark = pytest.mark.slow
+
+
+class LyingServer(MemoryServer):
+    """Acknowledges what it was not sent, after version 0."""
+
+    def _publish(self, announcement, timeout_s):
+        reply = super()._publish(announcement, timeout_s)
+        if announcement.manifest.ref.version == 0:
+            return reply
+        return tp.PublishReply(ref=reply.ref, digest="0" * 32, phases=reply.phases)
+
+
+def score(model, ids):
+    return [[0.0] + [-1.0 if model else -2.0] * (len(row) - 1) for row in ids]
+
+
+def serve(kind=MemoryServer, name="server-0", **options):
+    return kind(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=score, name=name, **options)
+
+
+class Watch:
+    """Servers that a test says are there."""
+
+    def __init__(self, *servers):
+        self.servers = [s.endpoint for s in servers]
+
+    def present(self):
+        return list(self.servers)
+
+
+class Solo:
+    """A publisher of one rank, and what it said became active."""
+
+    def __init__(self, *servers, secret=SECRET, watch=None, **config):
+        self.active = []
+        config = WeightSyncConfig(**({"deadline_s": 10.0, "bucket_mib": 0.001} | config))
+        self.publisher = Publisher(
+            run=RUN, config=config, exchange=SoloExchange(), secret=SECRET,
+            coordinator=Coordinator(
+                run=RUN, secret=secret, servers=[s.endpoint for s in servers], config=config, watch=watch,
+                on_active=self.active.append,
+            ),
+        )
+
+    def publish(self, version, logprob=-1.0, seed=None, drop=0):
+        owned, aliases = share(values(version if seed is None else seed))
+        owned = owned[: len(owned) - drop]
+        layout = layout_of(owned, aliases)
+        probe = ProbeExpectation(
+            token_ids=[[1, 2, 3]], logprobs=[[0.0, logprob, logprob]], base=[[0.0, -2.0, -2.0]]
+        )
+        return self.publisher.publish(ref(version), None, layout, pack_of(layout, 0, dict(owned)), BASE, probe)
+
+    def refs(self):
+        return [active.ref for active in self.active]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.publisher.close()
+
+
+def test_a_version_is_announced_once_it_serves_and_was_checked():
+    with serve() as server, Solo(server) as solo:
+        for version in range(3):  # connects by itself at the first; each joins the one before
+            handle = solo.publish(version)
+        report = handle.join()
+        assert handle.join() is report
+        assert solo.refs() == [ref(0), ref(1), ref(2)]
+        assert solo.active[-1].servers == (server.endpoint,)
+        assert server.slots.newest("a") == ref(2)
+        assert (report.ref, report.probe_mean_abs, report.probe_max_abs, report.differs) == (ref(2), 0.0, 0.0, True)
+        assert (report.attempts, report.lost) == (1, {})
+        with pytest.raises(ParityError, match="above"):
+            solo.publish(3, logprob=-1.5).join()
+        assert solo.refs() == [ref(0), ref(1), ref(2)]
+
+
+def test_the_next_publish_raises_what_nobody_heard_of_the_one_before():
+    with serve() as server, Solo(server) as solo:
+        solo.publish(0, logprob=-9.0)
+        with pytest.raises(ParityError):
+            solo.publish(1)
+        solo.publish(1).join()
+
+
+def test_an_acknowledgement_of_other_numbers_is_an_error():
+    with serve(LyingServer) as server, Solo(server) as solo:
+        solo.publish(0).join()
+        with pytest.raises(ManifestError, match="other numbers"):
+            solo.publish(1).join()
+
+
+def test_a_version_sent_again_is_acknowledged_again_and_other_numbers_under_its_name_are_not():
+    with serve() as server, Solo(server) as solo:
+        solo.publish(0).join()
+        solo.publish(0).join()
+        with pytest.raises(ManifestError, match="other numbers"):
+            solo.publish(0, seed=5).join()
+
+
+def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from():
+    with serve() as server:
+        with Solo(server) as before:
+            for version in range(3):
+                before.publish(version)
+        with Solo(server) as after:
+            report = after.publish(2).join()
+            assert (report.ref, report.attempts, report.lost) == (ref(2), 1, {})
+            assert server.slots.active() == [ref(0), ref(1), ref(2)]
+            assert after.publish(3).join().acks[0].server == server.endpoint
+
+
+@pytest.mark.parametrize(("version", "word"), [(2, "other numbers"), (1, "older")])
+def test_a_server_with_versions_of_a_life_that_went_another_way_is_told_to_end(version, word):
+    """It keeps what it has until then: there are never two versions of one name in one place."""
+    told = threading.Event()
+    with serve(on_shutdown=told.set) as stale, serve(name="server-1") as fresh:
+        with Solo(stale) as before:
+            for v in range(3):
+                before.publish(v)
+        held = {name: value.copy() for name, value in stale.tensors(ref(2)).items()}
+        with Solo(stale, fresh) as after:
+            report = after.publish(version, seed=7).join()
+            assert told.is_set()
+            assert [ack.server for ack in report.acks] == [fresh.endpoint]
+            assert word in report.lost["server-0"]
+            assert "told to end" in report.lost["server-0"]
+            assert after.active[-1].servers == (fresh.endpoint,)
+            assert after.active[-1].lost == ("server-0",)
+            assert all((stale.tensors(ref(2))[name] == value).all() for name, value in held.items())
+
+
+def test_a_publish_waits_for_the_server_that_comes_in_its_place():
+    told = threading.Event()
+    with serve(on_shutdown=told.set) as stale, serve() as fresh:
+        with Solo(stale) as before:
+            before.publish(0)
+        watch = Watch()
+        with Solo(stale, watch=watch, rejoin_s=20.0) as after:
+            handle = after.publish(0, seed=7)
+            assert told.wait(10.0)
+            watch.servers = [fresh.endpoint]
+            report = handle.join()
+            assert [ack.server for ack in report.acks] == [fresh.endpoint]
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
+    """Each lasts for four versions, while rollouts hold all versions that may still be trained on."""
+    with (
+        serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server) as solo, contextlib.ExitStack() as rest,
+        contextlib.ExitStack() as evaluation,
+    ):
+        rollouts = deque[contextlib.ExitStack]()
+        for version in range(14):
+            solo.publish(version).join()
+            rollouts.append(contextlib.ExitStack())
+            rollouts[-1].enter_context(server.lease(f"a@v{version}"))
+            rest.enter_context(rollouts[-1])
+            if len(rollouts) > eta:
+                rollouts.popleft().close()
+            if version % 4 == 0:
+                evaluation.close()
+                evaluation.enter_context(server.lease(f"a@v{version}", pinned=True))
+        assert "waits for" not in caplog.text
+        assert ref(12) in server.slots.active()
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
+    """Two evaluations of old versions at a time: one more than there are slots for. Sizes as the real server's."""
+    with serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server, deadline_s=5.0) as solo:
+        held = contextlib.ExitStack()
+        for version in range(eta + 2):  # rollouts and evaluations, each on its own version
+            solo.publish(version).join()
+            held.enter_context(server.lease(f"a@v{version}"))
+        last = solo.publish(eta + 2)
+        last.join()
+        held.enter_context(server.lease(f"a@v{eta + 2}"))
+        waiting = solo.publish(eta + 3)
+        threading.Timer(1.5, held.close).start()
+        began = time.monotonic()
+        report = waiting.join()
+        assert time.monotonic() - began > 1.0
+        assert (report.ref, report.lost) == (ref(eta + 3), {})
+        assert server.slots.newest("a") == ref(eta + 3)
+        assert "waits for an adapter slot: server-0: " in caplog.text
+        assert "a@v0 (1 running)" in caplog.text
+        solo.publish(eta + 4).join()
+
+
+def test_a_server_that_has_no_slot_until_the_deadline_is_left_behind_and_catches_up():
+    with serve(n_slots=2, keep=1) as full, serve(name="server-1") as roomy:
+        watch = Watch(full, roomy)
+        with Solo(full, roomy, watch=watch, deadline_s=3.0) as solo, contextlib.ExitStack() as held:
+            for version in range(2):
+                solo.publish(version).join()
+                held.enter_context(full.lease(f"a@v{version}"))
+            report = solo.publish(2).join()
+            assert [ack.server for ack in report.acks] == [roomy.endpoint]
+            assert "has no room yet" in report.lost["server-0"]
+            held.close()
+            until = time.monotonic() + 20
+            while not solo.publisher.changed() and time.monotonic() < until:
+                time.sleep(0.05)
+            assert {ack.server for ack in solo.publish(3).join().acks} == {full.endpoint, roomy.endpoint}
+
+
+def test_a_run_whose_only_server_has_no_slot_until_the_deadline_goes_on_when_it_has():
+    with serve(n_slots=2, keep=1) as server:
+        with Solo(server, watch=Watch(server), deadline_s=3.0, rejoin_s=30.0) as solo, contextlib.ExitStack() as held:
+            for version in range(2):
+                solo.publish(version).join()
+                held.enter_context(server.lease(f"a@v{version}"))
+            threading.Timer(6.0, held.close).start()
+            report = solo.publish(2).join()
+            assert [ack.server for ack in report.acks] == [server.endpoint]
+            assert server.slots.newest("a") == ref(2)
+
+
+def test_a_wrong_secret_fails_the_publish_by_name():
+    with serve() as server, Solo(server, secret="guess", deadline_s=3.0) as solo:
+        began = time.monotonic()
+        with pytest.raises(PublishError, match=r"server-0 .*is not of this run"):
+            solo.publish(0).join()
+        assert time.monotonic() - began < 3.0
+
+
+def test_an_adapter_the_server_does_not_bind_is_an_error_before_anything_is_sent():
+    with serve() as server, Solo(server) as solo:
+        with pytest.raises(AdapterError, match="servers expect"):
+            solo.publish(0, drop=2).join()
+        assert server.writers[0].touched == set()
+        solo.publish(0).join()
+
+
+def test_an_error_of_packing_reaches_join_and_one_of_the_code_its_caller():
+    with serve() as server, Solo(server) as solo:
+        owned, aliases = share(values(0))
+        layout = layout_of(owned, aliases)
+        good = pack_of(layout, 0, dict(owned))
+
+        def broken(error):
+            def pack(flat):
+                for done in good(flat):
+                    yield done
+                    if done == 3:
+                        raise error
+
+            return pack
+
+        began = time.monotonic()
+        handle = solo.publisher.publish(ref(0), None, layout, broken(AdapterError("no such tensor")), BASE, None)
+        with pytest.raises(AdapterError, match="no such tensor"):
+            handle.join()
+        with pytest.raises(ZeroDivisionError):
+            solo.publisher.publish(ref(0), None, layout, broken(ZeroDivisionError()), BASE, None)
+        with pytest.raises(PublishError, match="ZeroDivision"):
+            solo.publish(0)  # the one before is joined first
+        assert time.monotonic() - began < 4.0  # nobody waits for a deadline
+        solo.publish(0).join()
+
+
+def test_servers_hear_of_a_version_before_it_is_packed():
+    heard = threading.Event()
+
+    class Listening(MemoryServer):
+        def _publish(self, announcement, timeout_s):
+            heard.set()
+            return super()._publish(announcement, timeout_s)
+
+    with serve(Listening) as server, Solo(server) as solo:
+        solo.publish(0).join()
+        heard.clear()
+        owned, aliases = share(values(1))
+        layout = layout_of(owned, aliases)
+
+        def pack(flat):
+            assert heard.wait(5.0)
+            yield from pack_of(layout, 0, dict(owned))(flat)
+
+        solo.publisher.publish(ref(1), None, layout, pack, BASE, None).join()

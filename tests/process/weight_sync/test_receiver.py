@@ -1,0 +1,396 @@
+"""Every fault is refused with its reason, no slot keeps anything of it, and the next good version goes through."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from areal_lora.errors import ManifestError, PublishError
+from areal_lora.weight_sync.link import same_host
+from areal_lora.weight_sync.link.groups import GroupListener
+from areal_lora.weight_sync.link.inbox import KEPT_WINDOWS
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.server.receiver import AdapterReceiver
+from areal_lora.weight_sync.testing import SOCKETS, MemoryWriter, pack_of
+from areal_lora.weight_sync.wire import adapter_digest
+from tests.support.weight_sync.helpers import (
+    BASE,
+    BUCKET_BYTES,
+    RUN,
+    SECRET,
+    announce,
+    packed,
+    ref,
+    shapes_of,
+    share,
+    spec,
+    values,
+)
+
+pytestmark = pytest.mark.slow
+LORA_B = "model.layers.1.mlp.experts.2.up_proj.lora_B.weight"
+
+
+@pytest.fixture(scope="module", params=["gloo", SOCKETS])
+def backend(request):
+    """The receiver reads the source's memory, or gets the bytes as between machines."""
+    return request.param
+
+
+class Bench:
+    """One source and one receiver in this process, on a real gloo group."""
+
+    def __init__(self, backend, shares=True, **options):
+        self.backend, self.shares = backend, shares and backend == "gloo"
+        self.writer = MemoryWriter(shapes_of)
+        self.results = queue.Queue()
+        self.receiver = AdapterReceiver(
+            self.writer, run=RUN, secret=SECRET, base_digest=BASE, on_staged=self.results.put, **options
+        )
+        self.connect()
+
+    def connect(self):
+        listener = GroupListener(
+            source=0, bind="127.0.0.1", world=2, bucket_bytes=BUCKET_BYTES, backend=self.backend, timeout_s=10.0,
+            secret=SECRET,
+        )
+        thread = threading.Thread(target=self.receiver.join, args=([listener.endpoint], 1, 10.0))
+        thread.start()
+        self.group = listener.accept()
+        thread.join()
+        assert self.group.same_host == self.shares
+
+    def send(self, shard, announcement, slot=0, deadline_s=10.0, time_share=1.0):
+        self.receiver.begin(announcement.manifest, announcement.layout, slot, deadline_s, time_share)
+        shard.send(self.group, time.monotonic() + deadline_s)
+        return self.results.get(timeout=deadline_s)
+
+    def good(self, version, slot=1, seed=9):
+        full = values(seed)
+        owned, aliases = share(full)
+        shard, announcement = packed(owned, aliases, version=version)
+        result = self.send(shard, announcement, slot)
+        assert result.ok, result
+        assert result.digest == adapter_digest(shard.layout, [shard.sum])
+        assert self.writer.slots[slot].keys() == full.keys()
+        for name, want in full.items():
+            scale = 2.0 if ".lora_B." in name else 1.0
+            np.testing.assert_array_equal(self.writer.slots[slot][name], want.numpy() * np.float32(scale), err_msg=name)
+
+    def close(self):
+        self.group.close()
+        self.receiver.close()
+
+
+@pytest.fixture(scope="module")
+def shared_bench(backend):
+    bench = Bench(backend, declared={"a": spec()})
+    bench.version = 0
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def bench(shared_bench):
+    shared_bench.writer.touched.clear()
+    return shared_bench
+
+
+def tampered(shard, change):
+    """``shard`` with its packed bytes changed by ``change(flat, place by name)`` behind its fingerprints' back."""
+    change(shard._flat, {t.name: slice(t.offset, t.offset + 4 * int(np.prod(t.shape))) for t in shard.shard.tensors})
+    return shard
+
+
+def flip(flat, places):
+    flat[places[LORA_B].stop - 1] ^= 1
+
+
+def swap(flat, places):
+    up, gate = places[LORA_B], places[LORA_B.replace("up", "gate")]
+    kept = flat[up].copy()
+    flat[up] = flat[gate]
+    flat[gate] = kept
+
+
+def renamed(full, old, new):
+    return {new if n == old else n: t for n, t in full.items()}
+
+
+WRITTEN = {"flipped bit", "swapped gate and up", "NaN", "trailer of another version"}  # seen after the slot was filled
+
+
+def faulty(kind, version):
+    """(packed shard, announcement, reason) of one broken publish."""
+    full = values(5)
+    owned, aliases = share(full)
+    make = {"version": version}
+    if kind in ("flipped bit", "swapped gate and up"):
+        shard, announcement = packed(owned, aliases, **make)
+        return tampered(shard, flip if kind == "flipped bit" else swap), announcement, Refusal.HASH
+    if kind == "NaN":
+        full[LORA_B][0, 0] = float("nan")
+        return *packed(owned, aliases, **make), Refusal.NON_FINITE
+    if kind == "trailer of another version":
+        shard, _ = packed(owned, aliases, version=version + 1)
+        return shard, announce(shard.layout, version=version), Refusal.HASH
+    if kind == "missing layer":
+        kept = [(n, t) for n, t in owned if ".layers.1." not in n]
+        aliases = {a: w for a, w in aliases.items() if ".layers.1." not in a}
+        return *packed(kept, aliases, **make), Refusal.MISSING_TENSOR
+    if kind == "missing expert":
+        return *packed([(n, t) for n, t in owned if n != LORA_B], aliases, **make), Refusal.MISSING_TENSOR
+    if kind == "wrong alpha":
+        return *packed(owned, aliases, s=spec(alpha=16.0), **make), Refusal.ALPHA
+    if kind == "wrong targets":
+        return *packed(owned, aliases, s=spec(targets=("linear_qkv",)), **make), Refusal.TARGETS
+    if kind == "wrong shape":
+        full[LORA_B] = full[LORA_B].t().contiguous()
+        return *packed([(n, full[n]) for n, _ in owned], aliases, **make), Refusal.SHAPE
+    if kind == "tensors of rank + 1":
+        return *packed(share(values(5, rank=5))[0], aliases, **make), Refusal.RANK
+    if kind == "all of rank + 1":
+        return *packed(share(values(5, rank=5))[0], aliases, s=spec(rank=5), **make), Refusal.RANK
+    if kind == "file prefix":
+        other = renamed(dict(owned), LORA_B, "base_model.model." + LORA_B)
+        return *packed(list(other.items()), aliases, **make), Refusal.PREFIX
+    if kind == "unknown tensor":
+        other = renamed(dict(owned), LORA_B, LORA_B.replace("experts.2", "experts.200"))
+        return *packed(list(other.items()), aliases, **make), Refusal.UNKNOWN_TENSOR
+    if kind == "other run":
+        return *packed(owned, aliases, run="run-2", **make), Refusal.WRONG_RUN
+    if kind == "other base":
+        return *packed(owned, aliases, base="other", **make), Refusal.WRONG_BASE
+    if kind == "replay":
+        return *packed(owned, aliases, version=version - 1), Refusal.DUPLICATE
+    assert kind == "older"
+    return *packed(owned, aliases, version=version - 2), Refusal.STALE_VERSION
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "flipped bit", "swapped gate and up", "NaN", "trailer of another version", "missing layer", "missing expert",
+        "wrong alpha", "wrong targets", "wrong shape", "tensors of rank + 1", "all of rank + 1", "file prefix",
+        "unknown tensor", "other run", "other base", "replay", "older",
+    ],
+)
+def test_a_broken_publish_is_refused_and_leaves_nothing(bench, kind):
+    bench.good(bench.version)
+    bench.good(bench.version + 1)
+    bench.version += 2
+    bench.writer.touched.clear()
+    shard, announcement, reason = faulty(kind, bench.version)
+    result = bench.send(shard, announcement, slot=2)
+    assert (result.ok, result.reason, result.digest) == (False, reason, ""), result
+    assert result.detail
+    assert bench.writer.touched == ({2} if kind in WRITTEN else set())
+    assert not bench.writer.slots.get(2)
+    bench.good(bench.version)  # the group is still in step and the version was not burnt
+    bench.version += 1
+
+
+def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused(backend):
+    bench = Bench(backend)
+    owned, aliases = share(values(1))
+    shard, announcement = packed(owned, aliases)
+    bench.receiver.begin(announce(shard.layout, known=True).manifest, None, 0, 5.0)
+    assert bench.results.get(timeout=5.0).reason == Refusal.UNKNOWN_LAYOUT
+    assert bench.send(shard, announcement).ok
+    shard, _ = packed(owned, aliases, version=1)
+    assert bench.send(shard, announce(shard.layout, version=1, known=True)).ok
+    wrong = announce(shard.layout, version=2)
+    other = packed(owned, aliases, s=spec(alpha=2.0))[0].layout
+    bench.receiver.begin(wrong.manifest, other, 0, 5.0)
+    assert bench.results.get(timeout=5.0).reason == Refusal.MALFORMED
+    bench.close()
+
+
+def test_without_a_slot_the_transfer_is_drained_and_refused(bench):
+    shard, announcement = packed(*share(values(1)), version=bench.version)
+    result = bench.send(shard, announcement, slot=None)
+    assert (result.ok, result.reason, result.slot) == (False, Refusal.SLOT, -1)
+    bench.good(bench.version)
+    bench.version += 1
+
+
+def test_a_discarded_version_may_come_again(bench):
+    bench.good(bench.version)
+    bench.receiver.discard(ref(bench.version))
+    bench.good(bench.version)
+    bench.version += 1
+
+
+def test_the_first_version_declares_the_adapter_if_the_configuration_did_not(backend):
+    bench = Bench(backend)
+    bench.good(0)
+    result = bench.send(*packed(*share(values(1)), version=1, s=spec(alpha=4.0)))
+    assert result.reason == Refusal.ALPHA
+    bench.close()
+
+
+def test_a_writer_that_fails_leaves_no_half_written_slot(backend):
+    bench = Bench(backend)
+    calls = []
+
+    def failing():
+        calls.append(1)
+        if len(calls) == 3:
+            raise IndexError("engine says no")
+
+    bench.writer.on_write = failing
+    result = bench.send(*packed(*share(values(1))))
+    assert (result.ok, result.reason) == (False, Refusal.WRITE)
+    assert "engine says no" in result.detail
+    assert bench.writer.slots[0] == {}
+    bench.close()
+
+
+def test_an_engine_that_cannot_serve_the_rank_refuses(backend):
+    bench = Bench(backend)
+
+    def expected(s):
+        raise ManifestError(Refusal.RANK, f"rank {s.rank} is above max_lora_rank 2")
+
+    bench.writer.expected = expected
+    assert bench.send(*packed(*share(values(1)))).reason == Refusal.RANK
+    bench.close()
+
+
+def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_works(backend):
+    bench = Bench(backend)
+    _, announcement = packed(*share(values(1)))
+    began = time.monotonic()
+    bench.receiver.begin(announcement.manifest, announcement.layout, 0, 0.5)
+    with pytest.raises(PublishError, match="busy"):
+        bench.receiver.begin(announcement.manifest, announcement.layout, 1, 0.5)
+    result = bench.results.get(timeout=5.0)
+    assert time.monotonic() - began < 5.0
+    assert (result.ok, result.reason) == (False, Refusal.WIRE)
+    assert not bench.writer.slots[0]
+    bench.connect()
+    bench.good(0)
+    bench.close()
+
+
+def test_a_version_that_may_take_a_share_of_the_time_is_staged_that_much_later(backend):
+    bench = Bench(backend)
+    bench.writer.on_write = lambda: time.sleep(0.02)
+    took_s = []
+    for version, time_share in enumerate((1.0, 0.1)):
+        shard, announcement = packed(*share(values(9)), version=version)
+        began = time.monotonic()
+        assert bench.send(shard, announcement, slot=version, time_share=time_share).ok
+        took_s.append(time.monotonic() - began)
+    assert took_s[1] - took_s[0] > 0.1, took_s
+    bench.close()
+
+
+def test_where_memory_cannot_be_shared_the_bytes_are_sent(monkeypatch):
+    monkeypatch.setattr(same_host, "_memfd", lambda name: -1)
+    bench = Bench("gloo", shares=False)
+    bench.good(0)
+    bench.close()
+
+
+def test_groups_that_were_left_are_let_go_while_nothing_is_staged(backend):
+    bench = Bench(backend)
+    bench.good(0)
+    left = [weakref.ref(group) for group in bench.receiver._groups.values()]
+    bench.connect()
+    deadline = time.monotonic() + 5.0
+    while any(group() is not None for group in left):
+        assert time.monotonic() < deadline, "their memory and connections would stay"
+        gc.collect()
+        time.sleep(0.01)
+    bench.close()
+
+
+def test_begin_before_join_is_an_error():
+    receiver = AdapterReceiver(MemoryWriter(shapes_of), run=RUN, secret=SECRET, base_digest=BASE, on_staged=print)
+    with pytest.raises(PublishError, match="no group"):
+        receiver.begin(packed(*share(values(1)))[1].manifest, None, 0, 1.0)
+
+
+def test_bfloat16_on_the_wire_reaches_the_writer_as_exact_float32(backend):
+    bench = Bench(backend)
+    full = values(3)
+    result = bench.send(*packed(list(full.items()), dtype="bfloat16"), slot=0)
+    assert result.ok
+    for name, want in full.items():
+        scale = np.float32(2.0 if ".lora_B." in name else 1.0)
+        got = bench.writer.slots[0][name]
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, want.bfloat16().float().numpy() * scale)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "when"), [("gloo", "between buckets"), ("gloo", "in the last bucket"), (SOCKETS, "in the last bucket")]
+)
+def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
+    """A receiver that was given up goes on while the source already packs the next version.
+
+    The last moment is the worst: fingerprints were taken before, and trailer and seal have not been touched yet.
+    """
+    bench = Bench(backend)
+    full = values(1)
+    shard, announcement = packed(list(full.items()))
+    last = len(shard.shard.tensors)
+    sent, packing, done = threading.Event(), threading.Event(), threading.Event()
+
+    def next_version():
+        shard.reset()
+        shard.pack(ref(1), overwrite)
+
+    def overwrite(flat):
+        flat[:] = 7
+        packing.set()
+        assert done.wait(10)
+        yield last
+
+    def write(plan, slot, base, first, end, marks):
+        marks.measure(base, first, end)
+        if (first == 0 and when == "between buckets") or (end == last and when == "in the last bucket"):
+            assert sent.wait(10)
+            packer.start()
+            assert packing.wait(10)
+        plan.copy(base, bench.writer._images[slot].ctypes.data, tensors=(first, end))
+
+    packer = threading.Thread(target=next_version)
+    bench.writer.write = write
+    bench.receiver.begin(announcement.manifest, announcement.layout, 0, 10.0)
+    shard.send(bench.group, time.monotonic() + 10.0)
+    sent.set()
+    result = bench.results.get(timeout=10.0)
+    done.set()
+    packer.join()
+    if backend == SOCKETS:  # these bytes are the receiver's own
+        assert result.ok
+    else:
+        assert (result.ok, result.reason) == (False, Refusal.WIRE)
+        assert "another version" in result.detail
+        assert bench.writer.slots[0] == {}
+    del bench.writer.write
+    bench.connect()
+    bench.good(3)
+    bench.close()
+
+
+def test_a_shard_is_read_again_after_many_others(backend):
+    """More segments than a group keeps: the first is found again under its old name."""
+    bench = Bench(backend)
+    shards = [packed(*share(values(v)), version=v) for v in range(KEPT_WINDOWS + 2)]
+    for shard, announcement in shards:
+        assert bench.send(shard, announcement).ok
+    shard, announcement = shards[0]
+    shard.reset()
+    shard.pack(ref(99), pack_of(shard.layout, 0, dict(share(values(99))[0])))
+    assert bench.send(shard, announce(shard.layout, version=99)).ok
+    bench.close()

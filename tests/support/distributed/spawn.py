@@ -1,0 +1,81 @@
+"""Run one function on N real processes that share a gloo world; results come back per rank."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class RanksFailed(AssertionError):
+    """A rank raised or did not answer in time; the message holds every rank's traceback."""
+
+
+def _child(
+    pipe: Connection, target: Callable[..., Any], rank: int, world: int, store: str, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        # A file store needs no port. The short timeout frees ranks whose peer has raised.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        pipe.send((True, target(*args)))
+        dist.destroy_process_group()
+    except Exception:  # fault boundary: the parent must see what any rank raised
+        pipe.send((False, traceback.format_exc()))
+
+
+def run_ranks(
+    target: Callable[..., Any], world: int, folder: Path, args: tuple[Any, ...], timeout_s: float
+) -> list[Any]:
+    """``target(*args)`` on ``world`` processes; its return values in rank order (plain objects, numpy).
+
+    Raises RanksFailed with all tracebacks. No process outlives the call.
+    """
+    context = mp.get_context("forkserver")
+    # Importing Megatron takes longer than most layouts: once for all ranks of all worlds.
+    context.set_forkserver_preload(["tests.support.distributed.preload"])
+    ranks = []
+    for rank in range(world):
+        here, there = context.Pipe()
+        process = context.Process(
+            target=_child, args=(there, target, rank, world, str(folder / f"store-{world}"), args), daemon=True
+        )
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    deadline = time.monotonic() + timeout_s
+    results: list[Any] = []
+    problems: list[str] = []
+    try:
+        for rank, (_, pipe) in enumerate(ranks):
+            if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+                problems.append(f"rank {rank}: no answer within {timeout_s} s")
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, "the process died"
+            if ok:
+                results.append(value)
+            else:
+                problems.append(f"rank {rank}: {value}")
+    finally:
+        for process, _ in ranks:
+            process.join(timeout=5.0 if not problems else 0.1)
+            if process.is_alive():
+                process.kill()
+    if problems:
+        raise RanksFailed("\n".join(problems))
+    return results

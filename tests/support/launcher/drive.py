@@ -1,0 +1,43 @@
+"""Runs processes given as JSON through the real ``run_local``; the tests start it as a process of its own.
+
+``python -m tests.support.launcher.drive RUN_FOLDER GRACE_S '[["trainer", 0, "print(1)"], ...]' [a.b=c ...]``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_lora.config.architectures import known_config
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.launcher import local
+from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples" / "math"
+
+
+def main() -> int:
+    folder, grace_s, processes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    config = load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
+        [f"run.root={folder.parent}", f"run.name={folder.name}", f"run.stop_grace_s={grace_s}", *sys.argv[4:]],
+    )
+    plan = make_plan(config, Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")))
+    specs = tuple(
+        ProcessSpec(role=role, index=index, argv=(sys.executable, "-u", "-c", code), env={})
+        for role, index, code in processes
+    )
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    dummy = JobPlan(run_folder=folder, nodes=1, processes=specs, ports=(), files=(), ranks=(), estimates=plan.estimates)
+    local.EARLY_END_S = float(os.environ.get("EARLY_END_S", local.EARLY_END_S))
+    return local.run_local(config, dummy, Console())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The five ways a run is stopped, and how to see that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.support.paths import ROOT
+
+WAYS = ("Ctrl-C", "Ctrl-C twice", "SIGTERM", "SIGHUP", "launcher killed")
+GONE_S = 10.0
+SHARED = Path("/dev/shm")
+
+
+def stop(process: subprocess.Popen[str], way: str) -> None:
+    number = {
+        "Ctrl-C": signal.SIGINT, "Ctrl-C twice": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP,
+        "launcher killed": signal.SIGKILL,
+    }[way]  # fmt: skip
+    process.send_signal(number)
+    if way == "Ctrl-C twice":
+        time.sleep(0.3)
+        process.send_signal(number)
+
+
+@dataclass
+class Held:
+    """What a run holds at one moment: processes of its launcher, their ports, their shared memory."""
+
+    processes: list[psutil.Process]
+    ports: set[int] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
+
+    @classmethod
+    def by(cls, launcher: int, shared: Iterable[str] = ()) -> Held:
+        held = cls([psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)], shared=set(shared))
+        for process in held.processes:
+            try:
+                connections = process.net_connections(kind="tcp")
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                continue
+            held.ports |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+            inodes = {line.split()[4] for line in maps if f" {SHARED}/" in line}  # a semaphore's path is another one
+            for path in SHARED.iterdir():
+                with suppress(FileNotFoundError):
+                    held.shared |= {path.name} if str(path.stat().st_ino) in inodes else set()
+        return held
+
+    def left(self, environment: Mapping[str, str]) -> list[str]:
+        """What is still there, in words; processes also by a mark in their environment."""
+        alive = {p.pid: p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE}
+        alive |= {p.pid: p for p in marked(environment)}
+        words = [f"process {p.pid} {words_of(p)}" for p in alive.values()]
+        words += [f"port {port}" for port in sorted(self.ports & listening())]
+        return words + [f"shared memory {name}" for name in self.shared if (SHARED / name).exists()]
+
+    def gone_after_s(self, environment: Mapping[str, str], began_s: float) -> float:
+        """Seconds since ``began_s`` until nothing is left; fails after ``GONE_S``."""
+        while left := self.left(environment):
+            assert time.monotonic() - began_s < GONE_S, f"left after {GONE_S:.0f} s: {left}"
+            time.sleep(0.1)
+        return time.monotonic() - began_s
+
+
+def words_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:120]
+    except psutil.NoSuchProcess:
+        return "(just ended)"
+
+
+def marked(environment: Mapping[str, str]) -> list[psutil.Process]:
+    """Living processes that carry ``environment``: also those that no parent knows any more."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            own = process.environ()
+            if own.items() >= environment.items() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def listening() -> set[int]:
+    """Ports of this machine that somebody listens on, whoever it is. Connections that linger do not count."""
+    lines = [line for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    rows = [line.split() for line in lines]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+
+
+def figures(seconds: Iterable[float]) -> str:
+    values = sorted(seconds)
+    return f"min {values[0]:.2f} s, p50 {statistics.median(values):.2f} s, max {values[-1]:.2f} s of {len(values)}"
+
+
+def start(command: list[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[str]:
+    with output.open("w") as file:
+        return subprocess.Popen(
+            command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, text=True,
+            cwd=ROOT, start_new_session=True,
+        )  # fmt: skip

@@ -1,0 +1,281 @@
+"""A run in virtual time: Pareto delays, dying servers, controllers and trainers, lost and damaged ledgers."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_lora.rollout.controller.feed import AdapterFeed
+from areal_lora.rollout.controller.groups import Ticket
+from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.workflow import Episode
+from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
+from tests.support.rollout.helpers import NAME, Clock, feed, stream
+from tests.support.rollout.judge import Judge
+
+SAMPLES = 16  # trajectories of a group
+PROMPTS = stream(997)
+
+
+@dataclass(slots=True)
+class Trainer:
+    name: str
+    received: int  # the next version it knows to consume at
+    snapshot: bytes
+    busy: bool = False
+
+
+@dataclass(slots=True)
+class Simulation:
+    eta: int
+    steps: int
+    seed: int
+    folder: Path
+    b: int = 16
+    every: int = 1  # steps between checkpoints
+    uniform: float = 0.1
+    rng: random.Random = field(init=False)
+    clock: Clock = field(default_factory=Clock)
+    events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    order: itertools.count[int] = field(default_factory=itertools.count)
+    happened: dict[str, int] = field(default_factory=dict)
+    judge: Judge = field(init=False)
+    feed: AdapterFeed = field(init=False)
+    file: LedgerFile = field(init=False)
+    trainer: Trainer = field(init=False)
+    gone: set[int] = field(default_factory=set)  # ids of expired tickets
+    durable: int = 0  # version of the newest checkpoint
+    announced: int = -1  # to this controller, by this trainer
+    servers: int = 0  # newest version they hold
+    server_life: int = 0
+    controller_life: int = 0
+    copied: int = 1 << 30  # the next version of the copy that was made of the ledger
+    checkpoints: dict[int, tuple[bytes, Judge]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.judge = Judge(eta=self.eta)
+        self.checkpoints[0] = (b"", self.judge.saved())
+        self.start_controller()
+        self.start_trainer(0)
+        self.at(1.0, self.disaster)
+        compared = 0
+        while self.judge.committed + 1 < self.steps:
+            while (ticket := self.feed.admit()) is not None:
+                self.judge.admitted(ticket)
+                self.begin(ticket)
+            self.ask_for_a_batch()
+            compared += 1
+            if compared % 8 == 0:
+                self.judge.compare(self.feed)
+            self.clock.now, _, event = heapq.heappop(self.events)
+            event()
+        self.judge.compare(self.feed)
+        self.judge.nothing_lost()
+        self.file.close()
+
+    def at(self, delay_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.clock.now + delay_s, next(self.order), event))
+
+    def note(self, what: str) -> None:
+        self.happened[what] = self.happened.get(what, 0) + 1
+
+    # ------------------------------------------------------------ servers
+
+    def begin(self, ticket: Ticket) -> None:
+        life, server_life = self.controller_life, self.server_life
+        ref = self.feed.begin(ticket)
+        if ref is None:
+            self.at(0.2, lambda: self.again(life, ticket))
+            return
+        self.judge.live[ticket.prompt.position].asked = ref.version
+        delay_s = min(0.2 * self.rng.paretovariate(1.1), 60.0)
+        if self.rng.random() < 0.1:
+            self.at(delay_s, lambda: self.fails(life, ticket))
+            if self.rng.random() < 0.2:  # its answer comes all the same, later
+                self.at(2 * delay_s, lambda: self.answers(life, server_life, ticket, ref.version))
+            return
+        self.at(delay_s, lambda: self.answers(life, server_life, ticket, ref.version))
+        if self.rng.random() < 0.03:
+            self.at(1.5 * delay_s, lambda: self.answers(life, server_life, ticket, ref.version))
+
+    def again(self, life: int, ticket: Ticket) -> None:
+        if life == self.controller_life and id(ticket) not in self.gone and self.judge.is_live(ticket):
+            self.begin(ticket)
+
+    def fails(self, life: int, ticket: Ticket) -> None:
+        if life != self.controller_life or id(ticket) in self.gone or not self.judge.is_live(ticket):
+            return
+        if ticket.version is None:
+            return
+        wait_s = self.feed.retry(ticket, "injected", "", retryable=self.rng.random() < 0.9)
+        if wait_s is None:
+            self.note("tries used up")
+            self.judge.lost(ticket, "injected")
+        else:
+            self.judge.live[ticket.prompt.position].asked = -1
+            self.at(wait_s, lambda: self.again(life, ticket))
+
+    def answers(self, life: int, server_life: int, ticket: Ticket, asked: int) -> None:
+        if server_life != self.server_life:  # it died with its server
+            if life == self.controller_life and ticket.version is not None:
+                self.fails(life, ticket)
+            return
+        if life != self.controller_life and self.rng.random() < 0.5:
+            return  # else: an answer for an earlier controller reaches this one
+        newest = max(asked, self.servers) if self.rng.random() < 0.3 else asked  # interrupted and continued
+        versions = (asked, newest)
+        uniform = self.rng.random() < self.uniform
+        wanted = self.judge.is_live(ticket)
+        accepted = self.feed.finish(ticket, episode(ticket, versions, uniform))
+        # An answer for an earlier controller may be of an issue that was forgotten and has another number now.
+        assert accepted == wanted or (wanted and life != self.controller_life)
+        if accepted:
+            self.judge.answered(ticket, versions, uniform)
+        else:
+            self.note("late")
+
+    # ------------------------------------------------------------ trainer
+
+    def start_trainer(self, version: int) -> None:
+        name = f"trainer-{next(self.order)}"
+        saved, _ = self.checkpoints[version]
+        self.trainer = Trainer(name, version, saved)
+        if self.servers > version:
+            self.server_life += 1  # the launcher ends servers that are ahead
+        self.servers, self.announced = version, -1
+        self.greet(undo=True)
+        self.at(self.rng.uniform(0, 1), lambda: self.announce(name, version))
+
+    def greet(self, undo: bool) -> None:
+        trainer, judge = self.trainer, self.judge
+        version = trainer.received
+        head = self.feed._ledger.head
+        rebuild = not self.feed._ledger.known or version < head.known_from or version > head.next_version
+        self.feed.hello(version, trainer=trainer.name, snapshot=trainer.snapshot)
+        if rebuild:
+            self.note("rebuilt")
+            self.controller_life += 1  # it abandons all requests, and groups that were answered can be live again
+            judge.rebuilt(self.checkpoints[version][1])
+        elif undo:
+            if version <= judge.committed:
+                self.note("fallback")
+            judge.resumed(version)
+        judge.flushed()
+        judge.compare(self.feed)
+
+    def announce(self, name: str, version: int) -> None:
+        """Announcements arrive in order: one that was overtaken does not come."""
+        if name == self.trainer.name and version >= self.announced:
+            self.servers = max(self.servers, version)
+            self.announced = version
+            self.feed.announce(version)
+
+    def ask_for_a_batch(self) -> None:
+        trainer, step = self.trainer, self.trainer.received
+        if trainer.busy or step >= self.steps:
+            return
+        lease = self.feed.take(step, step)
+        if lease is None:
+            return
+        self.judge.handed_over(step, lease, len(lease.finished) if step in self.judge.steps else self.b)
+        self.checkpoints.setdefault(step + 1, (b"", Judge(eta=self.eta)))
+        self.checkpoints[step + 1] = (lease.snapshot, self.judge.saved())
+        if self.rng.random() < 0.002:
+            self.note("reply lost")
+            self.controller_dies()
+            return
+        trainer.received, trainer.snapshot, trainer.busy = step + 1, lease.snapshot, True
+        self.at(self.rng.uniform(0.2, 2.0), lambda: self.learned(trainer.name, step))
+
+    def learned(self, name: str, step: int) -> None:
+        if name != self.trainer.name:
+            return
+        self.trainer.busy = False
+        durable = (step + 1) % self.every == 0 or step + 1 == self.steps
+        self.durable = step + 1 if durable else self.durable
+
+        def commit() -> None:
+            if name == self.trainer.name:
+                self.feed.commit(step)
+                self.judge.commit(step)
+
+        delay_s = self.rng.uniform(0.0, 0.3)
+        if durable:
+            self.at(delay_s, commit)
+        self.at(delay_s + self.rng.uniform(0.0, 0.5), lambda: self.announce(name, step + 1))
+
+    # ------------------------------------------------------------ disasters
+
+    def disaster(self) -> None:
+        # Steps wait for stragglers at eta 0, and take ten times as long.
+        self.at(self.rng.expovariate(1 / (120 if self.eta == 0 else 12)), self.disaster)
+        kind = self.rng.choice(["server", "controller", "controller", "trainer", "trainer", "both"])
+        self.note(kind)
+        if kind == "server":
+            self.server_life += 1
+        if kind in ("controller", "both"):
+            if kind == "both" and self.rng.random() < 0.5:
+                self.b = self.rng.randint(14, 20)
+            self.controller_dies(greet=kind == "controller")
+        if kind in ("trainer", "both"):
+            back = self.rng.choice([0, 0, 0, 0, 1, 3]) * self.every
+            if self.rng.random() < 0.01:
+                back = 100 * self.every
+            version = max(self.durable - back, 0)
+            self.durable = version
+            self.start_trainer(version)
+
+    def controller_dies(self, greet: bool = True) -> None:
+        self.file._db.close()  # what was not flushed is lost
+        self.judge.controller_died()
+        fate = self.rng.random()
+        path, copy = self.folder / "ledger.sqlite", self.folder / "copy"
+        if fate < 0.04:
+            self.note("ledger lost")
+            for found in self.folder.glob("ledger.sqlite*"):
+                found.unlink()
+        elif 0.08 < fate < 0.2 and greet and self.copied < self.trainer.received:
+            self.note("ledger of earlier steps")
+            shutil.copy(copy, path)
+        elif fate < 0.08:
+            self.note("ledger damaged")
+            for found in self.folder.glob("ledger.sqlite-*"):
+                found.unlink()
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        elif fate > 0.7:
+            shutil.copy(path, copy)
+            self.copied = self.feed._ledger.head.next_version
+        self.start_controller()
+        if greet:
+            newest = self.trainer
+            self.greet(undo=False)
+            self.at(self.rng.uniform(0, 1), lambda: self.announce(newest.name, min(self.servers, newest.received)))
+
+    def start_controller(self) -> None:
+        self.controller_life += 1
+        self.announced = -1
+        self.file = LedgerFile(self.folder / "ledger.sqlite", "t")
+        self.file.execute("PRAGMA synchronous=OFF")  # no power is lost here
+        self.feed, _, _ = feed(
+            eta=self.eta, b=self.b, steps=self.steps, clock=self.clock, prompts=PROMPTS, version=None, file=self.file,
+            drop_uniform=True,
+        )
+        self.feed._on_expire = lambda ticket: self.gone.add(id(ticket))
+
+
+def episode(ticket: Ticket, versions: tuple[int, ...], uniform: bool) -> Episode:
+    def one(reward: float) -> Trajectory:
+        return Trajectory(
+            uid=ticket.prompt.uid, sample=0, adapter=AdapterRef(name=NAME, version=versions[0]), token_ids=[1, 7, 2],
+            loss_mask=[0, 1, 1], rollout_logprobs=[0.0, -1.0, -1.0], versions=[-1, *versions], reward=reward,
+        )
+
+    half = SAMPLES // 2
+    trajectories = (one(1.0),) * half + (one(1.0 if uniform else 0.0),) * half
+    return Episode(group=TrajectoryGroup(uid=ticket.prompt.uid, trajectories=trajectories), texts=("",) * SAMPLES)

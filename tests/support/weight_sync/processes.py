@@ -1,0 +1,256 @@
+"""Trainer ranks and rollout servers as real processes, driven through pipes by the test."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.errors import ArealLoraError, ManifestError
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.layout import AdapterLayout, make_layout
+from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.testing import MemoryServer, pack_of
+from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.publisher import Publisher
+from areal_lora.weight_sync.wire import PackedShard
+from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
+
+PROBE_IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+PAUSE_S = 1.0
+BUCKET_MIB = 0.0004
+
+
+def scores(tensors: dict[str, np.ndarray] | None, ids: list[list[int]]) -> list[list[float]]:
+    """A stand-in for a model: log-probabilities that depend on every lora_B (scaled) value."""
+    lora_b = [t.astype(np.float64) for n, t in sorted((tensors or {}).items()) if ".lora_B." in n]
+    shift = sum(float(np.abs(t).sum()) for t in lora_b)
+    return [[0.0] + [-t * (1.0 + 0.01 * shift) for t in row[1:]] for row in ids]
+
+
+def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
+    """The adapter of a version: version 0 has B = 0."""
+    full = values(seed)
+    share(full)
+    if version == 0:
+        full = {n: torch.zeros_like(t) if ".lora_B." in n else t for n, t in full.items()}
+    return full
+
+
+def serve(pipe: Connection, name: str, workers: int) -> None:
+    torch.set_num_threads(1)
+    server = MemoryServer(
+        run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, workers=workers,
+        declared={"a": spec()}, name=name,
+        score=lambda model, ids: scores(server.tensors(AdapterRef.parse(model)) if model else None, ids),
+    )
+    writers = server.writers
+    with server:
+        pipe.send(server.endpoint)
+        while (command := pipe.recv()) is not None:
+            what, *args = command
+            if what == "tensors":
+                pipe.send(server.tensors(ref(args[0]), args[1]))
+            elif what == "refs":
+                pipe.send([str(r) for r in server.slots.active()])
+            elif what == "pause":  # in the middle of the next transfer, for a signal to arrive
+                writers[0].on_write = partial(pause, pipe, itertools.count())
+            elif what == "forget":  # versions from now on lose their lora_B
+                for w in writers:
+                    w.flush = lambda slot, w=w: forget(w.slots[slot])  # type: ignore[method-assign]
+                pipe.send(None)
+
+
+def pause(pipe: Connection, buckets: Iterator[int]) -> None:
+    if next(buckets) == 2:
+        pipe.send("midway")
+        time.sleep(PAUSE_S)
+
+
+def forget(tensors: dict[str, np.ndarray]) -> None:
+    for name, tensor in tensors.items():
+        if ".lora_B." in name:
+            tensor[:] = 0.0
+
+
+class Watch:
+    """Servers that the test says are there, in a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def show(self, servers: Iterable[ServerEndpoint]) -> None:
+        whole = self._path.with_suffix(".new")
+        whole.write_bytes(msgspec.msgpack.encode(list(servers)))
+        whole.replace(self._path)
+
+    def present(self) -> list[ServerEndpoint]:
+        return msgspec.msgpack.decode(self._path.read_bytes(), type=list[ServerEndpoint])
+
+
+class Rank:
+    """One trainer rank."""
+
+    def __init__(self, rank: int, watch: Watch) -> None:
+        self.rank, self.watch = rank, watch
+        self.exchange = GroupExchange(timeout_s=60.0)
+        self.active: list[Any] = []
+        self.announce_s = 0.0  # how long the controller lets itself be waited for
+        self.publisher: Publisher | None = None
+
+    def announce(self, active: Any) -> None:
+        time.sleep(self.announce_s)
+        self.active.append(active)
+
+    def announce_slowly(self, seconds: float) -> None:
+        self.announce_s = seconds
+
+    def open(
+        self, sources: tuple[int, ...], servers: list[ServerEndpoint], config: dict[str, Any], backend: str
+    ) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        self.sources = sources
+        sync = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB, "probe_tolerance": 1e-6} | config))
+        coordinator = None
+        if self.rank == 0:
+            coordinator = Coordinator(
+                run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.announce
+            )
+        self.publisher = Publisher(
+            run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator, secret=SECRET, backend=backend
+        )
+
+    def reads(self) -> bool:
+        """Whether the receivers of this rank's group read its memory."""
+        assert self.publisher is not None
+        assert self.publisher._group is not None
+        return self.publisher._group.same_host
+
+    def changed(self) -> bool:
+        assert self.publisher is not None
+        return self.publisher.changed()
+
+    def newcomers(self) -> bool:
+        assert self.publisher is not None
+        assert self.publisher._coordinator is not None
+        watcher = self.publisher._coordinator._watcher
+        return watcher is not None and bool(watcher.newcomers())
+
+    def last_active(self) -> Any:
+        return self.active[-1] if self.active else None
+
+    def again(self) -> Any:
+        assert self.publisher is not None
+        return self.publisher.again("a").join()
+
+    def publish(self, version: int, seed: int, fault: str) -> Any:
+        assert self.publisher is not None
+        full = truth(version, seed)
+        scaled = {n: t.numpy() * np.float32(2.0) for n, t in full.items() if ".lora_B." in n}
+        probe = ProbeExpectation(
+            token_ids=PROBE_IDS, base=scores(None, PROBE_IDS), logprobs=scores(scaled, PROBE_IDS)
+        )
+        if fault == "NaN" and self.rank == 1:
+            full["model.layers.1.mlp.experts.3.up_proj.lora_B.weight"][0, 0] = float("nan")
+        layout = layout_of(full, self.sources, fault)
+        told = ref(version + 1) if fault == "another version" and self.rank == 1 else ref(version)
+        with flipped_bit(fault == "flipped bit" and self.rank == 1):
+            handle = self.publisher.publish(
+                told, ref(version - 1) if version else None, layout, pack_of(layout, self.rank, full), BASE,
+                probe if self.rank == 0 else None,
+            )
+            for t in full.values():
+                t.fill_(7.0)  # the trainer goes on: what is published must be a copy
+            report = handle.join()
+        assert handle.join() == report
+        return report
+
+
+def layout_of(full: dict[str, torch.Tensor], sources: tuple[int, ...], fault: str = "") -> AdapterLayout:
+    """Layer l on rank l, or everything on the only source."""
+    owned, aliases = share(full)
+    if fault == "missing layer":
+        owned = [(n, t) for n, t in owned if ".layers.1." not in n]
+        aliases = {a: w for a, w in aliases.items() if ".layers.1." not in a}
+    shapes = {
+        source: [(n, tuple(t.shape)) for n, t in owned if len(sources) == 1 or f".layers.{source}." in n]
+        for source in sources
+    }
+    return make_layout(spec(alpha=16.0) if fault == "wrong alpha" else spec(), "float32", shapes, aliases)
+
+
+@contextmanager
+def flipped_bit(wanted: bool) -> Iterator[None]:
+    """Flip one bit between fingerprinting and sending."""
+    send = PackedShard.send
+
+    def corrupt(self: PackedShard, group: Any, deadline: float) -> None:
+        self._wait(len(self.shard.tensors), True, deadline)
+        self._flat[5] ^= 64
+        send(self, group, deadline)
+
+    if wanted:
+        PackedShard.send = corrupt  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PackedShard.send = send  # type: ignore[method-assign]
+
+
+def train(pipe: Connection, rank: int, world: int, port: int, watch: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world, False, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    me = Rank(rank, Watch(watch))
+    while (command := pipe.recv()) is not None:
+        what, *args = command
+        began = time.monotonic()
+        try:
+            answer = getattr(me, what)(*args)
+            pipe.send(("ok", answer, time.monotonic() - began))
+        except ArealLoraError as e:
+            reason = e.reason if isinstance(e, ManifestError) else ""
+            pipe.send((type(e).__name__, (reason, str(e)), time.monotonic() - began))
+    dist.destroy_process_group()
+
+
+@dataclass
+class Child:
+    process: Any
+    pipe: Connection
+
+    def ask(self, *command: Any, timeout_s: float = 60.0) -> Any:
+        self.pipe.send(command)
+        return self.answer(timeout_s)
+
+    def answer(self, timeout_s: float = 60.0) -> Any:
+        assert self.pipe.poll(timeout_s), f"{self.process.name} did not answer"
+        return self.pipe.recv()
+
+
+def start(target: Any, *args: Any) -> Child:
+    context = mp.get_context("spawn")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), name=f"{target.__name__}{args[0]}", daemon=True)
+    process.start()
+    theirs.close()
+    return Child(process, mine)

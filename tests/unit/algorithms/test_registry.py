@@ -1,0 +1,52 @@
+"""Every algorithm x reduction on tensors that are not on torch's default device, as on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from areal_lora.algorithms.reduce import Reduction
+from areal_lora.config.models import AlgorithmConfig
+from areal_lora.trainer.annotate import annotate
+from areal_lora.trainer.learn import make_loss
+from areal_lora.types import TrainBatch
+from tests.unit.trainer.test_learn import RecordedEngine, _batch, _tenant
+
+KINDS = get_args(get_args(AlgorithmConfig)[0])
+
+
+def _loss(kind: type, reduction: str, minibatches: int, device: str | None) -> dict[str, float]:
+    """All numbers and the gradient of one step, with tensors on the CPU while ``device`` is the default one."""
+    tenant, batch = _tenant(), _batch()
+    algorithm = kind(kl_coef=0.1, entropy_coef=0.01, reduction=reduction)
+    tenant = replace_algorithm(tenant, algorithm, minibatches)
+    logprobs = (batch.rollout_logprobs - 0.05).requires_grad_()
+    entropy = torch.rand(batch.n_tokens, generator=torch.Generator().manual_seed(3))
+    torch.set_default_device(device)
+    try:
+        annotated: TrainBatch = annotate(RecordedEngine(logprobs.detach(), batch), tenant, batch)
+        sums = make_loss(tenant, 4)(annotated, logprobs, entropy)
+        sums.loss.backward()
+    finally:
+        torch.set_default_device(None)
+    assert {v.device.type for v in (annotated.advantages, sums.loss, logprobs.grad, *sums.stats.values())} == {"cpu"}
+    seen = {name: float(value) for name, value in sums.stats.items()}
+    return seen | {"loss": float(sums.loss.detach()), "gradient": logprobs.grad.tolist()}
+
+
+def replace_algorithm(tenant, config, minibatches):
+    from areal_lora.algorithms.registry import build_algorithm
+
+    adapter = tenant.config.model_copy(update={"algorithm": config, "minibatches": minibatches})
+    return replace(tenant, config=adapter, algorithm=build_algorithm(config, minibatches=minibatches))
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_is_made_on_the_default_device(kind: type, reduction: str, minibatches: int) -> None:
+    """As on a GPU, where the default device is not the one that the batch is on."""
+    assert _loss(kind, reduction, minibatches, "meta") == _loss(kind, reduction, minibatches, None)

@@ -1,0 +1,118 @@
+"""The saver thread: what waits for it, what it tells, when it gives up."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from areal_lora.checkpoint.files import Disk
+from areal_lora.checkpoint.recover import find
+from areal_lora.checkpoint.saver import Saver
+from areal_lora.checkpoint.store import Store
+from areal_lora.config.models import CheckpointConfig
+from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.errors import CheckpointError, PublishError, RolloutError
+from areal_lora.types import AdapterRef
+from tests.support.checkpoint.helpers import SPEC, snapshot_of
+
+
+class Held(Disk):
+    """Stands still before the rename until told to go on; ``full`` refuses every write."""
+
+    def __init__(self) -> None:
+        self.go_on, self.full = threading.Event(), False
+
+    def about_to(self, operation: str, path: Path) -> None:
+        if operation == "rename" and path.name != "newest":
+            assert self.go_on.wait(10.0)
+        if operation == "write" and self.full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+class Saving:
+    def __init__(self, folder: Path, **config: int) -> None:
+        self.disk, self.committed = Held(), list[str]()
+        self.commit_error: Exception | None = None
+        self.saver = Saver(
+            store=Store(folder, SoloExchange(), self.disk), config=CheckpointConfig(**config), committed=self.commit
+        )
+
+    def commit(self, ref: AdapterRef) -> None:
+        if self.commit_error:
+            raise self.commit_error
+        self.committed.append(str(ref))
+
+
+def test_neither_the_gate_opens_nor_the_step_is_committed_before_it_is_durable(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    save = saving.saver.save(snapshot_of(1, 0))
+    assert not save.settled.wait(0.3)
+    assert (saving.committed, find(tmp_path, SPEC.name).newest) == ([], None)
+    saving.disk.go_on.set()
+    save.wait_settled()
+    assert find(tmp_path, SPEC.name).ref.version == 1
+    assert saving.saver.join(SPEC.name) is save
+    assert saving.committed == ["math@v1"]
+    assert save.nbytes == sum(path.stat().st_size for path in tmp_path.rglob("rank-*.safetensors")) > 0
+    assert save.write_s >= 0.3
+    assert not save.failed
+    assert saving.saver.join(SPEC.name) is None  # nothing under way
+    saving.saver.close()
+
+
+def test_a_full_disk_is_survived_until_it_has_failed_too_often(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = Saving(tmp_path, max_failures=2)
+    saving.disk.go_on.set()
+    saving.disk.full = True
+    for version in (1, 2):
+        save = saving.saver.save(snapshot_of(version, 0))
+        save.wait_settled()  # the gate opens: the version is served, and can be made again
+        saving.saver.join(SPEC.name)
+    saving.disk.full = False
+    saving.saver.save(snapshot_of(3, 0))
+    saving.saver.join(SPEC.name)
+    saving.disk.full = True
+    for version in (4, 5):
+        saving.saver.save(snapshot_of(version, 0))
+        saving.saver.join(SPEC.name)
+    saving.saver.save(snapshot_of(6, 0))
+    with pytest.raises(CheckpointError, match=r"3 checkpoints of 'math' in a row .*max_failures is 2"):
+        saving.saver.join(SPEC.name)
+    assert saving.committed == ["math@v3"]
+    assert find(tmp_path, SPEC.name).ref.version == 3
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warned) == 5
+    assert all("No space left on device" in w and "/checkpoints/math/.v00000" in w for w in warned)
+    saving.saver.close()
+
+
+def test_the_gate_stays_shut_where_a_peer_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = Saving(tmp_path)
+    lost = PublishError("rank 1 is gone")
+
+    def gather(data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        raise lost
+
+    monkeypatch.setattr(saving.saver._store._exchange, "all_gather_bytes", gather)
+    saving.disk.go_on.set()
+    save = saving.saver.save(snapshot_of(1, 0))
+    with pytest.raises(PublishError, match="math@v1 is not sent, its checkpoint ended with: rank 1 is gone"):
+        save.wait_settled()
+    with pytest.raises(PublishError, match="rank 1 is gone"):
+        saving.saver.join(SPEC.name)
+
+
+def test_what_the_commit_raised_comes_out_of_join(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    saving.disk.go_on.set()
+    saving.commit_error = RolloutError("the controller is away")
+    save = saving.saver.save(snapshot_of(1, 0))
+    save.wait_settled()
+    with pytest.raises(RolloutError, match="is away"):
+        saving.saver.join(SPEC.name)
+    saving.saver.close()

@@ -1,0 +1,206 @@
+"""Folders that cannot become version 0 of the embedded example's adapter: one line each, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from areal_lora.checkpoint.adapter_io import load_peft
+from areal_lora.checkpoint.fuse import fused
+from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.guardrails import check, resolve_targets
+from areal_lora.config.load import load_config
+from areal_lora.config.peft_folder import CONFIG_FILE, TENSOR_FILE
+from areal_lora.engine.megatron_utils.arena import Model
+from areal_lora.engine.megatron_utils.convert import family_for
+from areal_lora.engine.megatron_utils.convert.registry import Dims
+from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.plan import wire_layout
+from areal_lora.errors import AdapterError
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples" / "math"
+EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+HF = json.loads((EXAMPLES / "tiny_model" / "config.json").read_text())
+LAYERS, EXPERTS, RANK = 4, 8, 2
+SIZES = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "o": (128, 128)}
+Tensors = dict[str, torch.Tensor]
+
+
+def name(layer: int, leaf: str, side: str, expert: int | None = None) -> str:
+    where = "self_attn" if expert is None else f"mlp.experts.{expert}"
+    return f"base_model.model.model.layers.{layer}.{where}.{leaf}_proj.lora_{side}.weight"
+
+
+def stock() -> Tensors:
+    """What another tool would write for the tiny model: a lora_A for every projection."""
+    g = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(LAYERS):
+        sites = [(leaf, *SIZES[leaf], None) for leaf in SIZES]
+        for e in range(EXPERTS):
+            sites += [("gate", 64, 128, e), ("up", 64, 128, e), ("down", 128, 64, e)]
+        for leaf, out, inner, e in sites:
+            tensors[name(layer, leaf, "A", e)] = torch.randn(RANK, inner, generator=g)
+            tensors[name(layer, leaf, "B", e)] = torch.randn(out, RANK, generator=g)
+    return tensors
+
+
+def write(folder: Path, tensors: Tensors, **fields: object) -> str:
+    folder.mkdir()
+    save_file(tensors, folder / TENSOR_FILE)
+    modules = sorted({n.split(".lora_")[0].rpartition(".")[2] for n in tensors})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 4, "target_modules": modules, **fields}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    return str(folder)
+
+
+def lines(folder: str, *overrides: str) -> list[str]:
+    config = load_config(EMBEDDED, [f"adapters.0.init_from={folder}", *overrides])
+    return [str(f.error()) for f in check(config, gather_facts(config, runs_here=False))]
+
+
+def refusal(folder: str, *overrides: str) -> str | None:
+    """What the trainer would say."""
+    config = load_config(EMBEDDED, [f"adapters.0.init_from={folder}", *overrides])
+    config = resolve_targets(config, Facts(hf_config=HF))
+    layout = Layout.of(config.trainer, layers=LAYERS, experts=EXPERTS)
+    model = Model(family=family_for("qwen3_moe"), dims=Dims.from_hf(HF), layout=layout)
+    spec = config.adapters[0].spec("m")
+    loaded, tensors = load_peft(folder)
+    try:
+        fused(tensors, loaded, wire_layout(model, spec, "float32"), lambda t: torch.zeros(t.shape))
+    except AdapterError as error:
+        return str(error)
+    return None
+
+
+def one_expert_for_all(tensors: Tensors) -> Tensors:
+    return {n: tensors[n.replace(f"experts.{e}.", "experts.0.") if (e := expert(n)) else n].clone() for n in tensors}
+
+
+def expert(n: str) -> int:
+    return int(n.split("experts.")[1].split(".")[0]) if "experts." in n else 0
+
+
+def without(*parts: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {n: t for n, t in tensors.items() if not any(p in n for p in parts)}
+
+
+def other_sizes(tensors: Tensors) -> Tensors:
+    return {n: torch.zeros(t.shape[0], 96) if "o_proj.lora_A" in n else t for n, t in tensors.items()}
+
+
+def another_layer(tensors: Tensors) -> Tensors:
+    return tensors | {name(9, "o", side): tensors[name(3, "o", side)].clone() for side in "AB"}
+
+
+def fused_layers(tensors: Tensors) -> Tensors:
+    """As areal_lora writes them."""
+    for leaf, first in (("k_", "q_"), ("v_", "q_"), ("up_", "gate_")):
+        tensors = {n: (tensors[n.replace(leaf, first)] if f"{leaf}proj.lora_A" in n else t).clone()
+                   for n, t in tensors.items()}  # fmt: skip
+    return tensors
+
+
+SAME: Callable[[Tensors], Tensors] = dict
+RULES: list[tuple[str, Callable[[Tensors], Tensors], tuple[str, ...], str, list[str]]] = [
+    ("three lora_A", SAME, ("adapters.0.rank=5",), "adapters.0.rank", ["rank 2", "3 of its lora_A", "at least 6"]),
+    ("two lora_A", without("self_attn"), ("adapters.0.rank=3",), "adapters.0.rank", ["2 of its", "at least 4"]),
+    ("one lora_A", fused_layers, ("adapters.0.rank=1",), "adapters.0.rank", ["has rank 2 (fix", "at least 2"]),
+    ("more targets", SAME, ("adapters.0.target_modules=[attention]",), "adapters.0.target_modules",
+     ["layers.*.mlp.experts.*.", "linear_fc"]),
+    ("a layer less", without("layers.2.self_attn.o_proj"), (), "adapters.0.init_from", ["layers.2.self_attn.o_proj"]),
+    ("an expert less", without("layers.1.mlp.experts.7."), (), "adapters.0.init_from", ["not model.layers.1.mlp"]),
+    ("a layer more", another_layer, (), "adapters.0.init_from", ["layers.9", "does not have"]),
+    ("other sizes", other_sizes, (), "adapters.0.init_from", ["96 inputs", "128 outputs"]),
+    ("shared", SAME, ("adapters.0.expert_layout=shared",), "adapters.0.expert_layout", ["differ", "per_expert"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "overrides", "key", "words"), [r[1:] for r in RULES], ids=[r[0] for r in RULES])
+def test_rule(
+    tmp_path: Path, change: Callable[[Tensors], Tensors], overrides: tuple[str, ...], key: str, words: list[str]
+) -> None:
+    folder = write(tmp_path / "sft", change(stock()))
+    (line,) = lines(folder, *overrides)
+    assert line.startswith(f"{key}: ")
+    assert "\n" not in line
+    assert [w for w in words if w not in line] == []
+    assert refusal(folder, *overrides) is not None, "the rule refuses what the trainer would load"
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides"),
+    [
+        (SAME, ()), (SAME, ("adapters.0.rank=6", "adapters.0.alpha=5")), (without("k_proj", "experts"), ()),
+        (fused_layers, ("adapters.0.rank=2",)),
+        (one_expert_for_all, ("adapters.0.expert_layout=shared",)), (one_expert_for_all, ()),
+    ],
+)  # fmt: skip
+def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides: tuple[str, ...]) -> None:
+    folder = write(tmp_path / "sft", change(stock()))
+    assert lines(folder, *overrides) == []
+    assert refusal(folder, *overrides) is None, "the trainer refuses what the rule lets pass"
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("absent", "No such file"), ("no config", "No such file"), ("no tensors", "No such file"),
+        ("torn", "not whole"), ("garbage", "not a readable"), ("empty", "not a readable"), ("ia3", "peft_type"),
+        ("rslora", "use_rslora"), ("prefix", "lacks the prefix"), ("partner", "lacks its partner"),
+        ("rank", "does not fit rank 4"), ("target", "'embed_tokens' is none of"), ("alora", "alora_invocation_tokens"),
+    ],
+)  # fmt: skip
+def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) -> None:
+    path, tensors, fields = tmp_path / "sft", stock(), {}
+    match broken:
+        case "ia3":
+            fields = {"peft_type": "IA3"}
+        case "rslora":
+            fields = {"use_rslora": True}
+        case "alora":
+            fields = {"alora_invocation_tokens": [1, 2]}
+        case "rank":
+            fields = {"r": 4}
+        case "target":
+            fields = {"target_modules": ["embed_tokens"]}
+        case "prefix":
+            tensors = {n.removeprefix("base_model.model."): t for n, t in tensors.items()}
+        case "partner":
+            tensors.pop(name(0, "q", "B"))
+    folder = write(path, tensors, **fields)
+    data = (path / TENSOR_FILE).read_bytes()
+    match broken:
+        case "absent":
+            folder = str(tmp_path / "nowhere")
+        case "no config":
+            (path / CONFIG_FILE).unlink()
+        case "no tensors":
+            (path / TENSOR_FILE).unlink()
+        case "torn":
+            (path / TENSOR_FILE).write_bytes(data[:-100])
+        case "garbage":
+            (path / TENSOR_FILE).write_bytes(data[:8] + b"x" * 64)
+        case "empty":
+            (path / TENSOR_FILE).write_bytes(b"")
+    (line,) = lines(folder)
+    assert line.startswith("adapters.0.init_from: ")
+    assert "\n" not in line
+    assert words in line
+    with pytest.raises(AdapterError):
+        load_peft(folder)
+
+
+def test_a_relative_folder_is_found_next_to_the_file_that_names_it(tmp_path: Path) -> None:
+    write(tmp_path / "sft", stock())
+    overlay = tmp_path / "warm.yaml"
+    overlay.write_text("adapters:\n  - name: gsm8k\n    init_from: sft\n")
+    config = load_config([*EMBEDDED, overlay])
+    assert config.adapters[0].init_from == str(tmp_path / "sft")

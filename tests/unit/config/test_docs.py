@@ -1,0 +1,29 @@
+"""The generated reference is complete and up to date."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from areal_lora.config import docs, schema
+from areal_lora.errors import ExitCode
+from tests.support.paths import ROOT
+
+PAGE = ROOT / docs.TARGET
+
+
+def test_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == docs.render(), "run python -m areal_lora.config.docs"
+
+
+def test_every_key_is_on_the_page() -> None:
+    page = docs.render()
+    for key in schema.leaf_keys():
+        assert f"| `{key.rpartition('.')[2]}` |" in page
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "operations.md"])
+def test_every_exit_code_is_in_the_table(page: str) -> None:
+    text = (ROOT / "docs" / "en" / page).read_text(encoding="utf-8")
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {int(code) for code in ExitCode}

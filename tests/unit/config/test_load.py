@@ -1,0 +1,158 @@
+"""Merging, overrides, path resolution and the one-line errors of areal_lora.config.load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.errors import ConfigError
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples" / "math"
+MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
+DENSE = EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"
+EMBEDDED = EXAMPLES / "embedded.yaml"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_every_shipped_file_is_used_here() -> None:
+    assert set(EXAMPLES.glob("*.yaml")) == {MOE, DENSE, EMBEDDED}
+
+
+@pytest.mark.parametrize("paths", [[MOE], [DENSE], [MOE, EMBEDDED]], ids=["moe", "dense", "embedded"])
+def test_shipped_configurations_load(paths: list[Path]) -> None:
+    assert load_config(paths).adapters
+
+
+def test_the_cluster_job_is_what_was_asked_for() -> None:
+    config = load_config([MOE])
+    adapter = config.adapters[0]
+    assert config.model.path == "Qwen/Qwen3-30B-A3B-Base"
+    assert (adapter.rank, adapter.alpha) == (32, 32)
+    assert (adapter.sampling.n_samples, adapter.sampling.max_new_tokens) == (4, 1024)
+    assert adapter.target_modules == ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    assert (adapter.optimizer.lr, config.rollout.max_staleness, config.rollout.tp) == (3e-6, 2, 2)
+    assert (config.cluster.kind, config.cluster.nodes, config.cluster.devices_per_node) == ("slurm", 3, 8)
+
+
+def test_overlay_changes_only_model_sizes_devices_and_counts() -> None:
+    base, small = load_config([MOE]), load_config([MOE, EMBEDDED])
+    assert small.model.path == str(EXAMPLES / "tiny_model"), "resolved next to the file that set it"
+    assert small.adapters[0].task.kind == "word_problems", "a task of another kind replaces the whole section"
+    assert small.adapters[0].algorithm == base.adapters[0].algorithm
+    assert small.adapters[0].target_modules == base.adapters[0].target_modules
+    assert small.rollout.max_staleness == base.rollout.max_staleness == 2
+    assert (small.trainer.world_size, small.trainer.ep, small.cluster.device) == (2, 2, "cpu")
+
+
+def test_adapters_merge_by_name_and_new_ones_are_added(tmp_path: Path) -> None:
+    entry = load_config([MOE]).adapters[0].model_dump(mode="json")
+    two = write(tmp_path, "two.yaml", json.dumps({"adapters": [{**entry, "name": "a"}, {**entry, "name": "b"}]}))
+    overlay = write(tmp_path, "overlay.yaml", "adapters:\n  - {name: b, rank: 8}\n")
+    config = load_config([MOE, two, overlay])
+    assert {a.name: a.rank for a in config.adapters} == {"gsm8k": 32, "a": 32, "b": 8}
+    unnamed = write(tmp_path, "unnamed.yaml", "adapters:\n  - {rank: 8}\n")
+    with pytest.raises(ConfigError, match="without a name"):
+        load_config([MOE, two, unnamed])
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("adapters.0.rank=4", lambda c: c.adapters[0].rank, 4),
+        ("adapters.gsm8k.rank=4", lambda c: c.adapters[0].rank, 4),
+        ("adapters.gsm8k.optimizer.lr=1e-4", lambda c: c.adapters[0].optimizer.lr, 1e-4),
+        ("adapters.0.target_modules=[linear_fc*]", lambda c: c.adapters[0].target_modules, ["linear_fc*"]),
+        ("adapters.0.task.kind=word_problems", lambda c: c.adapters[0].task.kind, "word_problems"),
+        ("rollout.python=null", lambda c: c.rollout.python, None),
+        ("cluster.slurm.partition=gpu=big", lambda c: c.cluster.slurm.partition, "gpu=big"),
+    ],
+)
+def test_override(override: str, read: object, expected: object) -> None:
+    assert read(load_config([MOE], [override])) == expected  # type: ignore[operator]
+
+
+def test_later_override_wins_over_files_and_earlier_ones() -> None:
+    assert load_config([MOE, EMBEDDED], ["run.seed=2", "run.seed=3"]).run.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("adapters.0.rnak=4", ["adapters.0.rnak", "unknown key", "use adapters.0.rank"]),
+        ("adapters.gsm8k.optimizer.l_r=1", ["adapters.0.optimizer.l_r", "use adapters.0.optimizer.lr"]),
+        ("adapters.0.algorithm.eps_clipp=1", ["use adapters.0.algorithm.eps_clip"]),
+        ("trainr.tp=2", ["trainr", "use trainer"]),
+        ("adapters.0.lr=1", ["use adapters.0.optimizer.lr"]),
+        ("trainer.max_lora_rank=1", ["use rollout.max_lora_rank"]),
+        ("trainer.tp=two", ["trainer.tp", "'two'", "integer", "the command line"]),
+        ("trainer.tp=0", ["trainer.tp", "0 is not allowed", "greater than 0"]),
+        ("cluster.kind=k8s", ["cluster.kind", "'k8s'", "'local' or 'slurm'"]),
+        ("adapters.0.algorithm.kind=gpro", ["adapters.0.algorithm", "gpro", "'grpo'"]),
+        ("adapters.7.rank=1", ["there is no adapter '7'", "gsm8k"]),
+        ("trainer.tp.x=1", ["trainer.tp is a value"]),
+        ("trainer", ["is not an override"]),
+        ("=3", ["is not an override"]),
+        ("adapters.gsm8k=3", ["cannot be replaced as a whole"]),
+        ("run.name=[", ["not valid YAML"]),
+    ],
+)
+def test_wrong_override_is_one_line_with_the_fix(override: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([MOE], [override])
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+def test_unknown_key_in_a_file_names_file_and_line(tmp_path: Path) -> None:
+    overlay = write(tmp_path, "o.yaml", "rollout:\n  tp: 2\n  max_stalenes: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([MOE, overlay])
+    assert str(caught.value) == (f"rollout.max_stalenes: unknown key in {overlay}:3 (fix: use rollout.max_staleness)")
+
+
+def test_unknown_key_of_an_adapter_names_the_right_file(tmp_path: Path) -> None:
+    overlay = write(tmp_path, "o.yaml", "adapters:\n  - task:\n      n_evl: 3\n")
+    with pytest.raises(ConfigError, match=r"adapters\.0\.task\.n_evl: unknown key in .*o\.yaml:3 .*task\.n_eval"):
+        load_config([MOE, overlay])
+
+
+def test_missing_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.steps: is required"):
+        load_config([write(tmp_path, "a.yaml", MOE.read_text().replace("  steps: 200\n", ""))])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: [", "not valid YAML"),
+        ("- 1\n", "holds a list"),
+        ("run: {name: a}\nrun: {name: b}\n", "given twice"),
+        ("run: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+    ],
+)
+def test_wrong_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([MOE, write(tmp_path, "x.yaml", text)])
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config(["nowhere.yaml"])
+
+
+def test_relative_path_falls_back_to_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cwd" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "cwd")
+    assert load_config([MOE], ["model.path=model"]).model.path == str(tmp_path / "cwd" / "model")
+    assert load_config([MOE], ["model.path=absent"]).model.path == "absent"

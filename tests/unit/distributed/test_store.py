@@ -1,0 +1,190 @@
+"""The keyed store against torch's own, through the C++ wrapper that process groups use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from areal_lora.distributed.store import CurveStore
+from areal_lora.distributed.store_server import Await, Put, StoreServer, Table
+from areal_lora.network.curve import zmq_curve_keys
+from tests.support.weight_sync.helpers import SECRET
+
+OTHER = "00" * 32
+
+
+@pytest.fixture
+def server():
+    server = StoreServer("127.0.0.1", SECRET)
+    yield server
+    server.close()
+
+
+@contextmanager
+def client(server, timeout_s=5.0, secret=SECRET):
+    store = CurveStore(server.host, server.port, secret, timeout_s)
+    yield store
+    store.close()
+
+
+def script(store):
+    """What a store answers to a course of all operations; errors by their kind."""
+
+    def run(method, *arguments):
+        try:
+            return getattr(store, method)(*arguments)
+        except (dist.DistError, RuntimeError) as error:
+            return type(error).__name__
+
+    return [
+        run("set", "k", "v"), run("get", "k"), run("set", "k", b"\x00\xff"), run("get", "k"),
+        run("add", "n", 3), run("add", "n", -5), run("get", "n"), run("check", ["k", "n"]), run("check", ["k", "z"]),
+        run("compare_set", "c", "", "first"), run("compare_set", "c", "other", "second"),
+        run("compare_set", "c", "first", "second"), run("get", "c"), run("compare_set", "none", "old", "new"),
+        run("append", "a", "x"), run("append", "a", "yz"), run("multi_set", ["p", "q"], ["1", "2"]),
+        run("multi_get", ["a", "p", "q"]), run("wait", ["a", "q"]), run("wait", ["z"], timedelta(seconds=0.05)),
+        run("delete_key", "p"), run("delete_key", "p"), run("has_extended_api"),
+        run("set_timeout", timedelta(seconds=0.05)), run("get", "z"), run("multi_get", ["a", "z"]),
+    ]  # fmt: skip
+
+
+def test_it_answers_as_torchs_own(server):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        own = dist.TCPStore(
+            "127.0.0.1", port, 1, True, timedelta(seconds=5), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    with client(server) as store:
+        assert script(dist.PrefixStore("x", store)) == script(dist.PrefixStore("x", own))
+        assert store.num_keys() == 5  # k, n, c, a, q
+        assert dist.PrefixStore("y", store).clone().num_keys() == 5
+
+
+def test_waits_of_several_threads_do_not_hold_each_other_up(server):
+    with client(server) as store, ThreadPoolExecutor(8) as pool:
+        waits = [pool.submit(dist.PrefixStore("x", store).get, str(i)) for i in range(8)]
+        time.sleep(0.1)
+        for i in reversed(range(8)):
+            store.set(f"x/{i}", str(i))
+        assert [w.result(5) for w in waits] == [str(i).encode() for i in range(8)]
+
+
+def test_a_server_that_ends_wakes_who_waits(server):
+    with client(server, timeout_s=30.0) as store:
+        threading.Timer(0.2, server.close).start()
+        began = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match="closed"):
+            dist.PrefixStore("x", store).get("never")
+        with pytest.raises(dist.DistNetworkError, match="refused"):
+            store.set("k", "v")
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_connection_that_was_lost_while_idle_is_made_again(server):
+    """As a firewall does with connections that are silent for hours."""
+    with client(server) as store:
+        store.set("k", "v")
+        (idle,) = store._idle
+        at = psutil.Process().net_connections("tcp")
+        (end,) = {c.fd for c in at if c.raddr == (server.host, server.port) and c.status == psutil.CONN_ESTABLISHED}
+        with socket.socket(fileno=os.dup(end)) as held:
+            held.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + 5
+        while idle.usable() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert store.get("k") == b"v"
+
+
+def test_a_wait_ends_in_its_time_and_the_store_goes_on(server):
+    with client(server) as store:
+        began = time.monotonic()
+        with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0.2 s, keys: x/never"):
+            dist.PrefixStore("x", store).wait(["never"], timedelta(seconds=0.2))
+        assert 0.2 <= time.monotonic() - began < 2.0
+        store.set("x/never", "late")
+        assert store.get("x/never") == b"late"
+
+
+def test_another_secret_is_refused_at_once(server):
+    began = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match="another run"):
+        CurveStore(server.host, server.port, OTHER, 30.0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_the_servers_public_key_is_not_enough(server, monkeypatch):
+    """A client that knows it, but has a key pair of its own."""
+
+    def half(secret, role):
+        return zmq_curve_keys(SECRET if role == "torch-store" else OTHER, role)
+
+    monkeypatch.setattr("areal_lora.network.curve.zmq_curve_keys", half)
+    with pytest.raises(dist.DistNetworkError):
+        CurveStore(server.host, server.port, SECRET, 2.0)
+
+
+def test_bytes_that_are_no_handshake_do_no_harm(server):
+    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40):
+        with socket.create_connection((server.host, server.port), 2) as stranger, suppress(OSError):
+            stranger.sendall(junk)
+    with client(server) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+
+
+def test_it_listens_on_the_given_address_only():
+    before = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    server = StoreServer("127.0.0.2", SECRET)
+    after = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert after - before == {("127.0.0.2", server.port)}
+    server.close()
+    assert {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN} == before
+
+
+def test_it_works_over_ipv6():
+    server = StoreServer("::1", SECRET)
+    with client(server) as store:
+        assert store.add("n", 2) == 2
+    server.close()
+
+
+def test_nothing_is_left_after_closing(server):
+    """Threads and descriptors: a trainer connects anew for every change of the servers."""
+    process = psutil.Process()
+
+    def held():
+        return process.num_fds(), process.num_threads()
+
+    for turn in range(6):
+        with client(server) as store:
+            store.set("k", str(turn))
+        if turn == 0:
+            first = held()
+    deadline = time.monotonic() + 5
+    while held() > first and time.monotonic() < deadline:  # native threads end a moment later
+        time.sleep(0.05)
+    assert held() <= first
+
+
+def test_those_who_gave_up_are_forgotten():
+    now = [0.0]
+    answers = []
+    table = Table(lambda sender, reply: answers.append(sender[0]), lambda: now[0])
+    table.handle([b"early"], Await(["k"], 1.0, True))
+    table.handle([b"late"], Await(["k"], 9.0, True))
+    now[0] = 2.0
+    table.forget_late()
+    assert table.waiting == 1
+    table.handle([b"putter"], Put(["k"], [b"v"]))
+    assert answers == [b"late", b"putter"]
+    assert table.waiting == 0

@@ -1,0 +1,123 @@
+"""Plans of the shipped jobs, as data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.architectures import known_config
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.errors import ConfigError
+from areal_lora.launcher.plan import JobPlan, make_plan, rank_coordinates
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples" / "math"
+MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
+EMBEDDED = [*MOE, EXAMPLES / "embedded.yaml"]
+DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]
+
+
+def plan_of(paths: list[Path], *overrides: str) -> JobPlan:
+    config = load_config(paths, ["run.root=/r", *overrides])
+    folder = Path(config.model.path)
+    hf = json.loads((folder / "config.json").read_text()) if folder.is_dir() else known_config(config.model.path)
+    return make_plan(config, Facts(hf_config=hf))
+
+
+def test_embedded_processes() -> None:
+    plan = plan_of(EMBEDDED)
+    common = {
+        "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1",
+    }  # fmt: skip
+
+    def trainer(rank: int) -> dict[str, str]:
+        return common | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+
+    run = ("--run-folder", "/r/embedded")
+    assert [(p.name, p.argv, p.env) for p in plan.processes] == [
+        ("server-0", (sys.executable, "-m", "areal_lora.engine.vllm_ext.server", *run, "--index", "0"), common),
+        ("controller-0", (sys.executable, "-m", "areal_lora.rollout.main", *run), common),
+        ("trainer-0", (sys.executable, "-m", "areal_lora.trainer.main", *run), trainer(0)),
+        ("trainer-1", (sys.executable, "-m", "areal_lora.trainer.main", *run), trainer(1)),
+    ]
+    assert {p.node for p in plan.processes} == {0}
+    assert [(p.process, p.plane, p.host, p.port) for p in plan.ports] == [
+        ("trainer-0", "store", "127.0.0.1", 0),
+        ("controller-0", "control", "127.0.0.1", 0),
+        ("server-0", "data", "127.0.0.1", 0),
+        ("server-0", "admin", "127.0.0.1", 0),
+    ]
+
+
+def test_nothing_secret_in_arguments_or_environment() -> None:
+    for process in plan_of(MOE).processes:
+        assert "secret" not in " ".join([*process.argv, *process.env, *process.env.values()]).lower()
+
+
+def test_cluster_placement() -> None:
+    plan = plan_of(MOE)
+    assert [(p.node, p.devices) for p in plan.role("trainer")] == [(r // 8, (r % 8,)) for r in range(16)]
+    assert [(p.node, p.devices) for p in plan.role("server")] == [(2, (0, 1)), (2, (2, 3)), (2, (4, 5)), (2, (6, 7))]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plan.role("server")] == ["0,1", "2,3", "4,5", "6,7"]
+    assert {p.env["CUDA_VISIBLE_DEVICES"] for p in plan.role("trainer")} == {"0,1,2,3,4,5,6,7"}
+    assert [p.env["LOCAL_RANK"] for p in plan.role("trainer")] == [str(r % 8) for r in range(16)]
+    assert all("MASTER_ADDR" not in p.env and "GLOO_SOCKET_IFNAME" not in p.env for p in plan.processes)
+
+
+@pytest.mark.parametrize("paths", [MOE, DENSE], ids=["moe", "dense"])
+def test_no_device_is_given_twice(paths: list[Path]) -> None:
+    plan = plan_of(paths)
+    taken = [(p.node, device) for p in plan.processes for device in p.devices]
+    assert len(taken) == len(set(taken))
+
+
+def test_server_does_not_straddle_nodes() -> None:
+    # 3 trainers leave 5 devices on node 0: one server of 4 fits, the next begins on node 1.
+    overrides = ["trainer.world_size=3", "trainer.tp=1", "trainer.ep=1", "rollout.tp=4", "rollout.servers=3"]
+    plan = plan_of(MOE, *overrides, "cluster.nodes=2")
+    assert [(p.node, p.devices) for p in plan.role("server")] == [
+        (0, (3, 4, 5, 6)), (1, (0, 1, 2, 3)), (1, (4, 5, 6, 7)),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="no room"):
+        plan_of(MOE, *overrides, "cluster.nodes=1")
+
+
+def test_roles_have_their_own_interpreter() -> None:
+    plan = plan_of(EMBEDDED, "trainer.python=/t/python", "rollout.python=/r/python")
+    assert [p.argv[0] for p in plan.processes] == ["/r/python", sys.executable, "/t/python", "/t/python"]
+
+
+def test_fixed_ports_are_consecutive() -> None:
+    plan = plan_of(EMBEDDED, "rollout.port=4000", "rollout.servers=2")
+    assert [p.port for p in plan.ports if p.plane == "data"] == [4000, 4001]
+
+
+def test_rank_coordinates_cover_every_layout_once() -> None:
+    config = load_config(
+        MOE, ["trainer.world_size=16", "trainer.tp=2", "trainer.pp=2", "trainer.ep=4", "trainer.etp=2"]
+    )
+    coordinates = [rank_coordinates(config, rank) for rank in range(16)]
+    assert len({(c.pp, c.dp, c.tp) for c in coordinates}) == 16
+    assert sorted({(c.pp, c.ep, c.etp) for c in coordinates}) == [
+        (p, e, t) for p in range(2) for e in range(4) for t in range(2)
+    ]
+    # tp neighbours are consecutive ranks; pipeline stages are halves of the world.
+    assert [c.tp for c in coordinates[:4]] == [0, 1, 0, 1]
+    assert [c.pp for c in coordinates] == [0] * 8 + [1] * 8
+
+
+def test_estimates_of_both_jobs() -> None:
+    big, small = plan_of(MOE).estimates, plan_of(EMBEDDED).estimates
+    assert big.resident_versions == small.resident_versions == 4
+    assert big.base_bytes == pytest.approx(61.06e9, rel=1e-3)
+    (adapter,) = big.adapters
+    assert (adapter.size.names, adapter.size.tensors) == (37_248, 31_008)
+    assert adapter.wire_bytes == 2 * adapter.size.parameters
+    (tiny,) = small.adapters
+    assert (tiny.size.names, tiny.size.tensors) == (4 * (8 + 8 * 6), 4 * (6 + 8 * 5))
+    assert tiny.wire_bytes == 4 * tiny.size.parameters, "fp32 on the wire in the embedded run"

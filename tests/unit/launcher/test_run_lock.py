@@ -1,0 +1,141 @@
+"""Two launchers in one folder, with flock and on file systems that have none: real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_lora.errors import ConfigError
+from areal_lora.launcher.run_lock import Owner, RunLock
+from tests.support.paths import SUPPORT
+
+NO_LOCKS = SUPPORT / "no_locks.py"
+LACKS = [["flock", "ENOSYS"], ["flock", "EOPNOTSUPP"], ["flock", "ENOLCK"]]
+HOLD = """
+import sys
+from pathlib import Path
+from areal_lora.errors import ConfigError
+from areal_lora.launcher.run_lock import RunLock
+try:
+    lock = RunLock(Path(sys.argv[1]))
+    lock.take()
+except ConfigError as error:
+    print("refused:", error, flush=True)
+else:
+    print("held", flush=True)
+    sys.stdin.readline()
+    lock.release()
+"""
+
+
+class Launchers:
+    def __init__(self, folder: Path, lacks: list[str]) -> None:
+        self.folder = folder
+        self._command = [sys.executable, str(NO_LOCKS), *lacks] if lacks else []
+        self._all: list[subprocess.Popen[str]] = []
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [*self._command, sys.executable, "-c", HOLD, str(self.folder)]
+        pipe = subprocess.PIPE
+        self._all.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return self._all[-1]
+
+    def says(self, launcher: subprocess.Popen[str]) -> str:
+        assert launcher.stdout is not None
+        return launcher.stdout.readline().rstrip()
+
+    def end(self) -> None:
+        for launcher in self._all:
+            launcher.kill()
+            launcher.communicate()
+
+
+@pytest.fixture(params=[[], *LACKS], ids=["flock", "ENOSYS", "EOPNOTSUPP", "ENOLCK"])
+def launchers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launchers]:
+    made = Launchers(tmp_path / "run", request.param)
+    yield made
+    made.end()
+
+
+def test_the_second_launcher_is_refused_until_the_first_one_ends_or_dies(launchers: Launchers) -> None:
+    first = launchers.start()
+    assert launchers.says(first) == "held"
+    refused = launchers.says(launchers.start())
+    assert "is still going" in refused
+    assert (f"process {first.pid} on {os.uname().nodename}" in refused) == bool(launchers._command)
+    first.communicate("\n")
+    second = launchers.start()
+    assert launchers.says(second) == "held"
+    second.kill()
+    second.wait()
+    assert launchers.says(launchers.start()) == "held", "a launcher that died is in the way of the same command"
+
+
+@pytest.mark.parametrize("launchers", [["flock", "ENOSYS"]], indirect=True, ids=["ENOSYS"])
+def test_the_console_says_in_one_line_that_there_is_no_flock(launchers: Launchers) -> None:
+    first = launchers.start()
+    assert launchers.says(first) == "held"
+    _, said = first.communicate("\n")
+    assert "has no flock (Function not implemented): .run.owner marks the run as started here instead" in said
+    assert said.count("\n") == 1
+    assert not (launchers.folder.parent / ".run.owner").exists()
+
+
+@pytest.mark.parametrize("launchers", [["flock", "ENOSYS"]], indirect=True, ids=["ENOSYS"])
+def test_of_many_launchers_that_find_the_mark_of_a_dead_one_only_one_starts(launchers: Launchers) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    mark = msgspec.structs.replace(Owner.me(), pid=dead.pid)
+    (launchers.folder.parent / ".run.owner").write_bytes(msgspec.json.encode(mark))
+    said = [launchers.says(launcher) for launcher in [launchers.start() for _ in range(4)]]
+    assert sorted(line.split(":")[0] for line in said) == ["held", "refused", "refused", "refused"], said
+
+
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> RunLock:
+    def no_flock(fd: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_flock)
+    lock = RunLock(tmp_path / "run")
+    lock.owner_path.write_bytes(content)
+    return lock
+
+
+def mark(**changes: object) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(Owner.me(), **changes))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [mark(), mark(host="elsewhere"), mark(host="elsewhere", boot="another"), mark(namespace="pid:[1]"), b"", b"torn"],
+    ids=["alive", "another host", "another host, booted since", "another container", "empty", "torn"],
+)
+def test_a_mark_that_may_be_of_a_living_launcher_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    lock = written(tmp_path, monkeypatch, content)
+    with pytest.raises(ConfigError, match=r"is still going.*remove .*/\.run\.owner if that process is over"):
+        lock.take()
+    assert lock.owner_path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [mark(boot="before the reboot"), mark(started=1), mark(pid=random.SystemRandom().randrange(2**22, 2**23))],
+    ids=["booted since", "its number was given again", "no such process"],
+)
+def test_a_mark_of_a_dead_launcher_of_this_host_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    lock = written(tmp_path, monkeypatch, content)
+    lock.take()
+    assert msgspec.json.decode(lock.owner_path.read_bytes(), type=Owner) == Owner.me()
+    lock.release()
+    assert not lock.owner_path.exists()

@@ -1,0 +1,138 @@
+"""The live view: plain lines off a terminal, a panel on one, only new bytes at each tick."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from areal_lora.obs.console import KEPT, PROBLEMS_SHOWN, LiveConsole, duration, number, publish_problem, sparkline
+from areal_lora.obs.metrics import EvalRecord, MetricsWriter, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.processes.log import set_status
+from tests.support.obs.fake_run import make_run
+
+
+def step(index: int, **values: Any) -> StepRecord:
+    return StepRecord(step=index, version=index, time_s=2.0 * (index + 1), staleness={0: 3, 1: 1}, step_s=2.0, **values)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(folder: Path, total: int = 10) -> tuple[LiveConsole, io.StringIO, Clock]:
+    out, clock = io.StringIO(), Clock()
+    view = LiveConsole(folder, total, console=Console(file=out, force_terminal=False, width=40), clock=clock)
+    view.start()
+    return view, out, clock
+
+
+def test_statuses_are_shown_once_each_until_the_first_step(tmp_path: Path) -> None:
+    view, out, clock = plain(tmp_path)
+    set_status(tmp_path, "server", 0, "loading [weights]")
+    view.tick()
+    view.tick()
+    clock.now = 61.0
+    set_status(tmp_path, "server", 0, "ready")
+    view.tick()
+    assert out.getvalue().splitlines() == ["[0:00] server-0: loading [weights]", "[1:01] server-0: ready"]
+
+
+def test_one_line_per_step_eval_and_publish_problem(tmp_path: Path) -> None:
+    view, out, _ = plain(tmp_path)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(EvalRecord(version=0, step=0, accuracy=0.25, n=200))
+        writer.write(PublishRecord(version=0, total_ms=20.0, probe_mean_abs=0.0))
+        writer.write(step(0, reward_mean=0.5, loss=0.01, rollout_tokens_per_s=4321.0))
+        view.tick()
+        writer.write(step(1, reward_mean=0.75))
+        writer.write(PublishRecord(version=1, total_ms=20.0, probe_mean_abs=1e-6, differs_from_base=False))
+    view.stop()  # what came after the last tick is not lost
+    lines = out.getvalue().splitlines()
+    assert [line.split("] ", 1)[1].split("  ")[0] for line in lines] == [
+        "eval of v0: accuracy 0.250 over 200 problems",
+        "step 1/10",
+        "step 2/10",
+        "publish v1: the servers still answer like the base model",
+    ]
+    assert "reward 0.500" in lines[1]
+    assert "4321 tok/s" in lines[1]
+    assert "staleness 0:75% 1:25%" in lines[1]
+    assert "sync 20.0 ms" in lines[1]
+    assert lines[2].endswith("ETA 0:16")  # 8 steps left at 2 s
+
+
+def test_a_resumed_run_does_not_print_its_past(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=5)
+    view, out, _ = plain(tmp_path)
+    view.tick()
+    assert out.getvalue() == ""
+    assert view.view.steps_done == 5
+
+
+def test_statuses_return_when_nothing_is_recorded_for_long(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=2)
+    view, out, clock = plain(tmp_path)
+    set_status(tmp_path, "trainer", 0, "waiting for rollouts")
+    view.tick()
+    assert out.getvalue() == ""
+    clock.now = 60.0
+    set_status(tmp_path, "trainer", 0, "still waiting for rollouts")
+    view.tick()
+    assert out.getvalue() == "[1:00] trainer-0: still waiting for rollouts\n"
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_panel_shows_the_run(tmp_path: Path, width: int) -> None:
+    make_run(tmp_path, steps=20)
+    out = io.StringIO()
+    view = LiveConsole(tmp_path, 40, console=Console(file=out, force_terminal=True, width=width, color_system=None))
+    view.start()
+    view.tick()
+    view.stop()
+    text = out.getvalue()
+    for part in ("20/40", "ETA 0:40", "reward", "▁", "0.850", "v20", "ms p50", "commit_wait", "tokens/s"):
+        assert part in text, part
+
+
+def test_the_panel_shows_what_processes_wait_for_before_the_first_step(tmp_path: Path) -> None:
+    set_status(tmp_path, "server", 0, "loading [weights]")
+    out = io.StringIO()
+    view = LiveConsole(tmp_path, 40, console=Console(file=out, force_terminal=True, width=100, color_system=None))
+    view.start()
+    view.stop()
+    view.stop()
+    assert "server-0" in out.getvalue()
+    assert "loading [weights]" in out.getvalue()
+
+
+def test_a_long_resumed_run_is_remembered_in_part_and_counted_in_full(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for k in range(2 * KEPT):
+            writer.write(step(k, reward_mean=0.5))
+            writer.write(PublishRecord(version=k + 1, total_ms=20.0, probe_mean_abs=1e-6))
+    view, _, _ = plain(tmp_path, total=3 * KEPT)
+    assert view.view.steps_done == 2 * KEPT
+    assert (len(view.view.steps), len(view.view.publishes)) == (KEPT, KEPT)
+    assert len(view.view.problems) == PROBLEMS_SHOWN
+    assert view.view.remaining_s(3 * KEPT) == 2.0 * KEPT
+    view.view.add(ResumeRecord(version=7, time_s=1.0))  # an older checkpoint than all that is remembered
+    assert view.view.steps_done == 7
+
+
+def test_a_publish_without_a_finite_probe_is_a_problem() -> None:
+    assert publish_problem(PublishRecord(version=1, total_ms=1.0, differs_from_base=True)) is not None
+    fine = PublishRecord(version=1, total_ms=1.0, differs_from_base=True, probe_mean_abs=1e-6)
+    assert publish_problem(fine) is None
+
+
+def test_small_formats() -> None:
+    assert (duration(75), duration(3725.4), duration(0)) == ("1:15", "1:02:05", "0:00")
+    assert (number(None), number(0.0), number(0.5), number(2e-6)) == ("-", "0.000", "0.500", "2e-06")
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"

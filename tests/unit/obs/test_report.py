@@ -1,0 +1,102 @@
+"""The report is one self-contained file that shows the figures of the run and runs nothing."""
+
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+from areal_lora.obs.metrics import EvalRecord, MetricsWriter, RolloutSampleRecord
+from areal_lora.obs.report import write_plot, write_report
+from tests.support.obs.fake_run import make_config, make_run
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text; checks that tags close in order."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
+    html = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
+    page = Page(html)
+    assert page.tags.count("svg") == 17
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
+    assert "url(" not in html
+    assert "@import" not in html
+    for shown in ("0.250 → 0.850", "Staleness", "Publish by phase", "commit_wait", "Parity probe", "Early", "Late",
+                  "same version (numerics)", "re-issued", "late duplicates", "stale 5, timeout 1", "3.0 MiB",
+                  "was killed by signal 9", "Resumed from a checkpoint"):  # fmt: skip
+        assert shown in page.text, shown
+    assert '"world_size": 2' in page.text
+    assert "nothing recorded" not in page.text
+
+
+def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=2)
+    attack = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(RolloutSampleRecord(step=0, prompt=attack, completion=attack, reward=0.0, gold=attack))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert not {"script", "img"} & set(page.tags)
+    assert page.text.count(attack) == 3
+
+
+def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(make_config().model_dump_json())
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert page.text.count("nothing recorded") == 17
+    assert "None recorded." in page.text
+
+
+def test_every_sample_is_shown_at_most_once(tmp_path: Path) -> None:
+    html = write_report(make_run(tmp_path, steps=26)).read_text(encoding="utf-8")  # 6 samples
+    assert [int(n) for n in re.findall(r"<span>step (\d+)</span>", html)] == [0, 5, 10, 15, 20, 25]
+
+
+def test_the_plot_is_one_valid_svg(tmp_path: Path) -> None:
+    path = write_plot(make_run(tmp_path / "run"), tmp_path / "img" / "run.svg")
+    root = ET.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"reward per step", "smoothed", "held-out accuracy", "optimizer step"} <= set(texts)
+
+
+def test_without_a_rule_for_what_is_correct_rewards_are_shown_and_no_accuracy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(make_config().model_dump_json())
+    with MetricsWriter(tmp_path) as writer:
+        for version, reward in ((0, -0.25), (20, 0.125)):
+            figures = {"accuracy": None, "reward_mean": reward, "n": 64, "unscored": 3}
+            writer.write(EvalRecord(version=version, step=version, **figures))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    for shown in ("-held-out greedy accuracy", "-0.250 → 0.125held-out mean reward", "3 of 64"):
+        assert shown in page.text, shown
+    root = ET.parse(write_plot(tmp_path, tmp_path / "run.svg")).getroot()
+    texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "held-out reward" in texts
+    assert "held-out accuracy" not in texts

@@ -1,0 +1,300 @@
+"""Client, messages and control socket against a handler without a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.channel import client as trainer_client
+from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.control import ControlSocket
+from areal_lora.run_folder.rendezvous import Endpoint
+from areal_lora.types import AdapterRef
+from tests.support.rollout.helpers import NAME, episode, stream
+
+SECRET = "5" * 64
+STATS = m.Stats(
+    newest_version=1, waiting=0, ready=0, running=3, leased=0, leased_steps=0, issued=3, consumed=0,
+    dropped={"stale": 1}, reissued=0, rolled_back=0, retried={}, late=0, staleness={0: 2}, tokens_generated=0,
+    idle_s=0.0, generation_s=0.0,
+)
+Handler = Callable[[m.Request], Awaitable[m.Reply]]
+
+
+def result(version: int, tag: str) -> m.EvalResult:
+    return m.EvalResult(adapter=NAME, version=version, tag=tag, accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    clients = list[RolloutClient]()
+    sockets = list[ControlSocket]()
+    tasks = list[Any]()
+
+    def make(handler: Handler) -> RolloutClient:
+        async def welcoming(request: m.Request) -> m.Reply:
+            return m.Welcome(adapters=(NAME,), life="1") if isinstance(request, m.Hello) else await handler(request)
+
+        async def serve() -> None:
+            async with asyncio.TaskGroup() as group:
+                await sockets[0].serve(welcoming, group)
+
+        async def bind() -> ControlSocket:
+            return ControlSocket("127.0.0.1", SECRET)
+
+        sockets.append(asyncio.run_coroutine_threadsafe(bind(), loop).result(5))
+        tasks.append(asyncio.run_coroutine_threadsafe(serve(), loop))
+        endpoint = Endpoint(host="127.0.0.1", ports={"control": sockets[0].port}, pid=0)
+        clients.append(RolloutClient(lambda: endpoint, SECRET, patience_s=2.0))
+        clients[-1].hello({NAME: 0}, {})
+        return clients[-1]
+
+    async def close() -> None:
+        for socket in sockets:
+            socket.close()
+
+    yield make
+    for client in clients:
+        client.close()
+    for task in tasks:
+        task.cancel()
+    asyncio.run_coroutine_threadsafe(close(), loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()
+
+
+def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClient]) -> None:
+    groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
+
+    async def handler(request: m.Request) -> m.Reply:
+        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.SHORT_POLL_S, life="1")
+        return m.Batch(
+            adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s",
+            events=(result(3, "during"),),
+        )
+
+    client = connect(handler)
+    client._owed[NAME, 3, "during"] = m.Evaluate(adapter=NAME, version=3, tag="during")
+    batch = client.next_batch(NAME, step=4, version=4)
+    assert batch.groups == groups
+    assert batch.stats == STATS
+    assert batch.events == (result(3, "during"),)
+
+
+def test_waiting_is_said_and_ends(
+    connect: Callable[[Handler], RolloutClient], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    monkeypatch.setattr(trainer_client, "POLL_S", 0.0)
+
+    async def handler(request: m.Request) -> m.Reply:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            return m.NotReady(ready=40, needed=64, running=90, dropped=1, note="last fault: connection: refused")
+        return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
+
+    with caplog.at_level(logging.INFO, "areal_lora"):
+        connect(handler).next_batch(NAME, step=12, version=12)
+    assert asked == 3
+    assert "waiting for rollout batch 12" in caplog.text
+    assert "40/64 groups ready, 90 running, 1 dropped; last fault: connection: refused" in caplog.text
+
+
+def test_waiting_ends_without_a_batch_when_something_else_is_to_be_done(
+    connect: Callable[[Handler], RolloutClient],
+) -> None:
+    async def handler(request: m.Request) -> m.Reply:
+        return m.NotReady(ready=0, needed=64, running=0, dropped=0)
+
+    client = connect(handler)
+    answers = [False, True]
+    assert client.poll_batch(NAME, step=0, version=0, interrupted=lambda: answers.pop(0)) is None
+    assert answers == []
+
+
+def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], RolloutClient]) -> None:
+    replies = [(), (result(1, "during"), result(2, "after")), (result(3, "during"),)]
+
+    async def handler(request: m.Request) -> m.Reply:
+        return m.Events(events=replies.pop(0)) if isinstance(request, m.GetEvents) else m.Done()
+
+    client = connect(handler)
+    ref = AdapterRef(name=NAME, version=2)
+    client.request_eval(ref, "after")
+    for version in (1, 3):
+        client.request_eval(AdapterRef(name=NAME, version=version), "during")
+    assert client.wait_eval(ref, "after") == result(2, "after")
+    for version in (3, 1):
+        ref = AdapterRef(name=NAME, version=version)
+        assert client.wait_eval(ref, "during") == result(version, "during")
+    assert not replies
+
+
+def test_a_result_whose_reply_is_lost_is_asked_for_again(
+    connect: Callable[[Handler], RolloutClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller has handed it out and forgotten it; without another evaluation it would be waited for for ever."""
+    asked, fetched = list[m.Request](), 0
+
+    async def handler(request: m.Request) -> m.Reply:
+        nonlocal fetched
+        if isinstance(request, m.Evaluate):
+            asked.append(request)
+            return m.Done()
+        fetched += 1
+        if fetched == 1:
+            await asyncio.sleep(0.6)
+        return m.Events(events=(result(2, "after"),) if len(asked) > 1 or fetched == 1 else ())
+
+    client = connect(handler)
+    ref = AdapterRef(name=NAME, version=2)
+    client.request_eval(ref, "after")
+    monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(trainer_client, "SHORT_POLL_S", 0.0)
+    found: list[m.EvalResult] = []
+    waiting = threading.Thread(target=lambda: found.append(client.wait_eval(ref, "after")), daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert found == [result(2, "after")]
+    assert len(asked) == 2
+
+
+def test_a_refusal_is_raised_with_its_reason(connect: Callable[[Handler], RolloutClient]) -> None:
+    async def handler(request: m.Request) -> m.Reply:
+        raise RolloutError("no such adapter")
+
+    with pytest.raises(RolloutError, match="refused GetStats: no such adapter"):
+        connect(handler).stats(NAME)
+
+
+def test_a_silent_controller_is_an_error(
+    connect: Callable[[Handler], RolloutClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handler(request: m.Request) -> m.Reply:
+        if isinstance(request, m.GetStats):
+            await asyncio.sleep(0.4)
+            return STATS
+        await asyncio.sleep(0.6)
+        return m.Done()
+
+    client = connect(handler)
+    monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client, "_patience_s", 0.3)
+    with pytest.raises(RolloutError, match=r"not there for GetStats .* did not answer within 0 s"):
+        client.stats(NAME)
+    monkeypatch.setattr(trainer_client, "ANSWER_S", 5.0)
+    client.announce(AdapterRef(name=NAME, version=0), {})  # the late answer is not taken for this one's
+
+
+def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler], RolloutClient]) -> None:
+    released = asyncio.Event()
+
+    async def handler(request: m.Request) -> m.Reply:
+        if isinstance(request, m.AnnounceVersion):
+            released.set()
+            return m.Done()
+        await asyncio.wait_for(released.wait(), 5)
+        return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
+
+    client = connect(handler)
+    timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0), {}])
+    timer.start()
+    assert client.next_batch(NAME, step=0, version=0).step == 0
+    timer.join()
+
+
+def test_bytes_that_are_no_message_are_refused() -> None:
+    with pytest.raises(ValueError, match="Invalid value 'Pickle'"):
+        m.decode_request(m.encode({"type": "Pickle"}))
+
+
+def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() -> None:
+    """It comes back on another port with another life and knows nothing; a long poll is under way meanwhile."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    heard: list[list[m.Request]] = [[], []]
+    polled = threading.Event()
+
+    def handler(life: int) -> Handler:
+        async def handle(request: m.Request) -> m.Reply:
+            if isinstance(request, m.Hello):
+                heard[life].append(request)
+                return m.Welcome(adapters=(NAME,), life=str(life))
+            if request.life != str(life):
+                return m.NotGreeted()
+            heard[life].append(request)
+            if isinstance(request, m.GetBatch):
+                if life == 0 and request.step == 1:
+                    polled.set()
+                    await asyncio.sleep(60)
+                return m.Batch(
+                    adapter=NAME, step=request.step, groups=(), stats=STATS, samples=(), events=(),
+                    snapshot=b"after %d" % request.step,
+                )
+            return m.Done()
+
+        return handle
+
+    async def start(life: int) -> tuple[ControlSocket, asyncio.Task[None]]:
+        socket = ControlSocket("127.0.0.1", SECRET)
+
+        async def serve() -> None:
+            async with asyncio.TaskGroup() as group:
+                await socket.serve(handler(life), group)
+
+        return socket, asyncio.create_task(serve())
+
+    async def end(socket: ControlSocket, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.wait([task])
+        socket.close()
+
+    def run(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(10)
+
+    first = run(start(0))
+    endpoint: Endpoint | None = Endpoint(host="127.0.0.1", ports={"control": first[0].port}, pid=0)
+    client = RolloutClient(lambda: endpoint, SECRET)
+    client.hello({NAME: 0}, {})
+    ref = AdapterRef(name=NAME, version=0)
+    client.announce(ref, {"server-0": "http://one"}, ["server-1"])
+    client.request_eval(ref, "owed")
+    client.next_batch(NAME, step=0, version=0)
+    asking = threading.Thread(target=client.next_batch, args=[NAME], kwargs={"step": 1, "version": 1})
+    asking.start()
+    assert polled.wait(5)
+    endpoint = None
+    run(end(*first))
+    second = run(start(1))
+    endpoint = Endpoint(host="127.0.0.1", ports={"control": second[0].port}, pid=1)
+    client.commit(NAME, 0)
+    asking.join(10)
+    assert not asking.is_alive()
+    hello, *reminders = heard[1]
+    assert isinstance(hello, m.Hello)
+    assert isinstance(heard[0][0], m.Hello)
+    assert hello.trainer == heard[0][0].trainer
+    assert (hello.versions, hello.snapshots) == ({NAME: 1}, {NAME: b"after 0"})
+    assert reminders[:2] == [
+        m.AnnounceVersion(adapter=NAME, version=0, servers={"server-0": "http://one"}, life="1"),
+        m.Evaluate(adapter=NAME, version=0, tag="owed", life="1"),
+    ]
+    assert {type(request) for request in reminders[2:]} - {m.Evaluate} == {m.CommitStep, m.GetBatch}
+    client.close()
+    run(end(*second))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()

@@ -1,0 +1,339 @@
+"""The controller's tasks, sockets and HTTP, whole: fake servers on one side, the trainer's client on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lora.config.models import AgentWorkflow, Config, FunctionReward, MultiTurnWorkflow, WorkflowConfig
+from areal_lora.data.collate import collate
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.main import adapter_data, serve
+from areal_lora.rollout.testing import FakeServer, Fault
+from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.types import AdapterRef, Outcome, Sample
+from tests.support.rollout.helpers import NAME, CharTokenizer, config
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+@dataclass
+class Running:
+    client: RolloutClient
+    endpoint: Endpoint
+    servers: tuple[FakeServer, ...]
+    ended: Any  # the controller's future
+    folder: Path
+
+    def activate(self, version: int) -> None:
+        for server in self.servers:
+            server.models.add(f"{NAME}@v{version}")
+        self.announce(version)
+
+    def announce(self, version: int, lost: tuple[str, ...] = ()) -> None:
+        urls = {f"server-{i}": s.url for i, s in enumerate(self.servers) if f"server-{i}" not in lost}
+        self.client.announce(AdapterRef(name=NAME, version=version), urls, lost)
+
+    def batch(self, step: int) -> Any:
+        return self.client.next_batch(NAME, step=step, version=step)
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    loop, server_loop = Loop(), Loop()
+    stop = asyncio.Event()
+    started: list[Running] = []
+
+    def start(*servers: FakeServer, workflow: WorkflowConfig | None = None, **settings: int) -> Running:
+        create_secret(tmp_path)
+        for server in servers:
+            server_loop.run(server.__aenter__())
+        made = config("none", servers=len(servers), **settings)
+        entry = made.adapters[0].model_copy(update={"workflow": workflow} if workflow else {})
+        data = [adapter_data(made, entry, CharTokenizer())]
+        work = serve(made, tmp_path, data, stop)
+        ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
+        endpoint = wait_endpoint(tmp_path, "controller", 0, 20, lambda: not ended.done())
+        client = RolloutClient(lambda: endpoint, read_secret(tmp_path))
+        client.hello({NAME: 0}, {})
+        started.append(Running(client, endpoint, servers, ended, tmp_path))
+        return started[-1]
+
+    yield start
+    loop.loop.call_soon_threadsafe(stop.set)
+    for running in started:
+        running.client.close()
+        running.ended.exception(20)
+        for server in running.servers:
+            server_loop.run(server.__aexit__())
+    loop.close()
+    server_loop.close()
+
+
+def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callable[..., Running]) -> None:
+    faults = {1: Fault(status=503), 3: Fault(disconnect=True), 5: Fault(status=500)}
+    one = FakeServer(fault=faults.get, delay_s=lambda k: 0.01 * (k % 3))
+    two = FakeServer(fault=faults.get, answer=lambda prompt, sample: ([65 + sample, 2], "0"))
+    run = controller(one, two, eta=1, b=4, steps=6)
+    assert run.client.adapters == (NAME,)
+    run.client.request_eval(AdapterRef(name=NAME, version=0), "before")  # asked before the version is there
+    seen: set[str] = set()
+    events = []
+    for step in range(6):
+        run.activate(step)
+        batch = run.batch(step)
+        events += batch.events
+        assert len(batch.groups) == 4
+        for group in batch.groups:
+            assert group.uid not in seen
+            seen.add(group.uid)
+            assert len(group.trajectories) == 2
+            for t in group.trajectories:
+                prompt = t.loss_mask.index(1)
+                answer = len(t.token_ids) - prompt
+                assert t.outcome is Outcome.OK
+                assert t.reward in (0.0, 1.0)
+                assert t.loss_mask == [0] * prompt + [1] * answer
+                assert t.rollout_logprobs == [0.0] * prompt + [-0.5, -1.0]
+                assert t.versions[:prompt] == [-1] * prompt
+                assert all(step - 1 <= v <= step for v in t.versions[prompt:])
+        # A version goes away under the controller's feet: its requests are asked again of the newest.
+        for server in (one, two):
+            server.models.discard(f"{NAME}@v{step - 1}")
+    stats = run.client.stats(NAME)
+    assert stats.issued == stats.consumed + stats.leased + stats.ready + stats.running + sum(stats.dropped.values())
+    assert sum(stats.retried.values()) >= 3
+    assert set(stats.staleness) == {0, 1}
+    assert one.requests
+    assert two.requests
+    before = events[0] if events else run.client.wait_eval(AdapterRef(name=NAME, version=0), "before")
+    assert (before.n, before.error) == (40, "") or "version_retired" in before.error
+    run.client.request_eval(AdapterRef(name=NAME, version=5), "after")
+    after = run.client.wait_eval(AdapterRef(name=NAME, version=5), "after")
+    assert (after.n, after.version, after.error) == (40, 5, "")
+    assert all(sample.version == 5 for sample in after.samples)
+    run.client.shutdown()
+    assert run.ended.exception(10) is None
+
+
+def test_the_same_step_asked_again_gives_the_same_groups(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer(), eta=0)
+    run.activate(0)
+    first = run.batch(0)
+    assert run.batch(0).groups == first.groups
+    assert run.client.stats(NAME).issued == 4
+
+
+def test_announce_from_another_thread_while_a_batch_is_awaited(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer())
+    timer = threading.Timer(0.3, run.activate, [0])
+    timer.start()
+    assert len(run.batch(0).groups) == 4
+    timer.join()
+
+
+def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., Running]) -> None:
+    server = FakeServer(delay_s=lambda k: 0.5 if k < 2 else 0.0)
+    run = controller(server, steps=1, eta=0)
+    ref = AdapterRef(name=NAME, version=0)
+    run.client.request_eval(ref, "e")
+    run.activate(0)
+    while not any(isinstance(request["prompt"][0], list) for request in server.requests):
+        time.sleep(0.01)
+    before = len(server.requests)
+    other = RolloutClient(lambda: run.endpoint, read_secret(run.folder))
+    try:
+        other.hello({NAME: 0}, {})
+        other.announce(ref, {"server-0": server.url})
+        other.request_eval(ref, "e")
+        assert other.wait_eval(ref, "e").n == 40
+        evaluated = [r for r in server.requests[before:] if isinstance(r["prompt"][0], list)]
+        assert sum(len(r["prompt"]) for r in evaluated) >= 40  # not the result of what the other had asked
+        for _ in range(2):
+            other.request_eval(ref, "again")
+            time.sleep(0.3)  # it is over, and its result has not been fetched
+        assert other.wait_eval(ref, "again").n == 40
+        evaluated = [r for r in server.requests if isinstance(r["prompt"][0], list)]
+        assert sum(len(r["prompt"]) for r in evaluated) <= 3 * 40
+    finally:
+        other.close()
+
+
+def test_evaluations_come_one_after_the_other_and_hold_up_no_rollouts(controller: Callable[..., Running]) -> None:
+    """Each holds its version on the servers, which have room for one beside those that are rolled out."""
+    slow_s = 0.4
+    begun: list[tuple[float, str]] = []
+
+    def delay(k: int) -> float:
+        request = server.requests[k]
+        if not isinstance(request["prompt"][0], list):
+            return 0.0
+        begun.append((time.monotonic(), request["model"]))
+        return slow_s
+
+    server = FakeServer(delay_s=delay)
+    run = controller(server, steps=6, eta=0)
+    start = time.monotonic()
+    for step in range(6):
+        if step in (1, 2):  # asked before it is announced
+            run.client.request_eval(AdapterRef(name=NAME, version=step), "e")
+        run.activate(step)
+        run.batch(step)
+        run.client.commit(NAME, step)
+        if step in (0, 5):
+            run.client.request_eval(AdapterRef(name=NAME, version=step), "e")
+    assert time.monotonic() - start < 2 * slow_s, "training waited for evaluations"
+    results = [run.client.wait_eval(AdapterRef(name=NAME, version=v), "e") for v in (0, 1, 2, 5)]
+    assert [(r.n, r.error) for r in results] == [(40, "")] * 4
+    assert [model for _, model in begun] == [f"{NAME}@v{v}" for v in (0, 0, 1, 1, 2, 2, 5, 5)]
+    ends = {model: at + slow_s for at, model in begun}
+    for (at, model), (_, before) in zip(begun[2::2], begun[::2], strict=False):
+        assert at > ends[before] - 0.01, f"{model} was begun while {before} was evaluated"
+
+
+def test_held_out_prompts_that_are_too_long_are_left_out_and_named_before_anything_is_trained(
+    controller: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would refuse each request that has one of them, and with it the whole evaluation."""
+
+    def samples(task: Any, split: str) -> list[Sample]:
+        made = load_samples(task, split)
+        if split == "eval":
+            made[3:5] = [replace(sample, prompt="9" * 5000) for sample in made[3:5]]
+        return made
+
+    monkeypatch.setattr("areal_lora.rollout.main.load_samples", samples)
+    server = FakeServer()
+    run = controller(server, steps=1, eta=0)
+    named = [load_samples(config("m").adapters[0].task, "eval")[i].uid for i in (3, 4)]
+    status = (run.folder / "status" / "controller-0.txt").read_text()
+    assert f"2 of 40 held-out prompts are too long and left out: {', '.join(named)}" in status
+    run.activate(0)
+    run.client.request_eval(AdapterRef(name=NAME, version=0), "e")
+    result = run.client.wait_eval(AdapterRef(name=NAME, version=0), "e")
+    assert (result.n, result.left_out, list(result.left_out_first), result.error) == (38, 2, named, "")
+    assert max(len(p) for r in server.requests for p in r["prompt"] if isinstance(p, list)) < 4096
+
+
+def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer())
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="another run secret"):
+        RolloutClient(lambda: run.endpoint, "0" * 64).hello({NAME: 0}, {})
+    assert time.monotonic() - start < 5
+    run.activate(0)
+    assert run.batch(0).groups
+
+
+def test_an_unknown_adapter_is_refused(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer())
+    with pytest.raises(RolloutError, match="'other' is not in this run"):
+        run.client.announce(AdapterRef(name="other", version=0), {})
+
+
+def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run_goes_on(
+    controller: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path_factory.mktemp("code") / "rewards.py"  # not in the run folder, which a scorer cannot read
+    file.write_text("def reward(completion, answer):\n    return 1 / (sum(map(ord, answer)) % 4)\n")
+    plain = config
+
+    def with_reward(*arguments: Any, **settings: Any) -> Config:
+        made = plain(*arguments, **settings)
+        adapter = made.adapters[0].model_copy(update={"reward": FunctionReward(path=f"{file}:reward")})
+        return made.model_copy(update={"adapters": [adapter]})
+
+    monkeypatch.setattr("tests.unit.rollout.controller.test_controller.config", with_reward)
+    monkeypatch.setattr("areal_lora.rollout.controller.feed.MAX_BACK_OFF_S", 0.01)
+    run = controller(FakeServer(), eta=1, b=4, steps=6)
+    made = plain("none")
+    prompts = adapter_data(made, made.adapters[0], CharTokenizer()).prompts
+    fails = {p.uid for p in map(prompts.at, range(64)) if sum(map(ord, p.sample.answer)) % 4 == 0}
+    assert 4 < len(fails) < 32
+    for step in range(6):
+        run.activate(step)
+        batch = run.batch(step)
+        run.client.commit(NAME, step)
+        assert not {group.uid for group in batch.groups} & fails
+        assert all(t.reward > 0 for group in batch.groups for t in group.trajectories)
+    assert "scorer" in batch.stats.dropped
+    assert set(batch.stats.dropped) <= {"scorer", "stale"}  # all its tries may take longer than a step
+    assert batch.stats.retried["scorer"] >= 7 * batch.stats.dropped["scorer"] > 0
+
+
+ENVIRONMENT = """
+from areal_lora.rollout.multi_turn import Reply
+
+class Twice:
+    def __init__(self, said):
+        self.said, self.turns = said, 0
+    def reset(self, sample):
+        return None
+    def step(self, text):
+        self.turns += 1
+        return Reply(text=self.said, done=self.turns == 2, reward=0.5)
+"""
+AGENT = """
+import aiohttp
+
+async def agent(task):
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for text in ("first", "second"):
+            body = {"model": task.model, "messages": [{"role": "user", "content": text}]}
+            async with session.post(f"{task.base_url}/chat/completions", json=body) as response:
+                assert response.status == 200
+    return 0.25
+"""
+
+
+def test_a_run_with_an_environment(controller: Callable[..., Running], tmp_path: Path) -> None:
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    workflow = MultiTurnWorkflow(environment=f"{tmp_path}/environment.py:Twice", arguments={"said": "no"})
+    run = controller(FakeServer(), workflow=workflow, eta=0)
+    for step in range(2):
+        run.activate(step)
+        batch = collate(run.batch(step).groups)
+        assert batch.rewards.tolist() == [1.0] * 8
+        assert set(batch.versions[batch.loss_mask].tolist()) == {step}
+        assert int(batch.loss_mask.sum()) == 8 * 4  # two answers of two tokens
+    assert set(run.endpoint.ports) == {"control"}
+
+
+def test_a_run_with_agents_whose_samples_are_several_trajectories(
+    controller: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    run = controller(FakeServer(), workflow=AgentWorkflow(path=f"{tmp_path}/agent.py:agent"), eta=0)
+    assert set(run.endpoint.ports) == {"control", "agents"}
+    for step in range(2):
+        run.activate(step)
+        batch = collate(run.batch(step).groups)
+        assert batch.n_sequences == 16
+        assert batch.sample_ids.tolist() == [i // 2 for i in range(16)]
+        assert batch.group_ids.tolist() == [i // 4 for i in range(16)]
+        assert batch.rewards.tolist() == [0.25] * 16

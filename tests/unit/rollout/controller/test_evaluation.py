@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from areal_lora.errors import ConfigError
+from areal_lora.rollout import routing
+from areal_lora.rollout.channel.messages import EvalResult
+from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator, HeldOut, fitting
+from areal_lora.rollout.controller.prompts import tokenize
+from areal_lora.rollout.routing import Router
+from areal_lora.rollout.testing import FakeServer, Fault
+from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.types import AdapterRef, Outcome, Sample
+from tests.support.rollout.helpers import SAMPLING, CharTokenizer, samples
+
+V2 = AdapterRef(name="math", version=2)
+PROBLEMS = samples(100)
+
+
+class ExactMatch:
+    """``!`` cannot be scored. The reward is shaped as in docs/en/rewards.md: a right answer has a little less than 1.
+
+    Without ``rule`` nothing says what is correct; "no" is left without where ``rule`` is "some".
+    """
+
+    def __init__(self, rule: str = "all") -> None:
+        self._rule = rule
+        self.calls: list[int] = []
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        self.calls.append(len(items))
+        await asyncio.sleep(0)
+        return [self._score(item) for item in items]
+
+    def _score(self, item: ScoreItem) -> Score:
+        if item.completion == "!":
+            return Score(reward=float("nan"), outcome=Outcome.ERROR, detail="broken")
+        right = item.completion == item.gold
+        ruled = self._rule == "all" or (self._rule == "some" and item.completion != "no")
+        return Score(reward=right - 0.01, outcome=Outcome.OK, correct=right if ruled else None)
+
+
+def solve(prompt: list[int], _: int) -> tuple[list[int], str]:
+    """Right below 30, unscorable from 90 on, wrong between: 30 of 100 are right."""
+    number = int("".join(map(chr, prompt)).partition("+")[0])
+    return [7, 2], str(number + 1) if number < 30 else "!" if number >= 90 else "no"
+
+
+def evaluate(
+    server: FakeServer, max_chunks: int = 2, scorer: ExactMatch | None = None, held_out: HeldOut | None = None
+) -> EvalResult:
+    async def main() -> EvalResult:
+        async with server:
+            router = Router()
+            router.announce(V2, {"server-0": server.url})
+            async with CompletionClient(router, "") as client:
+                evaluator = Evaluator(
+                    client=client, scorer=scorer or ExactMatch(), sampling=SAMPLING,
+                    held_out=held_out or held_out_of(PROBLEMS, 64), max_chunks=max_chunks,
+                )
+                return await evaluator.run(V2, "after")
+
+    return asyncio.run(main())
+
+
+def held_out_of(problems: Sequence[Sample], max_prompt_tokens: int) -> HeldOut:
+    return fitting(problems, tokenize(problems, CharTokenizer()), max_prompt_tokens)
+
+
+def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_correct() -> None:
+    server = FakeServer(models={str(V2)}, answer=solve)
+    result = evaluate(server)
+    assert (result.accuracy, result.n, result.unscored, result.error) == (30 / 100, 100, 10, "")
+    assert result.reward_mean == pytest.approx(30 / 90 - 0.01), "over those that have a reward"
+    assert (result.adapter, result.version, result.tag, result.left_out) == ("math", 2, "after", 0)
+    assert [s.completion for s in result.samples] == ["1", "2", "3", "4"]
+    assert [len(r["prompt"]) for r in server.requests] == [CHUNK, CHUNK, CHUNK, 100 - 3 * CHUNK]
+
+
+def test_without_a_rule_there_is_a_mean_reward_and_no_accuracy(caplog: pytest.LogCaptureFixture) -> None:
+    result = evaluate(FakeServer(models={str(V2)}, answer=solve), scorer=ExactMatch(rule=""))
+    assert (result.accuracy, result.n, result.unscored) == (None, 100, 10)
+    assert result.reward_mean == pytest.approx(30 / 90 - 0.01)
+    assert not caplog.records, "a plain reward is nothing to warn of"
+    result = evaluate(FakeServer(models={str(V2)}, answer=solve), scorer=ExactMatch(rule="some"))
+    assert result.accuracy is None
+    assert "60 of 90 answers" in caplog.text
+    assert "correct_threshold" in caplog.text
+
+
+def test_an_example_that_could_not_be_scored_has_no_reward() -> None:
+    server = FakeServer(models={str(V2)}, answer=lambda p, _: ([7], "!" if p[0] == ord("0") else "2"))
+    result = evaluate(server)
+    assert [s.reward for s in result.samples[:2]] == [None, 0.99]
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out_and_named() -> None:
+    long = [Sample(uid=f"long{i}", prompt="9" * 40, answer="1") for i in range(2)]
+    held_out = held_out_of([long[0], *PROBLEMS[:70], long[1]], 39)
+    assert held_out.left_out == ("long0", "long1")
+    server = FakeServer(models={str(V2)}, answer=solve)
+    result = evaluate(server, held_out=held_out)
+    assert (result.accuracy, result.n, result.left_out) == (30 / 70, 70, 2)
+    assert result.left_out_first == ("long0", "long1")
+    assert held_out.note() == "2 of 72 held-out prompts are too long and left out: long0, long1"
+    assert max(len(p) for r in server.requests for p in r["prompt"]) <= 39
+    with pytest.raises(ConfigError, match="all 2 held-out prompts are longer than the 39 tokens"):
+        held_out_of(long, 39)
+
+
+def test_scoring_takes_turns_with_that_of_rollouts() -> None:
+    scorer = ExactMatch()
+    evaluate(FakeServer(models={str(V2)}, answer=solve), scorer=scorer)
+    assert max(scorer.calls) <= SCORED_AT_ONCE
+    assert sum(scorer.calls) == 100
+
+
+def test_it_leaves_room_for_training_rollouts() -> None:
+    busiest = 0
+
+    def watch(_: int) -> float:
+        nonlocal busiest
+        busiest = max(busiest, server.open_requests)
+        return 0.05
+
+    server = FakeServer(models={str(V2)}, answer=solve, delay_s=watch)
+    evaluate(server, max_chunks=2)
+    assert busiest == 2
+
+
+def test_a_passing_fault_is_asked_again() -> None:
+    server = FakeServer(models={str(V2)}, answer=solve, fault=lambda k: Fault(status=503) if k == 1 else None)
+    assert evaluate(server).n == 100
+
+
+def test_a_server_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "COOL_DOWN_S", 0.01)
+    gone = MAX_TRIES + 3
+    server = FakeServer(models={str(V2)}, answer=solve, fault=lambda k: Fault(disconnect=True) if k < gone else None)
+    assert evaluate(server, max_chunks=1).n == 100
+
+
+def test_a_retired_version_is_an_error_and_not_accuracy_zero() -> None:
+    result = evaluate(FakeServer())
+    assert result.n == 0
+    assert "version_retired" in result.error
+
+
+def test_no_scorable_answer_is_an_error() -> None:
+    result = evaluate(FakeServer(models={str(V2)}, answer=lambda *_: ([7], "!")))
+    assert "broken" in result.error

@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import RolloutError
+from areal_lora.rollout.controller.feed import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
+from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.ledger.records import GroupState
+from tests.support.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
+
+
+def test_nothing_is_issued_before_a_version_is_announced() -> None:
+    made, _, _ = feed()
+    assert made.admit() is None
+    assert made.take(0, 0) is None
+    made.announce(0)
+    assert len(admit_all(made)) == 4  # (eta + 1) * b
+
+
+def test_oldest_issue_first_and_the_rest_waits() -> None:
+    made, _, _ = feed(eta=2, b=2)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in reversed(tickets[:4]):
+        assert ticket.version == 0
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(0, 0)
+    assert lease is not None
+    assert [g.uid for g in lease.groups] == [t.prompt.uid for t in tickets[:2]]
+    asked_again = made.take(0, 0)  # now read from the file
+    assert asked_again is not None
+    assert (asked_again.groups, asked_again.snapshot) == (lease.groups, lease.snapshot)
+    assert made.stats().staleness == {0: 2}
+    later = made.take(1, 1)
+    assert later is not None
+    assert [g.uid for g in later.groups] == [t.prompt.uid for t in tickets[2:4]]
+    made.commit(0)
+    assert made.stats().consumed == 2
+    with pytest.raises(RolloutError, match="step 0 at v0 asked, but step 2 is next"):
+        made.take(0, 0)
+
+
+def test_stragglers_are_given_up_early_and_their_prompts_issued_again() -> None:
+    made, ledger, expired = feed(eta=1, b=2)
+    made.announce(0)
+    fast, slow = admit_all(made)[:2], None
+    for ticket in fast:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    slow = next(iter(made._running.values()))
+    assert made.take(0, 0) is not None
+    made.announce(1)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 1))
+    assert not expired
+    assert made.take(1, 1) is not None  # v0 cannot be consumed at v2
+    assert slow in expired
+    assert ledger.drop_reasons() == {"stale": 2}
+    made.announce(2)
+    again = admit_all(made)
+    assert [t.prompt.uid for t in again[:2]] == [t.prompt.uid for t in expired]
+    assert all(t.issue == 2 and t.version == 2 for t in again[:2])
+
+
+def test_a_prompt_comes_too_late_at_most_so_many_times() -> None:
+    made, _, _ = feed(eta=0, b=1, n=1000, version=3)
+    made.announce(3)
+    for issue in range(1, MAX_STALE + 1):
+        [ticket] = admit_all(made)
+        assert (ticket.prompt.position, ticket.issue) == (0, issue)
+        made.finish(ticket, episode(ticket.prompt, 2))  # the server says it used an older version
+    assert [ticket.prompt.position for ticket in admit_all(made)] == [1]
+    assert made.stats().dropped == {"stale": MAX_STALE - 1, "stale_given_up": 1}
+    assert made.stats().reissued == MAX_STALE - 1
+
+
+def test_a_late_answer_of_an_older_version_is_dropped_on_arrival() -> None:
+    made, ledger, _ = feed(eta=0, b=1, version=3)
+    made.announce(3)
+    [ticket] = admit_all(made)
+    made.finish(ticket, episode(ticket.prompt, 2))  # the server says it used v2
+    assert ledger.drop_reasons() == {"stale": 1}
+    assert made.take(3, 3) is None
+
+
+def test_groups_of_a_lost_future_are_not_trained_on() -> None:
+    """A trainer that resumes at v1 makes another v2 than the one that was under way."""
+    made, ledger, expired = feed(eta=2, b=2)
+    for version in range(3):
+        made.announce(version)
+        tickets = admit_all(made)
+        for ticket in tickets[:2]:
+            made.finish(ticket, episode(ticket.prompt, version))
+        if version < 2:
+            assert made.take(version, version)
+    assert [t.version for t in tickets] == [2, 2]
+    made.hello(1, trainer="second")
+    assert made.admit() is None
+    # Two of v2 were done; the two leased at v1 are ready again, what runs at v0 and v1 goes on.
+    assert ledger.drop_reasons() == {"rolled_back": 2}
+    assert not expired
+    assert made.ready == 2
+    made.announce(1)
+    again = made.take(1, 1)
+    assert again is not None
+    assert {f.newest for f in again.finished} == {1}
+
+
+def test_retries_back_off_then_drop() -> None:
+    made, ledger, _ = feed(b=100)
+    made.announce(0)
+    ticket = made.admit()
+    assert ticket is not None
+    delays = []
+    for _ in range(MAX_TRIES):
+        made.begin(ticket)
+        delays.append(made.retry(ticket, "server_error", "HTTP 500"))
+    assert delays[:3] == [0.1, 0.2, 0.4]
+    assert delays[-1] is None
+    assert ledger.drop_reasons() == {"server_error": 1}
+    assert made.stats().retried == {"server_error": MAX_TRIES - 1}
+    assert "HTTP 500" in made.last_fault
+
+
+def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
+    made, _, _ = feed(b=4)
+
+    def lose_everything() -> None:
+        made.announce(0)
+        for _ in range(1000):
+            ticket = made.admit()
+            assert ticket is not None
+            made.begin(ticket)
+            made.retry(ticket, "rejected", "HTTP 400", retryable=False)
+
+    with pytest.raises(RolloutError, match=r"16 groups in a row .* HTTP 400"):
+        lose_everything()
+
+
+def test_retries_ask_for_the_newest_version() -> None:
+    made, _, _ = feed()
+    made.announce(0)
+    ticket = made.admit()
+    assert ticket is not None
+    made.begin(ticket)
+    made.retry(ticket, "version_retired", "")
+    for other in admit_all(made)[:2]:
+        made.finish(other, episode(other.prompt, 0))
+    assert made.take(0, 0)
+    made.announce(1)
+    ref = made.begin(ticket)
+    assert ref is not None
+    assert str(ref) == f"{NAME}@v1"
+
+
+def test_too_long_prompts_are_dropped_with_a_reason() -> None:
+    made, ledger, _ = feed(n=100, b=50, eta=1, prompts=stream(100, max_prompt_tokens=4))  # "10+1=" has five
+    made.announce(0)
+    tickets = admit_all(made)
+    assert len(tickets) == 100
+    assert all(len(t.prompt.token_ids) == 4 for t in tickets)
+    assert ledger.drop_reasons()["prompt_too_long"] > 100
+
+
+def test_concurrency_and_the_last_step_bound_admission() -> None:
+    made, _, _ = feed(eta=8, b=2, max_running=3)
+    made.announce(0)
+    assert len(admit_all(made)) == 3
+    made, _, _ = feed(eta=8, b=2, steps=2)
+    made.announce(0)
+    assert len(admit_all(made)) == 4
+
+
+def test_idle_time_and_tokens() -> None:
+    clock = Clock()
+    made, _, _ = feed(eta=0, b=1, clock=clock)
+    made.announce(0)
+    clock.now = 1.0
+    [ticket] = admit_all(made)
+    clock.now = 3.0
+    made.finish(ticket, episode(ticket.prompt, 0, n=3))
+    clock.now = 3.5
+    stats = made.stats()
+    assert (stats.idle_s, stats.generation_s, stats.tokens_generated) == (1.5, 2.0, 6)
+
+
+def test_versions_do_not_go_back() -> None:
+    made, _, _ = feed(version=3)
+    made.announce(3)
+    with pytest.raises(RolloutError, match="announced after v3"):
+        made.announce(2)
+
+
+def test_requests_to_a_server_that_is_gone_do_not_count_until_it_is_gone_for_too_long() -> None:
+    clock = Clock()
+    made, ledger, _ = feed(clock=clock)
+    made.announce(0)
+    [ticket, *_] = admit_all(made)
+    for _ in range(5 * MAX_TRIES):
+        assert made.retry(ticket, "connection", "refused", served=False) == UNSERVED_WAIT_S
+        made.begin(ticket)
+        clock.now += UNSERVED_S / (5 * MAX_TRIES + 1)
+    clock.now += UNSERVED_S
+    waits = []
+    while (wait := made.retry(ticket, "connection", "refused", served=False)) is not None:
+        waits.append(wait)
+        made.begin(ticket)
+    assert len(waits) == MAX_TRIES - 1
+    assert ledger.drop_reasons() == {"connection": 1}
+
+
+def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> None:
+    made, ledger, _ = feed(eta=0, b=2, drop_uniform=True)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in tickets:
+        made.finish(ticket, episode(ticket.prompt, 0))  # every reward is 1
+    assert ledger.drop_reasons() == {"no_variance": 2}
+    assert made.take(0, 0) is None
+    assert [t.prompt.position for t in admit_all(made)] == [2, 3]
+    assert made.stats().reissued == 0
+    assert "the last 2 groups had equal rewards" in made.note
+
+
+def test_a_time_without_servers_ends_when_one_answers() -> None:
+    """Two short ones far apart, with no group finished between them, are not one long one."""
+    clock = Clock()
+    made, ledger, _ = feed(eta=0, b=2, clock=clock)
+    made.announce(0)
+    one, two = admit_all(made)
+    assert made.retry(one, "connection", "refused", served=False) == UNSERVED_WAIT_S
+    assert made.retry(two, "server_error", "HTTP 503") is not None
+    clock.now += 2 * UNSERVED_S
+    for _ in range(2 * MAX_TRIES):
+        made.begin(one)
+        assert made.retry(one, "connection", "refused", served=False) == UNSERVED_WAIT_S
+    assert one.failed == 0
+    assert ledger.drop_reasons() == {}
+    assert made.note == "last fault: connection: refused"
+
+
+def test_a_second_answer_is_counted_and_ignored() -> None:
+    made, _, _ = feed()
+    made.announce(0)
+    [ticket, *_] = admit_all(made)
+    assert made.finish(ticket, episode(ticket.prompt, 0))
+    assert not made.finish(ticket, episode(ticket.prompt, 0))
+    assert made.retry(ticket, "connection", "too late") is None
+    stats = made.stats()
+    assert (stats.late, stats.ready) == (2, 1)
+
+
+def test_a_request_that_outlives_its_lease_is_asked_again() -> None:
+    clock = Clock()
+    made, _, expired = feed(eta=0, b=2, clock=clock, lease_s=10.0)
+    made.announce(0)
+    slow, fast = admit_all(made)
+    clock.now = 9.0
+    made.expire_overdue()
+    assert not expired
+    made.finish(fast, episode(fast.prompt, 0))
+    clock.now = 11.0
+    made.expire_overdue()
+    assert expired == [slow]
+    assert not made.finish(slow, episode(slow.prompt, 0)), "its answer comes too late"
+    [again] = admit_all(made)
+    assert (again.seq, again.issue, again.failed, again.resampled) == (slow.seq, 1, 1, 0)
+    assert made.stats().retried == {"lease_expired": 1}
+
+
+def test_a_restarted_controller_goes_on_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    file = LedgerFile(path, "t")
+    made, _, _ = feed(eta=1, b=2, file=file)
+    made.announce(0)
+    tickets = admit_all(made)
+    for ticket in tickets[:3]:
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(0, 0)
+    assert lease is not None
+    file._db.close()  # what was not flushed is lost
+    again, _, _ = feed(eta=1, b=2, file=LedgerFile(path, "t"), version=None)
+    again.hello(0, trainer="first")  # the batch may not have reached it
+    assert (again.ready, again.stats().waiting, again.stats().leased_steps) == (1, 1, 1)
+    same = again.take(0, 0)
+    assert same is not None
+    assert (same.groups, same.snapshot) == (lease.groups, lease.snapshot)
+    again.announce(0)
+    [asked] = admit_all(again)
+    assert (asked.seq, asked.prompt.uid, asked.issue) == (tickets[3].seq, tickets[3].prompt.uid, 1)
+
+
+def test_a_resumed_trainer_gets_the_same_groups_for_the_step_it_lost() -> None:
+    made, _, _ = feed(eta=0, b=2)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    first = made.take(0, 0)
+    assert first is not None
+    made.hello(0, trainer="second")
+    made.announce(0)
+    assert made.admit() is None
+    again = made.take(0, 0)
+    assert again is not None
+    assert (again.groups, again.snapshot) == (first.groups, first.snapshot)
+
+
+def test_a_commit_that_did_not_arrive_is_made_up_for() -> None:
+    made, ledger, _ = feed(eta=0, b=2)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    assert made.take(0, 0)
+    made.hello(1, trainer="second")  # its checkpoint contains step 0
+    assert ledger.counts()[GroupState.CONSUMED] == 2
+    with pytest.raises(RolloutError, match="step 0 at v0 asked, but step 1 is next"):
+        made.take(0, 0)
+
+
+def test_another_batch_size_at_a_resume_loses_and_repeats_no_prompt() -> None:
+    file = LedgerFile(":memory:", "t")
+    made, _, _ = feed(eta=1, b=2, file=file)
+    made.announce(0)
+    for ticket in admit_all(made):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    first = made.take(0, 0)
+    assert first is not None
+    again, _, _ = feed(eta=1, b=3, file=file, version=None)
+    again.hello(1, trainer="second")
+    again.announce(1)
+    for ticket in admit_all(again):
+        again.finish(ticket, episode(ticket.prompt, 1))
+    second = again.take(1, 1)
+    assert second is not None
+    assert [f.ticket.prompt.position for f in first.finished] == [0, 1]
+    assert [f.ticket.prompt.position for f in second.finished] == [2, 3, 4]

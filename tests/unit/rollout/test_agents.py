@@ -1,0 +1,463 @@
+"""Agents over real HTTP against the gateway, the gateway against a fake server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from areal_lora.algorithms.advantages import per_sample, rloo
+from areal_lora.data.collate import collate
+from areal_lora.rollout.agents import AgentTask, AgentWorkflow
+from areal_lora.rollout.client import GenerationFault
+from areal_lora.rollout.routing import told_server
+from areal_lora.rollout.testing import FakeServer, Fault
+from areal_lora.rollout.workflow import Episode
+from areal_lora.rollout.workflows.gateway import MAX_BODY_BYTES, AgentGateway
+from areal_lora.tasks.scorer import Score
+from areal_lora.types import Outcome
+from tests.support.rollout.texts import EOS, MAX_MODEL_LEN, SAMPLING, V1, V2, Graded, prompt_of, served
+
+PROMPT = prompt_of("1+1=")
+SECRET = "the run secret"
+Agent = Callable[[AgentTask], Any]
+
+
+def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
+    """One letter by the prompt, one by the sample, and the end of sequence."""
+    text = chr(97 + sum(prompt) % 26) + chr(65 + sample)
+    return [*map(ord, text), EOS], text
+
+
+def run(
+    agent: Agent, *, server: FakeServer | None = None, scorer: Graded | None = None, deadline_s: float = 5.0,
+    n_samples: int = 2,
+) -> Episode:
+    async def main() -> Episode:
+        fake = server or FakeServer(models={str(V1)}, answer=answer)
+        sampling = SAMPLING.model_copy(update={"deadline_s": deadline_s, "n_samples": n_samples})
+        async with served(fake, scorer or Graded(), sampling, SECRET) as context, AgentGateway() as gateway:
+            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+            return await workflow.run(PROMPT, V1, seed=7)
+
+    return asyncio.run(main())
+
+
+async def post(task: AgentTask, path: str = "/chat/completions", *, key: str = "", **body: Any) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key or task.api_key}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(task.base_url + path, json={"model": task.model} | body, headers=headers) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def say(task: AgentTask, messages: list[dict[str, str]], **body: Any) -> str:
+    status, reply = await post(task, messages=messages, **body)
+    assert status == 200, reply
+    return reply["choices"][0]["message"]["content"]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def rows(trajectory: Any) -> list[tuple[int, int, float, int]]:
+    return list(
+        zip(trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.versions, strict=True)
+    )
+
+
+def sampled(tokens: list[int], version: int = 1) -> list[tuple[int, int, float, int]]:
+    return [(token, 1, -0.5 * (t + 1), version) for t, token in enumerate(tokens)]
+
+
+def told(text: str) -> list[tuple[int, int, float, int]]:
+    return [(ord(c), 0, 0.0, -1) for c in text]
+
+
+def test_a_conversation_is_one_trajectory_of_the_tokens_that_were_sampled() -> None:
+    async def agent(task: AgentTask) -> float:
+        assert (task.sample, task.model) == (PROMPT.sample, "math")
+        messages = [user("hi")]
+        for text in ("more", "last"):
+            messages += [{"role": "assistant", "content": await say(task, messages)}, user(text)]
+        await say(task, messages)
+        return 0.5
+
+    want, ids = [], []
+    for text in ("<user:hi>", "<user:more>", "<user:last>"):
+        want += told(text)
+        ids += [ord(c) for c in text]
+        tokens, _ = answer(ids, 0)
+        want += sampled(tokens)
+        ids += tokens
+    episode = run(agent)
+    assert [t.sample for t in episode.group.trajectories] == [0, 1]
+    for made in episode.group.trajectories:
+        assert rows(made) == want
+        assert (made.reward, made.outcome, made.finish_reason) == (0.5, Outcome.OK, "stop")
+    assert len({t.uid for t in episode.group.trajectories}) == 2
+
+
+def test_tokens_that_the_tokenizer_would_not_choose_are_kept() -> None:
+    fake = FakeServer(models={str(V1)}, answer=lambda *_: ([1005, EOS], "ff"))
+
+    async def agent(task: AgentTask) -> float:
+        text = await say(task, [user("hi")])
+        await say(task, [user("hi"), {"role": "assistant", "content": text}, user("more")])
+        return 1.0
+
+    for made in run(agent, server=fake).group.trajectories:
+        assert rows(made) == told("<user:hi>") + sampled([1005, EOS]) + told("<user:more>") + sampled([1005, EOS])
+
+
+def test_other_prompts_are_trajectories_of_their_own_with_the_same_reward() -> None:
+    samples = iter(range(2))
+
+    async def agent(task: AgentTask) -> float:
+        number = next(samples)
+        first = await say(task, [user("hi")])
+        if number == 0:
+            await say(task, [user("something else")])
+            # The answer is not repeated as it was given: its tokens are not in this prompt.
+            await say(task, [user("hi"), {"role": "assistant", "content": first.lower()}, user("go on")])
+        return float(number)
+
+    episode = run(agent)
+    of_sample = [(t.sample, t.reward) for t in episode.group.trajectories]
+    assert sorted(of_sample) == [(0, 0.0)] * 3 + [(1, 1.0)]
+    assert all(sum(t.loss_mask) == 3 for t in episode.group.trajectories)
+    assert len(episode.texts) == 4
+    batch = collate([episode.group])
+    assert batch.sample_ids.tolist() == [0, 0, 0, 1]
+
+
+def test_samples_with_different_numbers_of_trajectories_weigh_the_same() -> None:
+    samples = iter(range(3))
+
+    async def agent(task: AgentTask) -> float:
+        number = next(samples)
+        for i in range(1 + 2 * number):
+            await say(task, [user(f"question {i}")])
+        return float(number)
+
+    batch = collate([run(agent, n_samples=3).group])
+    assert batch.n_sequences == 1 + 3 + 5
+    got = per_sample(rloo, batch.rewards, batch.group_ids, batch.sample_ids)
+    by_reward = {0.0: -1.5, 1.0: 0.0, 2.0: 1.5}  # reward minus the mean of the two others
+    assert got.tolist() == [by_reward[r] for r in batch.rewards.tolist()]
+
+
+def test_completions_of_text_and_of_tokens() -> None:
+    async def agent(task: AgentTask) -> float:
+        status, first = await post(task, "/completions", prompt="ab")
+        assert (status, first["object"]) == (200, "text_completion")
+        assert first["choices"][0]["text"] == answer([1, 97, 98], 0)[1]
+        assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        ids = [1, 97, 98, *answer([1, 97, 98], 0)[0]]
+        status, _ = await post(task, "/completions", prompt=[*ids, 99])
+        assert status == 200
+        return 1.0
+
+    for made in run(agent).group.trajectories:  # the text got its begin of sequence, and its tokens were extended
+        assert made.token_ids[:3] == [1, 97, 98]
+        assert made.loss_mask == [0, 0, 0, 1, 1, 1, 0, 1, 1, 1]
+
+
+def test_several_answers_and_what_the_server_is_asked() -> None:
+    fake = FakeServer(models={str(V1)}, answer=answer)
+
+    async def agent(task: AgentTask) -> float:
+        status, reply = await post(task, messages=[user("a")], n=3, stop="x", max_completion_tokens=5, temperature=1.0)
+        assert status == 200
+        assert [c["message"]["content"][1] for c in reply["choices"]] == ["A", "B", "C"]
+        await say(task, [user("b")], max_tokens=10**6)
+        return 1.0
+
+    episode = run(agent, server=fake, n_samples=1)
+    assert len(episode.group.trajectories) == 4
+    first, second = fake.requests
+    assert (first["n"], first["stop"], first["max_tokens"]) == (3, ["x"], 5)
+    assert second["max_tokens"] == SAMPLING.max_new_tokens
+    assert first["seed"] != second["seed"]
+    assert (first["temperature"], first["model"]) == (SAMPLING.temperature, str(V1))
+
+
+def test_each_completion_is_of_the_newest_version() -> None:
+    models = {str(V1)}
+    fake = FakeServer(models=models, answer=answer)
+
+    async def main() -> Episode:
+        async with served(fake, Graded(), SAMPLING) as context, AgentGateway() as gateway:
+
+            async def agent(task: AgentTask) -> float:
+                first = await say(task, [user("hi")])
+                models.add(str(V2))
+                context.client.router.announce(V2, {"server-0": fake.url})
+                await say(task, [user("hi"), {"role": "assistant", "content": first}, user("go on")])
+                return 1.0
+
+            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+            return await workflow.run(PROMPT, V1, seed=7)
+
+    for made in asyncio.run(main()).group.trajectories:
+        assert [v for v in made.versions if v >= 0][-3:] == [2, 2, 2]
+
+
+def test_the_group_is_told_which_servers_it_runs_on() -> None:
+    told: list[str] = []
+
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("hi")])
+        return 1.0
+
+    fake = FakeServer(models={str(V1)}, answer=answer)
+
+    async def main() -> None:
+        async with served(fake, Graded()) as context, AgentGateway() as gateway:
+            told_server.set(told.append)
+            await AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent).run(PROMPT, V1, seed=7)
+
+    asyncio.run(main())
+    assert told == [fake.url] * 2
+
+
+# ------------------------------------------------------------ keys
+
+
+def test_a_key_is_for_one_session_and_ends_with_it() -> None:
+    tasks: list[AgentTask] = []
+    statuses: list[int] = []
+    fake = FakeServer(models={str(V1)}, answer=answer)
+
+    async def agent(task: AgentTask) -> float:
+        tasks.append(task)
+        assert SECRET not in repr(task)
+        for key in ("wrong", SECRET, task.api_key + "x"):
+            statuses.append((await post(task, key=key, messages=[user("hi")]))[0])
+        await say(task, [user("hi")])
+        return 1.0
+
+    async def main() -> None:
+        async with served(fake, Graded(), SAMPLING, SECRET) as context, AgentGateway() as gateway:
+            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+            await workflow.run(PROMPT, V1, seed=7)
+            for task in tasks:
+                statuses.append((await post(task, messages=[user("late")]))[0])
+            async with aiohttp.ClientSession() as session, session.post(f"{task.base_url}/completions") as response:
+                statuses.append(response.status)
+
+    asyncio.run(main())
+    assert statuses == [401] * (2 * 3 + 2 + 1)
+    assert len({task.api_key for task in tasks}) == 2
+    assert len(fake.requests) == 2
+
+
+def test_a_body_beyond_the_limit_is_413() -> None:
+    statuses: list[int] = []
+
+    async def agent(task: AgentTask) -> float:
+        statuses.append((await post(task, messages=[user("x" * MAX_BODY_BYTES)]))[0])
+        await say(task, [user("hi")])
+        return 1.0
+
+    async def main() -> None:
+        fake = FakeServer(models={str(V1)}, answer=answer)
+        async with served(fake, Graded(), SAMPLING, SECRET) as context, AgentGateway() as gateway:
+            await AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent).run(PROMPT, V1, seed=7)
+
+    asyncio.run(main())
+    assert statuses == [413, 413]
+
+
+def test_what_a_session_still_asks_ends_with_it() -> None:
+    fake = FakeServer(models={str(V1)}, answer=answer, delay_s=lambda k: 30.0 if k else 0.0)
+    late: list[asyncio.Task[Any]] = []
+
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("hi")])
+        late.append(asyncio.create_task(post(task, messages=[user("late")])))
+        while fake.open_requests == 0:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    async def main() -> None:
+        async with served(fake, Graded(), SAMPLING.model_copy(update={"n_samples": 1})) as context:
+            async with AgentGateway() as gateway:
+                workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
+                await workflow.run(PROMPT, V1, seed=7)
+                async with asyncio.timeout(2.0):
+                    while fake.open_requests:
+                        await asyncio.sleep(0.01)
+                    await asyncio.wait(late)
+                late[0].exception()
+
+    asyncio.run(main())
+
+
+# ------------------------------------------------------------ refusals and faults
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"temperature": 0.2}, 400, "temperature 0.2 is not the run's 1"),
+        ({"top_p": 0.5}, 400, "top_p"),
+        ({"stream": True}, 400, "not streamed"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ({"repetition_penalty": 1.2}, 400, "repetition_penalty"),
+        ({"logit_bias": {"5": 2.0}}, 400, "logit_bias"),
+        ({"min_p": 0.1}, 400, "min_p"),
+        ({"top_k": 5}, 400, "top_k"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"model": "other"}, 404, "only 'math'"),
+        ({"n": 0}, 400, "n is 1"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": None, "prompt": "x"}, 400, "give messages"),
+        ({"messages": [user("x" * MAX_MODEL_LEN)]}, 400, "prompt tokens"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_and_the_agent_goes_on(
+    body: dict[str, Any], status: int, words: str
+) -> None:
+    async def agent(task: AgentTask) -> float:
+        got, reply = await post(task, **({"messages": [user("hi")]} | body))
+        assert got == status, reply
+        assert words in reply["error"]["message"]
+        await say(task, [user("hi")])
+        return 1.0
+
+    assert len(run(agent).group.trajectories) == 2
+
+
+def test_a_request_that_the_server_rejects_is_the_agents_mistake() -> None:
+    fake = FakeServer(models={str(V1)}, answer=answer, fault=lambda k: Fault(status=400) if k == 0 else None)
+
+    async def agent(task: AgentTask) -> float:
+        status, _ = await post(task, "/completions", prompt=[10**9])
+        assert status == 400
+        await say(task, [user("hi")])
+        return 1.0
+
+    assert len(run(agent, server=fake, n_samples=1).group.trajectories) == 1
+
+
+def test_a_completion_that_could_not_be_had_fails_the_group_at_once() -> None:
+    fake = FakeServer(models={str(V1)}, answer=answer, fault=lambda k: Fault(status=500) if k == 1 else None)
+    cancelled: list[bool] = []
+
+    async def agent(task: AgentTask) -> float:
+        try:
+            await post(task, messages=[user("hi")])
+            await post(task, messages=[user("ho")])
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return 0.0
+
+    start = time.monotonic()
+    with pytest.raises(GenerationFault, match=r"server_error: .*500"):
+        run(agent, server=fake)
+    assert time.monotonic() - start < 2
+    assert len(cancelled) == 2
+
+
+async def no_completion(task: AgentTask) -> float:
+    return 1.0
+
+
+async def fails(task: AgentTask) -> float:
+    raise ValueError("no idea")
+
+
+async def no_number(task: AgentTask) -> Any:
+    await say(task, [user("hi")])
+    return "1.0"
+
+
+async def never_ends(task: AgentTask) -> float:
+    await say(task, [user("hi")])
+    await asyncio.sleep(60)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "detail", "outcome"),
+    [
+        (no_completion, "agent: the agent ended without a completion", Outcome.ERROR),
+        (fails, r"agent: ValueError: no idea \(.*test_agents\.py:\d+\)", Outcome.ERROR),
+        (no_number, "agent: the agent returned str", Outcome.ERROR),
+        (never_ends, r"timeout: the agent took longer than 0\.5 s", Outcome.TIMEOUT),
+    ],
+)
+def test_what_an_agent_does_wrong_is_a_fault_of_its_group(
+    agent: Callable[[AgentTask], Awaitable[Any]], detail: str, outcome: Outcome
+) -> None:
+    with pytest.raises(GenerationFault, match=detail) as caught:
+        run(agent, deadline_s=0.5)
+    assert caught.value.outcome is outcome
+
+
+def test_without_a_reward_the_last_answer_is_scored() -> None:
+    scorer = Graded(lambda text: Score(reward=0.25, outcome=Outcome.OK))
+
+    async def agent(task: AgentTask) -> None:
+        await say(task, [user("hi")])
+        await say(task, [user("ho")])
+
+    episode = run(agent, scorer=scorer)
+    assert {t.reward for t in episode.group.trajectories} == {0.25}
+    want = answer([ord(c) for c in "<user:ho>"], 0)[1]
+    assert [(item.completion, item.gold) for item in scorer.asked] == [(want, "42")] * 2
+
+
+def test_a_reward_that_is_not_finite_is_an_error_of_all_its_trajectories() -> None:
+    async def agent(task: AgentTask) -> float:
+        await say(task, [user("hi")])
+        await say(task, [user("ho")])
+        return float("nan")
+
+    outcomes = [t.outcome for t in run(agent, n_samples=1).group.trajectories]
+    assert outcomes == [Outcome.ERROR] * 2
+
+
+def test_openais_own_client_works() -> None:
+    openai = pytest.importorskip("openai")
+
+    async def agent(task: AgentTask) -> float:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            messages: list[Any] = [user("hi")]
+            reply = await client.chat.completions.create(model=task.model, messages=messages, temperature=1.0)
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content}, user("more")]
+            await client.chat.completions.create(model=task.model, messages=messages, max_completion_tokens=4)
+            text = await client.completions.create(model=task.model, prompt="ab", max_tokens=4, stop=["x"])
+            assert text.usage.prompt_tokens == 3
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                await client.completions.create(model=task.model, prompt="ab", temperature=0.0)
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="wrong").completions.create(model=task.model, prompt="ab")
+        return 1.0
+
+    assert [sum(t.loss_mask) for t in run(agent, n_samples=1, deadline_s=60.0).group.trajectories] == [6, 3]
+
+
+def test_an_agent_may_block() -> None:
+    def agent(task: AgentTask) -> float:
+        request = urllib.request.Request(
+            f"{task.base_url}/chat/completions",
+            data=json.dumps({"model": task.model, "messages": [user("hi")]}).encode(),
+            headers={"Authorization": f"Bearer {task.api_key}"},
+        )
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return float(len(json.loads(response.read())["choices"]))
+
+    assert [t.reward for t in run(agent).group.trajectories] == [1.0, 1.0]

@@ -1,0 +1,127 @@
+"""The controller as a real process: how it starts and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.messages import Batch
+from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
+from areal_lora.types import AdapterRef
+from tests.support.paths import ROOT
+from tests.support.rollout.helpers import NAME, config
+
+TINY = ROOT / "examples" / "math" / "tiny_model"
+COMMAND = [sys.executable, "-m", "areal_lora.rollout.main", "--run-folder"]
+SERVER = """
+import asyncio, sys
+from areal_lora.rollout.testing import FakeServer
+async def main():
+    async with FakeServer(models={"math@v0"}, delay_s=lambda k: 0.0 if k < 4 else 60.0) as server:
+        print(server.port, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+asyncio.run(main())
+"""
+
+
+def prepare(folder: Path) -> None:
+    create_secret(folder)
+    (folder / "config.json").write_text(config(str(TINY)).model_dump_json())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TINY.is_dir(), reason="the tiny model is not there")
+def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    fake = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen([*COMMAND, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert fake.stdout is not None
+        endpoint = wait_endpoint(tmp_path, "controller", 0, 120, lambda: process.poll() is None)
+        client = RolloutClient(lambda: endpoint, read_secret(tmp_path))
+        client.hello({NAME: 0}, {})
+        url = f"http://127.0.0.1:{int(fake.stdout.readline())}"
+        client.announce(AdapterRef(name=NAME, version=0), {"server-0": url})
+        assert len(client.next_batch(NAME, step=0, version=0).groups) == 4
+        client.close()
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children, "the scorer has a child"
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert time.monotonic() - start < 5
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        process.kill()
+        process.wait()
+        fake.communicate()
+
+
+@pytest.mark.slow
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    command = [*COMMAND, str(tmp_path)]
+    code = f"import subprocess, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    status = tmp_path / "status" / "controller-0.txt"
+    deadline = time.monotonic() + 60
+    while not status.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.communicate()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TINY.is_dir(), reason="the tiny model is not there")
+def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
+    """SIGKILL with a step leased, groups on their way and an evaluation owed: nothing is lost, nothing repeated."""
+    prepare(tmp_path)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    fake = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert fake.stdout is not None
+    servers = {"server-0": f"http://127.0.0.1:{int(fake.stdout.readline())}"}
+    process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
+    client = RolloutClient(lambda: read_endpoint(tmp_path, "controller", 0), read_secret(tmp_path))
+    ref = AdapterRef(name=NAME, version=0)
+    try:
+        client.hello({NAME: 0}, {})
+        client.announce(ref, servers)
+        first = client.next_batch(NAME, step=0, version=0)
+        before = client.stats(NAME)
+        assert before.running == 4, "the server keeps the next four for a minute"
+        client.request_eval(ref, "owed")
+        process.kill()
+        process.wait()
+        asked: list[Batch] = []
+        asking = threading.Thread(target=lambda: asked.append(client.next_batch(NAME, step=0, version=0)))
+        asking.start()
+        time.sleep(1.0)
+        process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
+        asking.join(120)
+        assert asked
+        assert (asked[0].groups, asked[0].snapshot) == (first.groups, first.snapshot)
+        client.commit(NAME, 0)
+        client.commit(NAME, 0)
+        after = client.stats(NAME)
+        assert (after.issued, after.consumed, after.running) == (before.issued, 4, 4)
+        assert after.tokens_generated == before.tokens_generated
+        assert client._owed, "asked again"
+    finally:
+        client.close()
+        process.kill()
+        process.wait()
+        fake.communicate()

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from areal_lora.rollout.routing import KEEP_VERSIONS, MAX_COOL_DOWN_S, Router, VersionRetired
+from areal_lora.types import AdapterRef
+from tests.support.rollout.helpers import Clock
+
+REF = AdapterRef(name="math", version=1)
+NEXT = AdapterRef(name="math", version=2)
+BOTH = {"server-0": "a", "server-1": "b"}
+
+
+def chosen(router: Router, ref: AdapterRef = REF) -> str:
+    async def choose() -> str:
+        async with asyncio.timeout(1) as clock, router.lease(ref, 1, clock) as server:
+            return server.url
+
+    return asyncio.run(choose())
+
+
+def test_least_outstanding_sequences_win_and_are_given_back() -> None:
+    async def run() -> None:
+        router = Router()
+        router.announce(REF, BOTH)
+        async with asyncio.timeout(9) as clock, router.lease(REF, 8, clock) as first:
+            async with router.lease(REF, 2, clock) as second, router.lease(REF, 2, clock) as third:
+                assert (first.url, second.url, third.url) == ("a", "b", "b")
+                assert [s.outstanding for s in router.servers.values()] == [8, 4]
+        assert [s.outstanding for s in router.servers.values()] == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_only_servers_that_hold_the_version_are_asked() -> None:
+    router = Router()
+    with pytest.raises(VersionRetired):
+        chosen(router)
+    router.announce(REF, BOTH)
+    router.retired(router.servers["server-0"], REF)
+    assert chosen(router) == "b"
+    router.retired(router.servers["server-1"], REF)
+    with pytest.raises(VersionRetired, match="math@v1"):
+        chosen(router)
+
+
+def test_a_failed_server_cools_down_longer_each_time_until_it_succeeds() -> None:
+    clock = Clock()
+    router = Router(clock)
+    router.announce(REF, BOTH)
+    bad = router.servers["server-0"]
+    waits = []
+    for _ in range(8):
+        router.failed(bad)
+        router.failed(bad)  # a second request that was sent before the first failed
+        waits.append(bad.down_until_s - clock.now)
+        assert chosen(router) == "b"
+        clock.now = bad.down_until_s
+        assert chosen(router) == "a"
+    assert waits[:3] == [0.25, 0.5, 1.0]
+    assert waits[-1] == MAX_COOL_DOWN_S
+    router.succeeded(bad)
+    router.failed(bad)
+    assert bad.down_until_s - clock.now == 0.25
+
+
+def test_with_all_servers_down_it_waits_for_the_first_to_be_tried() -> None:
+    router = Router()
+    router.announce(REF, {"server-0": "a"})
+    router.failed(router.servers["server-0"])
+    assert chosen(router) == "a"
+
+
+def test_a_server_that_is_not_announced_with_the_newest_version_gets_nothing_until_it_is() -> None:
+    router = Router()
+    router.announce(REF, BOTH)
+    router.announce(NEXT, {"server-1": "b"}, lost=["server-0"])
+    assert chosen(router) == chosen(router, NEXT) == "b"
+    router.retired(router.servers["server-1"], REF)
+    with pytest.raises(VersionRetired):
+        chosen(router)  # the lost one held it, and is not asked
+    router.announce(NEXT, BOTH)
+    router.retired(router.servers["server-1"], NEXT)
+    assert chosen(router, NEXT) == "a"
+
+
+@pytest.mark.parametrize(("url", "lost"), [("c", ()), ("a", ("server-0",))], ids=["another port", "the same port"])
+def test_a_new_life_of_a_server_starts_with_no_versions(url: str, lost: tuple[str, ...]) -> None:
+    router = Router()
+    router.announce(REF, {"server-0": "a"})
+    router.announce(NEXT, {"server-0": url}, lost)
+    assert chosen(router, NEXT) == url
+    with pytest.raises(VersionRetired):
+        chosen(router)
+
+
+def test_what_runs_on_a_lost_server_is_cut_off_at_once_and_the_rest_goes_on() -> None:
+    async def run() -> None:
+        router = Router()
+        router.announce(REF, BOTH)
+
+        async def request(seconds: float) -> str:
+            async with asyncio.timeout(60) as clock, router.lease(REF, 1, clock) as server:
+                try:
+                    await asyncio.sleep(seconds)
+                except asyncio.CancelledError:
+                    return f"{server.url} cut {server.lost}"
+                return server.url
+            return "timeout"
+
+        running = [asyncio.create_task(request(0.2)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        router.announce(NEXT, {"server-1": "b"}, lost=["server-0"])
+        await asyncio.sleep(0.01)
+        assert running[0].done()
+        assert await asyncio.gather(*running, return_exceptions=True) == ["a cut True", "b"]
+
+    asyncio.run(run())
+
+
+def test_what_is_remembered_of_a_server_does_not_grow_with_the_run() -> None:
+    router, other = Router(), AdapterRef(name="code", version=3)
+    router.announce(other, BOTH)
+    for version in range(500):
+        router.announce(AdapterRef(name="math", version=version), BOTH)
+    assert all(len(server.versions) <= KEEP_VERSIONS + 1 for server in router.servers.values())
+    assert router.newest(REF).version == 499
+    assert router.newest(other) == other
+    assert chosen(router, AdapterRef(name="math", version=490)) == "a"
+
+
+def test_versions_that_a_trainer_has_gone_back_from_are_not_asked_for() -> None:
+    router = Router()
+    for version in (1, 2, 1):
+        router.announce(AdapterRef(name="math", version=version), BOTH)
+    assert router.newest(REF) == REF
+    with pytest.raises(VersionRetired):
+        chosen(router, NEXT)

@@ -1,0 +1,159 @@
+import json
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lora.tasks.rewards import MAX_DIGITS, extract_answer, numeric_match, parse_number
+from tests.support.paths import ROOT
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5), ("+5", 5), ("-5", -5), ("− 5", -5), ("–5", -5), ("007", 7),
+        ("1,234", 1234), ("1,234,567.25", Fraction(123456725, 100)), ("$1,234.50", Fraction(2469, 2)),
+        ("$-3", -3), ("-$3", -3), ("- $ 3", -3), ("€ 20", 20), (r"\$18", 18), (r"1{,}000", 1000), (r"1\,000", 1000),
+        ("50%", 50), (r"50\%", 50), ("12 apples", 12), ("12apples", 12), ("about 12 apples.", 12),
+        ("5.", 5), (".5", Fraction(1, 2)),
+        ("0.125", Fraction(1, 8)), ("1/2", Fraction(1, 2)), ("-1 / 2", Fraction(-1, 2)), ("3 1/2", Fraction(7, 2)),
+        (r"\frac{3}{4}", Fraction(3, 4)), (r"-\dfrac{3}{4}", Fraction(-3, 4)), (r"\frac{-3}{4}", Fraction(-3, 4)),
+        ("1e3", 1000), ("2.5e-1", Fraction(1, 4)), ("x=5", 5), ("5 km2", 5), ("7 - 5", 7), ("7-5", 7),
+    ],
+)  # fmt: skip
+def test_numbers(text, value):
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "none",
+        "H2O",
+        "1,23",
+        "1,2345",
+        "10:30",
+        "1.2.3",
+        "1/0",
+        r"\frac{1}{0}",
+        "1e999",
+        "1/2/3",
+        "٣",
+        "9" * (MAX_DIGITS + 1),
+    ],
+)
+def test_not_numbers(text):
+    assert parse_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1+1=2\n#### 2", 2), ("#### 7\nQ: next\n#### 8", 7), ("####1,000", 1000), ("#### $5.00", 5),
+        (r"so \boxed{12}", 12), (r"\boxed{\frac{1}{2}}", Fraction(1, 2)), (r"\boxed{1} and \boxed{2}", 2),
+        (r"\boxed {\text{about } 3} 4", 3), ("The answer is 4. I am 9 years old", 4), ("Answer: -4", -4),
+        ("answer is 3\nno, the answer is 5", 5), ("we have 3 and 4 then 7-5 = 2 apples.", 2), ("no digits", None),
+        (r"#### 1 \boxed{2} answer is 3", 1), (r"\boxed{2} answer is 3", 2),
+        ("5 #### ", None), (r"5 \boxed{6", None), (r"5 \boxed{x}", None), ("5, the answer is unknown", None),
+        (r"5 \boxed", None),
+    ],
+)  # fmt: skip
+def test_where_the_answer_is_looked_for(text, value):
+    assert extract_answer(text) == value
+
+
+def test_match_needs_the_same_number():
+    assert numeric_match("it is 0.50", "#### 1/2") == 1.0
+    assert numeric_match("it is 0.51", "#### 1/2") == 0.0
+    assert numeric_match("", "#### 0") == 0.0
+    with pytest.raises(ValueError, match="no number"):
+        numeric_match("5", "#### five")
+
+
+@settings(deadline=None)
+@given(st.integers(-(10**20), 10**20), st.sampled_from(["{}", "{:,}", " {} ", "{}.", "{:,}.00", "{} eggs", "#{}"]))
+def test_integers_round_trip(value, form):
+    assert parse_number(form.format(value)) == value
+
+
+@settings(deadline=None)
+@given(st.decimals(-(10**12), 10**12, allow_nan=False, allow_infinity=False, places=6))
+def test_decimals_round_trip(value):
+    assert parse_number(f"{value:f}") == Fraction(value)
+    assert parse_number(f"{value:,f}") == Fraction(value)
+
+
+@settings(deadline=None)
+@given(st.integers(-(10**9), 10**9), st.integers(1, 10**9))
+def test_fractions_round_trip(top, bottom):
+    value = Fraction(top, bottom)
+    assert parse_number(f"{top}/{bottom}") == value
+    assert parse_number(rf"\frac{{{top}}}{{{bottom}}}") == value
+    assert extract_answer(rf"so $\boxed{{\frac{{{top}}}{{{bottom}}}}}$ holds in 12 cases") == value
+
+
+@settings(deadline=None)
+@given(st.fractions(), st.text(alphabet="abc .,\n", max_size=40))
+def test_a_stated_answer_is_found_behind_any_text(value, text):
+    assert extract_answer(f"{text} 41 \n#### {value.numerator}/{value.denominator}") == value
+
+
+@settings(deadline=None)
+@given(st.text(max_size=200))
+def test_any_text_is_answered_without_an_exception(text):
+    assert numeric_match(text, "#### 1") in (0.0, 1.0)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="0123456789,.-+/$ eE{}\\frac", max_size=80))
+def test_any_number_like_text_is_answered_without_an_exception(text):
+    value = extract_answer(text)
+    assert value is None or isinstance(value, Fraction)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "9",
+        "1,",
+        "1 ",
+        "-",
+        "- ",
+        "$ ",
+        "$",
+        "1/",
+        "1e",
+        ",111",
+        "9,111",
+        ".1",
+        " ",
+        "{",
+        "answer ",
+        "####",
+        r"\boxed{",
+        r"\frac{1",
+    ],
+)
+def test_time_is_linear_in_the_length(unit):
+    text = "1" + unit * (400_000 // len(unit))
+    began = time.process_time()
+    extract_answer(text)
+    parse_number(text)
+    assert time.process_time() - began < 3.0  # a quadratic scan takes minutes
+
+
+@pytest.mark.skipif(not (GSM8K / "train.jsonl").is_file(), reason=f"no GSM8K files in {GSM8K}")
+def test_every_gsm8k_gold_answer_parses_and_scores_one():
+    rows = [json.loads(line) for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").open(encoding="utf-8")]
+    assert len(rows) == 8792
+    for row in rows:
+        gold = row["answer"].rpartition("####")[2].strip()
+        assert parse_number(gold) == Fraction(gold.replace(",", "").replace("$", "")), gold
+        assert numeric_match(row["answer"], row["answer"]) == 1.0
+        assert numeric_match(f"#### {gold} 1", row["answer"]) == 1.0
+        assert numeric_match(f"#### {Fraction(gold.replace(',', '')) + 1}", row["answer"]) == 0.0

@@ -1,0 +1,223 @@
+"""What a server says of a batch under the versions that sampled it: every shift is found, at any lag, nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from areal_lora.data.collate import check_batch
+from areal_lora.errors import AlignmentError, PublishError
+from areal_lora.trainer import audit as auditing
+from areal_lora.trainer.audit import Audit, Auditor, audit, choose
+from areal_lora.trainer.tenant import scoring_batch
+from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.weight_sync.testing import MemoryServer
+from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
+
+ETA, NOW = 2, 7
+FP32, BF16 = (1e-3, 1e-6), (0.2, 2e-2)  # limit, and how far two computations of one thing lie apart
+
+
+def logprob(version: int, token_ids: list[int]) -> float:
+    """Log-probability of the last token under a version: mostly sure, sometimes not. Versions differ a little."""
+    token_ids = token_ids[-4:]
+    rng = random.Random(repr(token_ids))
+    value = -rng.expovariate(0.7) if rng.random() < 0.4 else -0.02
+    return value * (1 + 0.01 * random.Random(f"{version} {token_ids}").gauss(0, 1))
+
+
+def server(noise: float, held: range = range(NOW + 1), down: bool = False) -> auditing.Score:
+    def score(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
+        if down or ref.version not in held:
+            raise PublishError(f"{ref} is not here")
+        return [
+            [0.0, *(
+                logprob(ref.version, row[: t + 1]) + random.Random(f"n{row[max(0, t - 4): t + 1]}").gauss(0, noise)
+                for t in range(1, len(row))
+            )]
+            for row in rows
+        ]  # fmt: skip
+
+    return score
+
+
+def batch(seed: int, in_flight: str, n: int = 12, prompt: int = 6) -> TrainBatch:
+    """Answers of 30 to 60 tokens. Under ``interrupt`` each has two or three versions, the oldest ETA behind."""
+    rng = random.Random(seed)
+    rows = [[rng.randrange(99) for _ in range(prompt + rng.randint(30, 60))] for _ in range(n)]
+    made = scoring_batch(rows, "math")
+    versions, mask, recorded = [], [], []
+    for row in rows:
+        length = len(row) - prompt
+        if in_flight == "finish":
+            mine = [NOW - ETA] * length
+        else:
+            cuts = sorted(rng.sample(range(1, length), 2))
+            mine = [NOW - ETA] * cuts[0] + [NOW - 1] * (cuts[1] - cuts[0]) + [NOW] * (length - cuts[1])
+        versions += [-1] * prompt + mine
+        mask += [False] * prompt + [True] * length
+        recorded += [0.0] * prompt + [logprob(v, row[: prompt + t + 1]) for t, v in enumerate(mine)]
+    return replace(
+        made, versions=torch.tensor(versions), loss_mask=torch.tensor(mask), rollout_logprobs=torch.tensor(recorded)
+    )
+
+
+def within(values: torch.Tensor, mask: torch.Tensor, by: int) -> torch.Tensor:
+    """Rolled among the trained tokens only, so that prompts and masks do not show it."""
+    rolled = values.clone()
+    rolled[mask] = values[mask].roll(by)
+    return rolled
+
+
+def logprobs_rolled(b: TrainBatch, by: int) -> TrainBatch:
+    return replace(b, rollout_logprobs=b.rollout_logprobs.roll(by))
+
+
+def logprobs_rolled_within(b: TrainBatch, by: int) -> TrainBatch:
+    return replace(b, rollout_logprobs=within(b.rollout_logprobs, b.loss_mask, by))
+
+
+def tokens_rolled(b: TrainBatch, by: int) -> TrainBatch:
+    return replace(b, token_ids=b.token_ids.roll(by))
+
+
+def mask_rolled(b: TrainBatch, by: int) -> TrainBatch:
+    return replace(b, loss_mask=b.loss_mask.roll(by))
+
+
+def versions_rolled(b: TrainBatch, by: int) -> TrainBatch:
+    return replace(b, versions=b.versions.roll(by))
+
+
+def all_but_tokens(b: TrainBatch, by: int) -> TrainBatch:
+    return replace(mask_rolled(versions_rolled(logprobs_rolled(b, by), by), by))
+
+
+SHIFTS: list[Callable[[TrainBatch, int], TrainBatch]] = [
+    logprobs_rolled, logprobs_rolled_within, tokens_rolled, mask_rolled, versions_rolled, all_but_tokens,
+]  # fmt: skip
+
+
+def found(b: TrainBatch, score: auditing.Score, limit: float, seed: int) -> Audit:
+    """One step's checks, as the loop makes them: arrays against each other, then a server."""
+    check_batch(b)
+    return audit(choose(b, "math", seed), score, limit)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("in_flight", ["finish", "interrupt"])
+def test_a_right_batch_is_confirmed_in_every_step(in_flight: str, dtype: tuple[float, float]) -> None:
+    limit, noise = dtype
+    for seed in range(12):
+        got = found(batch(seed, in_flight), server(noise), limit, seed)
+        assert not got.error, f"seed {seed}: {got.error}"
+        assert got.tokens > 60
+        assert got.gap is not None
+        assert got.gap < limit
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("in_flight", ["finish", "interrupt"])
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_every_shift_by_one_is_found_where_all_tokens_are_stale(
+    shift: Callable[[TrainBatch, int], TrainBatch], by: int, in_flight: str, dtype: tuple[float, float]
+) -> None:
+    limit, noise = dtype
+    for seed in range(4):
+        try:
+            got = found(shift(batch(seed, in_flight), by), server(noise), limit, seed)
+        except AlignmentError:
+            continue
+        assert got.error, f"seed {seed}"
+
+
+def test_another_temperature_or_policy_than_the_recorded_one_is_found() -> None:
+    right = batch(1, "finish")
+    for wrong in (right.rollout_logprobs * 1.3, torch.where(right.loss_mask, right.rollout_logprobs - 0.4, 0.0)):
+        assert "do not confirm" in found(replace(right, rollout_logprobs=wrong), server(1e-6), FP32[0], 1).error
+
+
+def test_one_sequence_on_the_other_side_of_a_tie_between_experts_is_no_contradiction() -> None:
+    right = batch(1, "finish")
+    chosen = choose(right, "math", 3)
+    spoiled = chosen[0].token_ids[:8]
+
+    def score(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
+        return [
+            [x - 0.05 * (row[:8] == spoiled) for x in scores]
+            for row, scores in zip(rows, server(1e-6)(ref, rows), strict=True)
+        ]
+
+    assert not audit(chosen, score, FP32[0]).error
+
+
+def test_versions_that_no_server_holds_are_not_compared_and_end_nothing() -> None:
+    got = found(batch(1, "interrupt"), server(1e-6, held=range(NOW, NOW + 1)), FP32[0], 1)
+    assert got.tokens > 0
+    assert f"math@v{NOW - ETA}" in got.missing
+    gone = found(batch(1, "finish"), server(1e-6, down=True), FP32[0], 1)
+    assert (gone.tokens, gone.gap, gone.error) == (0, None, "")
+
+
+def test_excerpts_change_from_step_to_step_and_stay_short() -> None:
+    made = batch(1, "finish", n=40)
+    chosen = [choose(made, "math", seed) for seed in range(20)]
+    assert len({e.sequence for excerpts in chosen for e in excerpts}) > 25
+    assert all(len(e.token_ids) <= 40 for e in choose(made, "math", 1, max_tokens=40))
+    assert choose(made, "math", 1, max_tokens=6) == [], "only prompts"
+
+
+# ------------------------------------------------------------ the thread
+
+
+def served(score: Any, name: str = "server-0") -> MemoryServer:
+    def answer(model: str | None, rows: list[list[int]]) -> list[list[float]]:
+        assert model is not None
+        return score(AdapterRef.parse(model), rows)
+
+    made = MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, score=answer, name=name)
+    for version in range(NOW - ETA, NOW + 1):
+        ref = AdapterRef(name="math", version=version)
+        made.slots.reserve(ref)
+        made.slots.activate(ref, version)
+    return made
+
+
+def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_one_is_gone() -> None:
+    with served(server(1e-6)) as one, served(server(1e-6), "server-1") as other:
+        auditor = Auditor(SECRET, FP32[0], timeout_s=10.0, max_model_len=128)
+        auditor.servers = (one.endpoint, other.endpoint)
+        auditor.begin("math", batch(1, "interrupt"), 1, 1.0)
+        first = auditor.collect(wait=True)
+        assert first is not None
+        assert (first.error, first.missing) == ("", "")
+        one.__exit__()
+        auditor.begin("math", batch(2, "interrupt"), 2, 1.0)
+        second = auditor.collect(wait=True)
+        assert second is not None
+        assert second.tokens > 60
+        assert not second.error
+        auditor.begin("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
+        auditor.begin("math", batch(4, "finish"), 4, 1.0)  # what was found meanwhile is not lost
+        third = auditor.collect(wait=True)
+        assert third is not None
+        assert "shifted by one token" in third.error
+        assert auditor.collect() is None
+        auditor.close()
+
+
+def test_a_run_in_which_nothing_can_be_compared_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    auditor = Auditor(SECRET, FP32[0], timeout_s=5.0, max_model_len=128)
+    for step in range(auditing.QUIET_STEPS):
+        auditor.begin("math", batch(step, "finish"), step, 1.0)
+        got = auditor.collect(wait=True)
+        assert got is not None
+        assert (got.tokens, got.silent_steps, got.error) == (0, step + 1, "")
+    assert "no token of the last 10 batches" in caplog.text
+    auditor.close()
