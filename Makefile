@@ -1,8 +1,9 @@
 # make setup   create .venv and install pinned requirements
 # make demo    train the tiny mixture-of-experts model on this machine
 # make test    check the code (make check), then run the test suite
-# make check   ruff, mypy and import-linter
-.PHONY: setup demo test check docs clean
+# make check   ruff (format and rules), mypy and import-linter
+# make format  format the code with ruff
+.PHONY: setup demo test check format docs clean
 PY := .venv/bin/python
 CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
 
@@ -18,9 +19,13 @@ test: check
 	$(PY) -m pytest $(ARGS)
 
 check: setup
+	$(PY) -m ruff format --check areal_lora tests examples benchmarks
 	$(PY) -m ruff check areal_lora tests examples benchmarks
 	$(PY) -m mypy areal_lora
 	.venv/bin/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+format: setup
+	$(PY) -m ruff format areal_lora tests examples benchmarks
 
 docs: setup
 	$(PY) -m areal_lora.config.docs

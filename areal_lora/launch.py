@@ -59,14 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m areal_lora.launch", description="Train LoRA adapters with reinforcement learning.")
     parser.add_argument(
-        "--config", action="append", required=True, type=Path, metavar="FILE",
+        "--config",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FILE",
         help="YAML file; give several to merge them in order",
-    )  # fmt: skip
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
     parser.add_argument(
-        "--explain-resume", action="store_true",
+        "--explain-resume",
+        action="store_true",
         help="say what a start would restore, issue again and drop, and start nothing",
-    )  # fmt: skip
+    )
     parser.add_argument("--fresh", action="store_true", help="move an earlier run's folder aside and begin anew")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override one key, such as run.seed=2")
     return parser.parse_intermixed_args(argv)
@@ -88,9 +93,7 @@ def report_findings(config: Config, facts: Facts, err: Console) -> bool:
     return not errors
 
 
-def start(
-    config: Config, plan: JobPlan, out: Console, fresh: bool = False, needed: Download | None = None
-) -> int:
+def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, needed: Download | None = None) -> int:
     """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm."""
     with RunFolder(config, fresh) as folder:
         if folder.moved is not None:

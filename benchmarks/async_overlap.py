@@ -79,9 +79,11 @@ def main() -> None:
     print(f"{time.monotonic() - started_s:.0f} s")
     if options.json:
         result = {
-            "claims": claims, "environment": environment(), "load": asdict(load),
+            "claims": claims,
+            "environment": environment(),
+            "load": asdict(load),
             "rounds": [{name: asdict(m) for name, m in r.items()} for r in rounds],
-        }  # fmt: skip
+        }
         options.json.write_text(json.dumps(result, indent=1))
 
 
@@ -130,8 +132,10 @@ def report(rounds: list[dict[str, Measured]]) -> dict[str, float]:
     if all(fastest):
         ratios = [r[OVERLAP.name].steps_per_hour / speed for r, speed in zip(rounds, fastest, strict=True)]
         claims["overlap_vs_colocated"] = statistics.median(ratios)
-        print(f"{OVERLAP.name} against the faster of both cores in turn: {claims['overlap_vs_colocated']:.2f} "
-              f"({min(ratios):.2f} .. {max(ratios):.2f})")  # fmt: skip
+        print(
+            f"{OVERLAP.name} against the faster of both cores in turn: {claims['overlap_vs_colocated']:.2f} "
+            f"({min(ratios):.2f} .. {max(ratios):.2f})"
+        )
     final = {n: statistics.mean(r[n].final_accuracy for r in rounds) for n in (SYNC.name, OVERLAP.name)}
     claims["reward_gap"] = abs(final[SYNC.name] - final[OVERLAP.name])
     print(f"final eval: {SYNC.name} {final[SYNC.name]:.3f}, {OVERLAP.name} {final[OVERLAP.name]:.3f}")

@@ -30,12 +30,29 @@ import numpy as np
 from machine import environment, require_idle
 
 MODEL = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 320, "hidden_size": 512,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-    "intermediate_size": 1024, "moe_intermediate_size": 192, "num_experts": 128, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-    "attention_bias": False, "eos_token_id": 1, "bos_token_id": 0,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 320,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 192,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
 }  # experts per token and their normalisation as in Qwen3-30B-A3B
 RANK, ALPHA = 16, 32
 VARIANTS = ("merged", "ours", "loop", "naive")
@@ -61,12 +78,17 @@ class Work:
 
 
 FULL = (
-    Work(sequences=8, prompt=32, new=65), Work(sequences=32, prompt=32, new=65),
-    Work(sequences=1, prompt=256, new=1), Work(sequences=1, prompt=1000, new=1), Work(sequences=8, prompt=256, new=1),
+    Work(sequences=8, prompt=32, new=65),
+    Work(sequences=32, prompt=32, new=65),
+    Work(sequences=1, prompt=256, new=1),
+    Work(sequences=1, prompt=1000, new=1),
+    Work(sequences=8, prompt=256, new=1),
 )
 QUICK = (
-    Work(sequences=8, prompt=32, new=17), Work(sequences=32, prompt=32, new=17),
-    Work(sequences=1, prompt=256, new=1), Work(sequences=8, prompt=256, new=1),
+    Work(sequences=8, prompt=32, new=17),
+    Work(sequences=32, prompt=32, new=17),
+    Work(sequences=1, prompt=256, new=1),
+    Work(sequences=8, prompt=256, new=1),
 )
 
 
@@ -97,15 +119,26 @@ def make_files(folder: Path, dtype_name: str) -> None:
     for part, tensors, config in (
         ("base", base | rest, {**MODEL, "torch_dtype": dtype_name}),
         ("merged", merged | rest, {**MODEL, "torch_dtype": dtype_name}),
-        ("adapter", adapter, {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "target_modules": [
-            "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}),
+        (
+            "adapter",
+            adapter,
+            {
+                "peft_type": "LORA",
+                "r": RANK,
+                "lora_alpha": ALPHA,
+                "bias": "none",
+                "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            },
+        ),
     ):
         (folder / part).mkdir()
         stem = "adapter_model" if part == "adapter" else "model"
         save_file(tensors, folder / part / f"{stem}.safetensors", metadata={"format": "pt"})
         (folder / part / ("adapter_config.json" if part == "adapter" else "config.json")).write_text(json.dumps(config))
-    print(f"model: {sum(t.numel() for t in (base | rest).values()) / 1e6:.1f} M parameters, "
-          f"adapter {sum(t.numel() for t in adapter.values()) / 1e6:.1f} M in {len(adapter)} tensors, {dtype_name}")
+    print(
+        f"model: {sum(t.numel() for t in (base | rest).values()) / 1e6:.1f} M parameters, "
+        f"adapter {sum(t.numel() for t in adapter.values()) / 1e6:.1f} M in {len(adapter)} tensors, {dtype_name}"
+    )
 
 
 def linear_layers() -> Iterator[tuple[str, tuple[int, int]]]:
@@ -132,8 +165,17 @@ def use_expert_loop(vllm_linear: bool) -> None:
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             """Plain weights."""
 
-        def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-                  topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def apply(
+            self,
+            output: torch.Tensor,
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
             slots = self._lora_context.punica_wrapper.token_lora_indices[: topk_ids.shape[0]]
             inter, lora = w2.shape[2], self._adapters
             output.zero_()
@@ -163,8 +205,12 @@ def use_expert_loop(vllm_linear: bool) -> None:
 def child(variant: str, folder: Path, dtype: str) -> None:
     """Answer every ``Work`` on stdin with tokens per second, and an empty line with the logprobs of a prompt."""
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one engine is active at a time
     from vllm import LLM, SamplingParams
@@ -174,9 +220,20 @@ def child(variant: str, folder: Path, dtype: str) -> None:
     if variant in ("loop", "naive"):
         use_expert_loop(vllm_linear=variant == "naive")
     llm = LLM(
-        model=str(folder / ("merged" if merged else "base")), dtype=dtype, skip_tokenizer_init=True, seed=1,
-        enforce_eager=True, enable_prefix_caching=False, block_size=32, max_model_len=1024, max_num_seqs=64,
-        max_num_batched_tokens=4096, enable_lora=not merged, max_lora_rank=RANK, max_loras=2, max_cpu_loras=2,
+        model=str(folder / ("merged" if merged else "base")),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        seed=1,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        block_size=32,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=4096,
+        enable_lora=not merged,
+        max_lora_rank=RANK,
+        max_loras=2,
+        max_cpu_loras=2,
     )
     lora = None if merged else LoRARequest("adapter", 1, str(folder / "adapter"))
     engine = llm.llm_engine
@@ -275,7 +332,8 @@ def claims(speeds: dict[str, dict[str, list[float]]]) -> dict[str, float]:
         for other in ("naive", "loop", "merged"):
             ratios = [
                 statistics.median(by["ours"]) / statistics.median(by[other])
-                for name, by in speeds.items() if name.startswith(kind)
+                for name, by in speeds.items()
+                if name.startswith(kind)
             ]
             found[f"{kind}_vs_{other}"] = round(min(ratios), 3)
     return found

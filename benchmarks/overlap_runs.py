@@ -41,21 +41,23 @@ class Variant:
 def pinned(eta: int) -> Variant:
     """Asynchronous ones do better with half a step at once: what runs later starts with a newer version."""
     return Variant(
-        name=f"eta {eta}", cores={"trainer": (0,), "server": (1,)}, at_once=0.5 if eta else 1.0,
+        name=f"eta {eta}",
+        cores={"trainer": (0,), "server": (1,)},
+        at_once=0.5 if eta else 1.0,
         overrides=(f"rollout.max_staleness={eta}", "trainer.world_size=1"),
     )
 
 
 IN_TURN = (
     Variant(
-        name="in turn, 2 processes", cores={"trainer-0": (0,), "trainer-1": (1,), "server-0": (0,), "server-1": (1,)},
+        name="in turn, 2 processes",
+        cores={"trainer-0": (0,), "trainer-1": (1,), "server-0": (0,), "server-1": (1,)},
         overrides=("rollout.max_staleness=0", "trainer.world_size=2", "rollout.servers=2"),
     ),
     Variant(
-        name="in turn, 2 threads", cores={},
-        overrides=(
-            "rollout.max_staleness=0", "trainer.world_size=1", "trainer.threads=2", "rollout.threads=2",
-        ),
+        name="in turn, 2 threads",
+        cores={},
+        overrides=("rollout.max_staleness=0", "trainer.world_size=1", "trainer.threads=2", "rollout.threads=2"),
     ),
 )
 
@@ -123,21 +125,25 @@ def run(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name:
 
 def settings(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name: str) -> dict[str, Any]:
     workflow = {
-        "kind": "custom", "path": f"{Path(__file__).with_name('overlap_workflow.py')}:LongTail",
+        "kind": "custom",
+        "path": f"{Path(__file__).with_name('overlap_workflow.py')}:LongTail",
         "arguments": {"shortest": load.shortest, "ladder": " ".join(map(str, load.ladder))},
     }
     return {
         "run": {"root": str(root), "name": name, "steps": steps},
         "eval": {"every_steps": 0},
         "trainer": {"ep": 1},
-        "rollout": {
-            "max_model_len": MODEL_LEN, "max_num_seqs": int(load.prompts * load.samples * variant.at_once),
-        },
-        "adapters": [{
-            "name": "gsm8k", "minibatches": 2, "workflow": workflow, "task": {"n_eval": n_eval},
-            "sampling": {"prompts_per_step": load.prompts, "n_samples": load.samples, "max_new_tokens": LONGEST},
-        }],
-    }  # fmt: skip
+        "rollout": {"max_model_len": MODEL_LEN, "max_num_seqs": int(load.prompts * load.samples * variant.at_once)},
+        "adapters": [
+            {
+                "name": "gsm8k",
+                "minibatches": 2,
+                "workflow": workflow,
+                "task": {"n_eval": n_eval},
+                "sampling": {"prompts_per_step": load.prompts, "n_samples": load.samples, "max_new_tokens": LONGEST},
+            }
+        ],
+    }
 
 
 def placed(plan: JobPlan, variant: Variant) -> JobPlan:

@@ -42,9 +42,15 @@ class LongTail:
         s = self._context.sampling
         longest = self._ladder[prompt.position // s.prompts_per_step % len(self._ladder)]
         answers = await self._context.client.sample(
-            ref, prompt.token_ids, n=s.n_samples, temperature=s.temperature, top_p=s.top_p, seed=seed,
+            ref,
+            prompt.token_ids,
+            n=s.n_samples,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            seed=seed,
             max_tokens=answer_tokens(prompt.position, s.prompts_per_step, self._shortest, longest),
-            deadline_s=s.deadline_s, ignore_eos=True,
+            deadline_s=s.deadline_s,
+            ignore_eos=True,
         )
         ends = [answer_end(answer.token_ids) for answer in answers]
         # A token is a character, and special tokens have no text.

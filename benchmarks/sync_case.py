@@ -49,14 +49,30 @@ class Case:
 
     def hf(self) -> dict[str, Any]:
         return {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512,
-            "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": 4 * self.hidden,
-            "moe_intermediate_size": self.ffn, "num_experts": self.experts, "num_experts_per_tok": min(8, self.experts),
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "max_position_embeddings": 4096, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-            "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False, "hidden_act": "silu",
-            "attention_bias": False, "torch_dtype": self.dtype, "use_sliding_window": False,
-        }  # fmt: skip
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "vocab_size": 512,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": 4 * self.hidden,
+            "moe_intermediate_size": self.ffn,
+            "num_experts": self.experts,
+            "num_experts_per_tok": min(8, self.experts),
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 4096,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "torch_dtype": self.dtype,
+            "use_sliding_window": False,
+        }
 
     def write_model(self, folder: Path) -> Path:
         """A model folder whose weights the server makes up (``load_format=dummy``)."""
@@ -69,16 +85,23 @@ class Case:
 
     def spec(self, adapter: int, model_path: Path) -> AdapterSpec:
         return AdapterSpec(
-            name=f"a{adapter}", base_model=str(model_path), rank=self.rank, alpha=2.0 * self.rank,
+            name=f"a{adapter}",
+            base_model=str(model_path),
+            rank=self.rank,
+            alpha=2.0 * self.rank,
             target_modules=TARGETS,
         )
 
     def config(self, run_root: Path, model_path: Path) -> Config:
         adapter = {
-            "rank": self.rank, "alpha": 2.0 * self.rank, "target_modules": list(TARGETS),
-            "task": {"kind": "word_problems"}, "algorithm": {"kind": "grpo"}, "optimizer": {"lr": 1e-4},
+            "rank": self.rank,
+            "alpha": 2.0 * self.rank,
+            "target_modules": list(TARGETS),
+            "task": {"kind": "word_problems"},
+            "algorithm": {"kind": "grpo"},
+            "optimizer": {"lr": 1e-4},
             "sampling": {"prompts_per_step": 1, "n_samples": 2, "max_new_tokens": 8},
-        }  # fmt: skip
+        }
         return Config.model_validate(
             {
                 "run": {"name": self.name, "root": str(run_root), "steps": 1},
@@ -86,8 +109,12 @@ class Case:
                 "adapters": [{"name": f"a{i}", **adapter} for i in range(self.adapters)],
                 "trainer": {"world_size": 1},
                 "rollout": {
-                    "max_staleness": 1, "max_lora_rank": self.rank, "max_model_len": 2048,
-                    "max_num_seqs": self.sequences, "kv_cache_gib": 1, "threads": 1,
+                    "max_staleness": 1,
+                    "max_lora_rank": self.rank,
+                    "max_model_len": 2048,
+                    "max_num_seqs": self.sequences,
+                    "kv_cache_gib": 1,
+                    "threads": 1,
                 },
                 "weight_sync": {"wire_dtype": self.dtype, "deadline_s": 60},
                 "cluster": {"device": "cpu", "bind": "127.0.0.1"},

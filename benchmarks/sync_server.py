@@ -52,7 +52,10 @@ class Streams:
         length = max(1, self._length * (i + 1) // n)
         while True:
             params = SamplingParams(
-                max_tokens=length, temperature=1.0, ignore_eos=True, detokenize=False,
+                max_tokens=length,
+                temperature=1.0,
+                ignore_eos=True,
+                detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
             length = self._length

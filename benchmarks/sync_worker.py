@@ -71,7 +71,11 @@ class BenchExtension(AdapterWorkerExtension):
         manager = adapter_manager(self)
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         lora = LoRAModel.from_lora_tensors(
-            _OTHER_ID, tensors, helper, device="cpu", dtype=manager.lora_config.lora_dtype,
+            _OTHER_ID,
+            tensors,
+            helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
         self._replace(lora)

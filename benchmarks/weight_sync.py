@@ -52,9 +52,17 @@ from areal_lora.weight_sync.wire import trailer_bytes
 
 HERE = Path(__file__).resolve().parent
 MOE_30B = Case(
-    name="3k", layers=4, hidden=2048, experts=128, ffn=768, heads=32, kv_heads=4, head_dim=128, dtype="bfloat16",
+    name="3k",
+    layers=4,
+    hidden=2048,
+    experts=128,
+    ffn=768,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    dtype="bfloat16",
     sequences=32,
-)  # fmt: skip
+)
 MANY = Case(name="37k", layers=48, hidden=64, experts=128, ffn=16, heads=4, kv_heads=2, head_dim=32)
 SMALL = Case(name="decode", layers=4, hidden=512, experts=128, ffn=192, heads=8, kv_heads=4, head_dim=64, rank=16)
 BUCKET_MIB = 16
@@ -148,7 +156,11 @@ class Setup:
             run=self._run, secret=self.secret, servers=[s.endpoint for s in servers], config=config
         )
         return Publisher(
-            run=self._run, config=config, exchange=SoloExchange(), coordinator=coordinator, secret=self.secret,
+            run=self._run,
+            config=config,
+            exchange=SoloExchange(),
+            coordinator=coordinator,
+            secret=self.secret,
             backend=backend,
         )
 
@@ -159,8 +171,11 @@ class Setup:
         tensors = self.tensors[adapter]
         began = time.perf_counter()
         handle = (publisher or self.publisher).publish(
-            ref=AdapterRef(name=name, version=version), layout=tensors.layout, pack=tensors.pack,
-            parent=AdapterRef(name=name, version=version - 1) if version else None, base_digest=self._digest,
+            ref=AdapterRef(name=name, version=version),
+            layout=tensors.layout,
+            pack=tensors.pack,
+            parent=AdapterRef(name=name, version=version - 1) if version else None,
+            base_digest=self._digest,
             probe=None,
         )
         report = handle.join()
@@ -218,7 +233,12 @@ class Baselines:
         self._whole = tensors.whole()
         self._names = [(name, list(t.shape)) for name, t in self._whole.items()]
         listener = GroupListener(
-            source=0, bind="127.0.0.1", world=2, bucket_bytes=1 << 30, backend="gloo", timeout_s=60.0,
+            source=0,
+            bind="127.0.0.1",
+            world=2,
+            bucket_bytes=1 << 30,
+            backend="gloo",
+            timeout_s=60.0,
             secret=setup.secret,
         )
         endpoint = base64.b64encode(msgspec.msgpack.encode(listener.endpoint)).decode()
@@ -291,9 +311,12 @@ def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
             return total
 
         variants: dict[str, Callable[[], float]] = {
-            "raw broadcast": ways.raw, "ours": ours, SOCKETS_WAY: lambda: setup.publish_over(SOCKETS)[0],
-            "usual way": ways.usual, "file way": ways.file,
-        }  # fmt: skip
+            "raw broadcast": ways.raw,
+            "ours": ours,
+            SOCKETS_WAY: lambda: setup.publish_over(SOCKETS)[0],
+            "usual way": ways.usual,
+            "file way": ways.file,
+        }
         ours()  # slots touched
         grown = setup.servers[0].rss_bytes() - rss
         phases.clear()
@@ -327,11 +350,17 @@ def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
             f"engine process grew by {grown / 2**20:.0f} MiB at the first publishes"
         )
         return {
-            "case": case.name, "tensors": case.names, "unique_bytes": tensors.nbytes, "wire_bytes": wire,
-            "ms": {name: [s.low, s.middle, s.high] for name, s in spreads.items()}, "phases_ms": middle,
-            "rss_growth_bytes": grown, "of_limit": limit / mine,
+            "case": case.name,
+            "tensors": case.names,
+            "unique_bytes": tensors.nbytes,
+            "wire_bytes": wire,
+            "ms": {name: [s.low, s.middle, s.high] for name, s in spreads.items()},
+            "phases_ms": middle,
+            "rss_growth_bytes": grown,
+            "of_limit": limit / mine,
             "of_limit_sockets": limit / spreads[SOCKETS_WAY].middle,
-            "vs_usual": spreads["usual way"].middle / mine, "vs_file": spreads["file way"].middle / mine,
+            "vs_usual": spreads["usual way"].middle / mine,
+            "vs_file": spreads["file way"].middle / mine,
         }
 
 
@@ -384,11 +413,14 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         f"finished {finished}; re-prefilled tokens {int(steps[:, 2].sum())}"
     )
     return {
-        "cores": [trainer, serving], "tokens_per_s": rates,
+        "cores": [trainer, serving],
+        "tokens_per_s": rates,
         "step_gap_ms": [[*np.percentile(g, [50, 99]), g.max()] for g in gaps],
-        "publishes": len(publishes), "publish_ms": [total.low, total.middle, total.high],
+        "publishes": len(publishes),
+        "publish_ms": [total.low, total.middle, total.high],
         "commit_p99_ms": float(np.percentile(commits, 99)),
-        "tokens_during_ratio": rates[2] / quiet, "tokens_a_publish_a_second_ratio": rates[1] / quiet,
+        "tokens_during_ratio": rates[2] / quiet,
+        "tokens_a_publish_a_second_ratio": rates[1] / quiet,
         "aborted": sum(n for reason, n in finished.items() if reason not in ("length", "stop")),
         "reprefilled": int(steps[:, 2].sum()),
     }
@@ -418,10 +450,13 @@ def growth(repeats: int, console: Console) -> dict[str, Any]:
 
     layers = {n: replace(base, layers=n) for n in (12, 24, 48)}
     compared("tensors, bytes and layers", {f"{c.names:,} tensors ({n} layers)": c for n, c in layers.items()})
-    compared("experts at equal bytes", {
-        f"{n} experts": replace(base, experts=n, ffn=base.ffn * 128 // n, hidden=64 * 128 // n, layers=24)
-        for n in (8, 32, 128)
-    })  # fmt: skip
+    compared(
+        "experts at equal bytes",
+        {
+            f"{n} experts": replace(base, experts=n, ffn=base.ffn * 128 // n, hidden=64 * 128 // n, layers=24)
+            for n in (8, 32, 128)
+        },
+    )
     compared("rank", {f"rank {n}": replace(base, rank=n) for n in (8, 16, 32)})
     with running(replace(base, adapters=8)) as setup:
         measure("served adapters", ("1 adapter served", setup, {}))
@@ -469,11 +504,15 @@ def main() -> None:
         # As it runs on this machine (receivers read the source's memory), and as between machines.
         "publish_vs_raw": min(result["3k"]["of_limit"], result["37k"]["of_limit"]),
         "publish_vs_raw_sockets": min(result["3k"]["of_limit_sockets"], result["37k"]["of_limit_sockets"]),
-        "vs_usual_3k": result["3k"]["vs_usual"], "vs_usual_37k": result["37k"]["vs_usual"],
-        "vs_file_3k": result["3k"]["vs_file"], "vs_file_37k": result["37k"]["vs_file"],
-        "commit_p99_ms": made["commit_p99_ms"], "tokens_during_ratio": made["tokens_during_ratio"],
-        "aborted": made["aborted"], "reprefilled": made["reprefilled"],
-    }  # fmt: skip
+        "vs_usual_3k": result["3k"]["vs_usual"],
+        "vs_usual_37k": result["37k"]["vs_usual"],
+        "vs_file_3k": result["3k"]["vs_file"],
+        "vs_file_37k": result["37k"]["vs_file"],
+        "commit_p99_ms": made["commit_p99_ms"],
+        "tokens_during_ratio": made["tokens_during_ratio"],
+        "aborted": made["aborted"],
+        "reprefilled": made["reprefilled"],
+    }
     for name, value in result["claims"].items():
         console.print(f"  {name:24} {value:.3g}")
     if args.json:

@@ -26,7 +26,7 @@ from areal_lora.config.peft_folder import (
     checked_modules,
     declared_spec,
     wire_name,
-)  # fmt: skip
+)
 from areal_lora.errors import AdapterError
 from areal_lora.types import AdapterSpec
 
@@ -48,10 +48,17 @@ class PeftWriter:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], spec: AdapterSpec, shapes: Mapping[str, Shape], base_model_path: str,
-        aliases: Mapping[str, str] | None = None, *, dtype: torch.dtype = torch.float32, replace: bool = False,
+        self,
+        folder: str | os.PathLike[str],
+        spec: AdapterSpec,
+        shapes: Mapping[str, Shape],
+        base_model_path: str,
+        aliases: Mapping[str, str] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        replace: bool = False,
         revision: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``shapes`` by wire name: lora_A [r, in] and lora_B [out, r]. ``aliases`` (full name to wire name) are
         written out as tensors of their own, because readers may scale in place. ``replace`` an earlier folder.
         ``revision`` is the base's, if it is a hub model: peft's AutoPeft classes load that one.
@@ -122,8 +129,13 @@ class PeftWriter:
 
 
 def save_peft(
-    folder: str | os.PathLike[str], spec: AdapterSpec, tensors: Mapping[str, torch.Tensor], base_model_path: str,
-    aliases: Mapping[str, str] | None = None, *, revision: str | None = None,
+    folder: str | os.PathLike[str],
+    spec: AdapterSpec,
+    tensors: Mapping[str, torch.Tensor],
+    base_model_path: str,
+    aliases: Mapping[str, str] | None = None,
+    *,
+    revision: str | None = None,
 ) -> None:
     """Write an adapter that is in memory, all tensors of one dtype; see `PeftWriter`."""
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -169,11 +181,22 @@ def _header(spec: AdapterSpec, full: Mapping[str, Shape], dtype: torch.dtype) ->
 def _config(spec: AdapterSpec, modules: list[str], base_model_path: str, revision: str | None) -> dict[str, object]:
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha  # peft declares an int
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model_path,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model_path,
         "revision": revision,
-        "r": spec.rank, "lora_alpha": alpha, "lora_dropout": spec.dropout, "target_modules": modules,
-        "bias": "none", "inference_mode": True, "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
-        "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+        "r": spec.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": modules,
+        "bias": "none",
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
     }
 
 

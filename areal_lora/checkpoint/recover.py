@@ -109,7 +109,8 @@ def explain(run_folder: Path, config: Config, *, base_is_here: bool = True) -> R
     for folder in sorted((run_folder / FOLDER).glob("*")):
         if folder.is_dir() and folder.name not in known and versions_in(folder):
             raise ConfigError(
-                "adapters", f"{folder} holds checkpoints of {folder.name!r}, and no adapter has this name",
+                "adapters",
+                f"{folder} holds checkpoints of {folder.name!r}, and no adapter has this name",
                 "give the adapter its name back, choose another run.name, or start over with --fresh",
             )
     plans = []
@@ -201,14 +202,17 @@ def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str
     """
     was, want = found.manifest.spec, adapter.spec("")
     fields: Sequence[tuple[str, object, object]] = (
-        ("rank", was.rank, want.rank), ("alpha", was.alpha, want.alpha),
+        ("rank", was.rank, want.rank),
+        ("alpha", was.alpha, want.alpha),
         ("target_modules", sorted(was.target_modules), sorted(want.target_modules)),
-        ("expert_layout", was.expert_layout.value, want.expert_layout.value), ("dropout", was.dropout, want.dropout),
-    )  # fmt: skip
+        ("expert_layout", was.expert_layout.value, want.expert_layout.value),
+        ("dropout", was.dropout, want.dropout),
+    )
     for key, before, now in fields:
         if before != now:
             raise ConfigError(
-                f"adapters.{index}.{key}", f"it is {now}, but {found.path} was trained with {before}",
+                f"adapters.{index}.{key}",
+                f"it is {now}, but {found.path} was trained with {before}",
                 f"set it back to {before}, choose another run.name, or start over with --fresh",
             )
     if base is not None and found.manifest.base_digest != base:

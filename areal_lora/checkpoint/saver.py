@@ -1,11 +1,11 @@
 """Writing checkpoints beside the training, one ``Saver`` per trainer rank.
 
-    main thread                     saver thread of every rank
-    copy the state
-    save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `Store`
-    publish ...                     durable: the publish of this version may begin
-    next batch ...                  rank 0: commit the step, delete old checkpoints
-    join, before learning again <-  ended
+main thread                     saver thread of every rank
+copy the state
+save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `Store`
+publish ...                     durable: the publish of this version may begin
+next batch ...                  rank 0: commit the step, delete old checkpoints
+join, before learning again <-  ended
 """
 
 from __future__ import annotations

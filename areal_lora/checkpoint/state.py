@@ -99,7 +99,8 @@ def best_version(evaluations: Mapping[int, Evaluation]) -> int | None:
         found = evaluations[version]
         accuracy = found.accuracy if ruled else None
         return (
-            -math.inf if accuracy is None else accuracy, -math.inf if found.reward_mean is None else found.reward_mean,
+            -math.inf if accuracy is None else accuracy,
+            -math.inf if found.reward_mean is None else found.reward_mean,
             version,
         )
 

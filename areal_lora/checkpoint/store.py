@@ -159,9 +159,11 @@ class Store:
             reached("trainer.checkpoint.files_written")
             if not failures:
                 manifest = msgspec.structs.replace(
-                    snapshot.manifest, files=tuple(part.entry for part in parts if part.entry is not None),
-                    random=tuple(part.random for part in parts), written_s=time.time(),
-                )  # fmt: skip
+                    snapshot.manifest,
+                    files=tuple(part.entry for part in parts if part.entry is not None),
+                    random=tuple(part.random for part in parts),
+                    written_s=time.time(),
+                )
                 self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
                 self._disk.fsync_folder(scratch)
                 reached("trainer.checkpoint.manifest_written")
@@ -199,8 +201,11 @@ class Store:
 
 
 def plan_deletions(
-    present: Collection[int], sound: Collection[int], config: CheckpointConfig,
-    evaluations: Mapping[int, Evaluation], awaited: Collection[int],
+    present: Collection[int],
+    sound: Collection[int],
+    config: CheckpointConfig,
+    evaluations: Mapping[int, Evaluation],
+    awaited: Collection[int],
 ) -> list[int]:
     """Which of the versions ``present`` go. ``sound`` are the newest ``keep_last`` that look whole, or all there are.
 

@@ -37,10 +37,17 @@ _MODULE = re.compile(
     r"|(?:^|\.)block_sparse_moe\.experts\.\d+\.(?P<mixtral>w[123])$"
 )
 HF_TO_MEGATRON = {
-    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
-    "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
-    "w1": "linear_fc1", "w3": "linear_fc1", "w2": "linear_fc2",
-}  # fmt: skip
+    "q_proj": "linear_qkv",
+    "k_proj": "linear_qkv",
+    "v_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+    "w1": "linear_fc1",
+    "w3": "linear_fc1",
+    "w2": "linear_fc2",
+}
 
 SUPPORTED = ("qwen3_moe", "qwen3", "qwen2", "llama", "mixtral", "qwen2_moe")
 

@@ -293,7 +293,23 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    model_readable, model_trainable, adapter_names, targets_exist, no_dropout, ranks_fit, init_from, user_code,
-    groups, lengths, trainer_layout, rollout_layout, cluster_is_reachable, interface_counts, devices_suffice,
-    ports_free, memory_suffices, deterministic, time_outs,
-)  # fmt: skip
+    model_readable,
+    model_trainable,
+    adapter_names,
+    targets_exist,
+    no_dropout,
+    ranks_fit,
+    init_from,
+    user_code,
+    groups,
+    lengths,
+    trainer_layout,
+    rollout_layout,
+    cluster_is_reachable,
+    interface_counts,
+    devices_suffice,
+    ports_free,
+    memory_suffices,
+    deterministic,
+    time_outs,
+)

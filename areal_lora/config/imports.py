@@ -80,9 +80,10 @@ def _module_file(module: str, config_key: str) -> Path | None:
         found = _find(name, locations)
         if found is None:
             raise ConfigError(
-                config_key, f"there is no module {name!r}",
+                config_key,
+                f"there is no module {name!r}",
                 "install it, put its folder on PYTHONPATH, start in its folder, or give file.py:name",
-            )  # fmt: skip
+            )
         if found.submodule_search_locations is None and depth + 1 < len(parts):
             raise ConfigError(config_key, f"{name!r} is a module, not a package with modules in it", SPELLING)
         locations = found.submodule_search_locations

@@ -36,12 +36,14 @@ class RunConfig(Section):
         3, description="How often the trainer and the controller each are started again after a failure."
     )
     stall_s: PositiveFloat = Field(
-        900.0, description="Trainer rank 0, the controller's event loop or a server's engine is stuck if it does not "
-        "get on for so long: stacks are written, it restarts."
+        900.0,
+        description="Trainer rank 0, the controller's event loop or a server's engine is stuck if it does not "
+        "get on for so long: stacks are written, it restarts.",
     )
     heartbeat_timeout_s: PositiveFloat = Field(
-        45.0, description="A controller or server without a heartbeat for so long is stopped or dead: it restarts. "
-        "Heartbeats come once a second, however long a step takes."
+        45.0,
+        description="A controller or server without a heartbeat for so long is stopped or dead: it restarts. "
+        "Heartbeats come once a second, however long a step takes.",
     )
 
 
@@ -98,10 +100,11 @@ class FunctionReward(ScorerLimits):
     kind: Literal["function"] = "function"
     path: str = Field(
         description="`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, "
-        "a bool, or `{\"reward\": number, \"correct\": bool}`."
+        'a bool, or `{"reward": number, "correct": bool}`.'
     )
     correct_threshold: float | None = Field(
-        None, allow_inf_nan=False,
+        None,
+        allow_inf_nan=False,
         description="A reward from here on means a correct answer, where the function does not say so itself; "
         "without either an evaluation has a mean reward and no accuracy.",
     )
@@ -229,8 +232,13 @@ class AdapterConfig(Section):
 
     def spec(self, base_model: str) -> AdapterSpec:
         return AdapterSpec(
-            name=self.name, base_model=base_model, rank=self.rank, alpha=self.alpha,
-            target_modules=tuple(self.target_modules), expert_layout=self.expert_layout, dropout=self.dropout,
+            name=self.name,
+            base_model=base_model,
+            rank=self.rank,
+            alpha=self.alpha,
+            target_modules=tuple(self.target_modules),
+            expert_layout=self.expert_layout,
+            dropout=self.dropout,
         )
 
 

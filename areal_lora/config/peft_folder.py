@@ -58,7 +58,8 @@ def describe(folder: Path) -> PeftFolder:
     spec = declared_spec(folder, own)
     checked_modules(spec.rank, shapes)
     return PeftFolder(
-        spec=spec, shapes={wire_name(folder, n): s for n, s in shapes.items()},
+        spec=spec,
+        shapes={wire_name(folder, n): s for n, s in shapes.items()},
         digests={wire_name(folder, n): d for n, d in digests.items()},
     )
 
@@ -87,8 +88,12 @@ def declared_spec(folder: Path, own: str | None) -> AdapterSpec:
         raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(HF_TO_MEGATRON)}")
     targets = tuple(sorted({HF_TO_MEGATRON[m] for m in config.target_modules}))
     return AdapterSpec(
-        name=folder.name, base_model=config.base_model_name_or_path or "", rank=config.r, alpha=config.lora_alpha,
-        target_modules=targets, dropout=config.lora_dropout,
+        name=folder.name,
+        base_model=config.base_model_name_or_path or "",
+        rank=config.r,
+        alpha=config.lora_alpha,
+        target_modules=targets,
+        dropout=config.lora_dropout,
     )
 
 
@@ -172,9 +177,15 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
 
     def unsupported(self) -> list[str]:
         odd = {
-            "peft_type": self.peft_type != "LORA", "bias": self.bias != "none", "use_rslora": self.use_rslora,
-            "use_dora": self.use_dora, "fan_in_fan_out": self.fan_in_fan_out, "modules_to_save": self.modules_to_save,
-            "rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern,
-            "alora_invocation_tokens": self.alora_invocation_tokens, "layer_replication": self.layer_replication,
+            "peft_type": self.peft_type != "LORA",
+            "bias": self.bias != "none",
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            "fan_in_fan_out": self.fan_in_fan_out,
+            "modules_to_save": self.modules_to_save,
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": self.alpha_pattern,
+            "alora_invocation_tokens": self.alora_invocation_tokens,
+            "layer_replication": self.layer_replication,
         }
         return [key for key, value in odd.items() if value]

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 _DENSE_KEYS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
     "tie_word_embeddings",
-)  # fmt: skip
+)
 _MOE_KEYS = (*_DENSE_KEYS[:5], "moe_intermediate_size")
 
 
@@ -24,14 +28,16 @@ _QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "num_expe
 _QWEN25 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768}
 _QWEN25_WIDE = {**_QWEN25, "vocab_size": 152064}
 _QWEN15_MOE = {
-    "model_type": "qwen2_moe", "vocab_size": 151936, "max_position_embeddings": 8192, "num_experts": 60,
-    "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632,
-}  # fmt: skip
+    "model_type": "qwen2_moe",
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "shared_expert_intermediate_size": 5632,
+}
 _LLAMA2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
 _LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
-_MIXTRAL = {
-    "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+_MIXTRAL = {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 # fmt: off
 PUBLISHED: dict[str, dict[str, Any]] = {

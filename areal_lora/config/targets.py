@@ -19,15 +19,24 @@ from areal_lora.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 UNTRAINABLE = (
-    "router", "gate", "shared_expert_gate", "embed_tokens", "word_embeddings", "embedding", "lm_head", "output_layer",
-)  # fmt: skip
+    "router",
+    "gate",
+    "shared_expert_gate",
+    "embed_tokens",
+    "word_embeddings",
+    "embedding",
+    "lm_head",
+    "output_layer",
+)
 """Modules that can be neither trained nor served with LoRA here; nothing but their own name means them."""
 
 _FUSED = {"linear_qkv": "qkv_proj", "linear_fc1": "gate_up_proj"}
 _PROJECTIONS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
-}  # fmt: skip
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 _MIXTRAL = {"linear_fc1": ("w1", "w3"), "linear_fc2": ("w2",)}
 
 
@@ -152,9 +161,14 @@ def _parts(shape: ModelShape) -> Iterator[_Part]:
         (Scope.ATTENTION, layers, 1, "self_attn", "self_attention"),
         (Scope.MLP, dense, 1, "mlp", "mlp"),
         (Scope.SHARED_EXPERT, sparse if shape.shared_ffn else (), 1, "mlp.shared_expert", "mlp.shared_experts"),
-        (Scope.EXPERT, sparse, shape.experts, f"{'block_sparse_moe' if mixtral else 'mlp'}.experts.{{}}",
-         "mlp.experts.local_experts.{}"),
-    ]  # fmt: skip
+        (
+            Scope.EXPERT,
+            sparse,
+            shape.experts,
+            f"{'block_sparse_moe' if mixtral else 'mlp'}.experts.{{}}",
+            "mlp.experts.local_experts.{}",
+        ),
+    ]
     for scope, where, copies, hf, megatron in places:
         for linear in TARGETS:
             if not where or (scope is Scope.ATTENTION) != (linear in ("linear_qkv", "linear_proj")):

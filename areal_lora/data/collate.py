@@ -107,12 +107,20 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     lengths = torch.tensor([0, *(bounds[i + 1] - bounds[i] for i in sequences)], device=device)
     return replace(
         batch,
-        token_ids=batch.token_ids[index], cu_seqlens=lengths.cumsum(0), loss_mask=batch.loss_mask[index],
-        rollout_logprobs=batch.rollout_logprobs[index], versions=batch.versions[index],
-        rewards=batch.rewards[rows], group_ids=batch.group_ids[rows], sample_ids=batch.sample_ids[rows],
+        token_ids=batch.token_ids[index],
+        cu_seqlens=lengths.cumsum(0),
+        loss_mask=batch.loss_mask[index],
+        rollout_logprobs=batch.rollout_logprobs[index],
+        versions=batch.versions[index],
+        rewards=batch.rewards[rows],
+        group_ids=batch.group_ids[rows],
+        sample_ids=batch.sample_ids[rows],
         adapters=tuple(batch.adapters[i] for i in sequences),
-        prox_logprobs=tokens(batch.prox_logprobs), ref_logprobs=tokens(batch.ref_logprobs),
-        values=tokens(batch.values), advantages=tokens(batch.advantages), returns=tokens(batch.returns),
+        prox_logprobs=tokens(batch.prox_logprobs),
+        ref_logprobs=tokens(batch.ref_logprobs),
+        values=tokens(batch.values),
+        advantages=tokens(batch.advantages),
+        returns=tokens(batch.returns),
     )
 
 

@@ -32,7 +32,6 @@ class Exchange(Protocol):
         """What rank 0 gave; the others give None. Raises PublishError if rank 0 does not come."""
         ...
 
-
     def send(self, data: np.ndarray, to: int) -> None:
         """Give ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`. Concerns these two ranks only.
 

@@ -32,7 +32,7 @@ from areal_lora.distributed.store_server import (
     Reply,
     Request,
     Swap,
-)  # fmt: skip
+)
 from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
 from areal_lora.run_folder.rendezvous import bracketed
 

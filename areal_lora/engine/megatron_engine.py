@@ -83,7 +83,8 @@ class MegatronEngine:
     def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
         if self._resident is not None:
             raise ConfigError(
-                "adapters", f"{spec.name!r} is a second adapter; the Megatron engine holds one at a time",
+                "adapters",
+                f"{spec.name!r} is a second adapter; the Megatron engine holds one at a time",
                 "list one adapter",
             )
         if spec.dropout:
@@ -96,9 +97,7 @@ class MegatronEngine:
         shards = memory.layout("float32").shards
         first = {t.name: initial_tensor(t, seed) for shard in shards for t in shard.tensors if t.name in held}
         memory.load(memory.weights, first)
-        self._resident = _Resident(
-            spec=spec, memory=memory, optimizer=self._optim.AdapterOptimizer(optimizer, memory)
-        )
+        self._resident = _Resident(spec=spec, memory=memory, optimizer=self._optim.AdapterOptimizer(optimizer, memory))
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
         if adapter is not None:
@@ -203,8 +202,11 @@ class MegatronEngine:
         layout = self._layout
         lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
         plans = plan_microbatches(
-            lengths, dp=layout.dp, token_budget=self._trainer.max_tokens_per_microbatch,
-            multiple=layout.tp, uniform=layout.pp > 1,
+            lengths,
+            dp=layout.dp,
+            token_budget=self._trainer.max_tokens_per_microbatch,
+            multiple=layout.tp,
+            uniform=layout.pp > 1,
         )
         dp_rank = layout.dp_rank(self.rank)
 

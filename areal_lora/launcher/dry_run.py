@@ -70,13 +70,17 @@ def _estimates(plan: JobPlan) -> Table:
     for adapter in e.adapters:
         size = adapter.size
         table.add_row(
-            f"adapter {adapter.name}: PEFT file", f"{size.file_parameters:,}", f"{size.names:,}",
+            f"adapter {adapter.name}: PEFT file",
+            f"{size.file_parameters:,}",
+            f"{size.names:,}",
             human_bytes(adapter.file_bytes),
-        )  # fmt: skip
+        )
         table.add_row(
-            f"adapter {adapter.name}: wire, each publish", f"{size.parameters:,}", f"{size.tensors:,}",
+            f"adapter {adapter.name}: wire, each publish",
+            f"{size.parameters:,}",
+            f"{size.tensors:,}",
             human_bytes(adapter.wire_bytes),
-        )  # fmt: skip
+        )
     table.add_row("adapter versions resident on a server", str(e.resident_versions), "", "")
     return table
 

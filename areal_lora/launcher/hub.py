@@ -123,8 +123,10 @@ def download(plan: Download, say: Callable[[str], None]) -> None:
 
     Ctrl-C ends the process. Raises EnvironmentError_ where not all of them can be had.
     """
-    say(f"Downloading {plan.name} ({len(plan.files)} files, {human_bytes(plan.nbytes)}) from {constants.ENDPOINT} "
-        f"into {plan.folder}")
+    say(
+        f"Downloading {plan.name} ({len(plan.files)} files, {human_bytes(plan.nbytes)}) from {constants.ENDPOINT} "
+        f"into {plan.folder}"
+    )
     started_s = time.monotonic()
     with _hub(plan.name, plan.commit, ", ".join(plan.files)), _ends_at_once(), _quiet(unless=sys.stderr.isatty()):
         snapshot_download(plan.name, revision=plan.commit, allow_patterns=list(plan.files))

@@ -135,11 +135,7 @@ def rank_coordinates(config: Config, rank: int) -> RankCoordinates:
 
 
 def _common_env(config: Config, threads: int) -> dict[str, str]:
-    env = {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     if config.cluster.bind.startswith("127."):
         # Without these gloo, NCCL and vLLM listen on the interface of the host's name (contract C12).
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": config.cluster.bind}
@@ -159,8 +155,10 @@ def _trainers(config: Config, folder: Path) -> list[ProcessSpec]:
     for rank in range(trainer.world_size):
         node, local_rank = divmod(rank, per_node)
         env = _common_env(config, trainer.threads) | {
-            "RANK": str(rank), "WORLD_SIZE": str(trainer.world_size), "LOCAL_RANK": str(local_rank),
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": str(trainer.world_size),
+            "LOCAL_RANK": str(local_rank),
+        }
         if cluster.kind == "local":
             env["MASTER_ADDR"] = cluster.bind
         if not on_cpu:
@@ -169,10 +167,15 @@ def _trainers(config: Config, folder: Path) -> list[ProcessSpec]:
             env[_DEVICE_VARIABLE[cluster.device]] = ",".join(map(str, range(here)))
         specs.append(
             ProcessSpec(
-                role=TRAINER, index=rank, argv=_argv(config, TRAINER, folder), env=env, node=node,
-                cpus=trainer.threads, devices=() if on_cpu else (local_rank,),
+                role=TRAINER,
+                index=rank,
+                argv=_argv(config, TRAINER, folder),
+                env=env,
+                node=node,
+                cpus=trainer.threads,
+                devices=() if on_cpu else (local_rank,),
             )
-        )  # fmt: skip
+        )
     return specs
 
 
@@ -194,25 +197,34 @@ def _servers(config: Config, folder: Path, used: int) -> list[ProcessSpec]:
             next_device += rollout.tp
             if node >= cluster.nodes:
                 raise ConfigError(
-                    "cluster.nodes", f"server {i} of {rollout.tp} devices has no room on {cluster.nodes} nodes",
+                    "cluster.nodes",
+                    f"server {i} of {rollout.tp} devices has no room on {cluster.nodes} nodes",
                     "raise cluster.nodes, or choose sizes that fill nodes evenly",
-                )  # fmt: skip
+                )
             devices = tuple(range(first, first + rollout.tp))
             env[_DEVICE_VARIABLE[cluster.device]] = ",".join(map(str, devices))
         specs.append(
             ProcessSpec(
-                role=SERVER, index=i, argv=_argv(config, SERVER, folder, "--index", str(i)), env=env, node=node,
-                cpus=rollout.threads * rollout.tp, devices=devices,
+                role=SERVER,
+                index=i,
+                argv=_argv(config, SERVER, folder, "--index", str(i)),
+                env=env,
+                node=node,
+                cpus=rollout.threads * rollout.tp,
+                devices=devices,
             )
-        )  # fmt: skip
+        )
     return specs
 
 
 def _controller(config: Config, folder: Path) -> ProcessSpec:
     return ProcessSpec(
-        role=CONTROLLER, index=0, argv=_argv(config, CONTROLLER, folder), env=_common_env(config, 1),
+        role=CONTROLLER,
+        index=0,
+        argv=_argv(config, CONTROLLER, folder),
+        env=_common_env(config, 1),
         cpus=1 + sum(adapter.reward.workers for adapter in config.adapters),
-    )  # fmt: skip
+    )
 
 
 def _ports(config: Config) -> tuple[PortPlan, ...]:
@@ -229,10 +241,18 @@ def _ports(config: Config) -> tuple[PortPlan, ...]:
 
 def _files(config: Config, folder: Path) -> tuple[str, ...]:
     names = [
-        "config.json", "secret", "rendezvous/<role>-<index>.json", "status/<role>-<index>.txt",
-        "logs/<role>-<index>.log", "metrics.jsonl", "samples/", "tensorboard/", "adapters/<name>/",
-        "report.html", "summary.json",
-    ]  # fmt: skip
+        "config.json",
+        "secret",
+        "rendezvous/<role>-<index>.json",
+        "status/<role>-<index>.txt",
+        "logs/<role>-<index>.log",
+        "metrics.jsonl",
+        "samples/",
+        "tensorboard/",
+        "adapters/<name>/",
+        "report.html",
+        "summary.json",
+    ]
     if not on_loopback(config.cluster.bind):
         names += [CA_FILE, DATA_KEY_FILE]
     return tuple(str(folder / name) for name in names)
@@ -244,10 +264,12 @@ def _estimates(config: Config, shape: arch.ModelShape) -> Estimates:
         size = arch.adapter_size(shape, adapter.rank, adapter.target_modules, adapter.expert_layout)
         adapters.append(
             AdapterEstimate(
-                name=adapter.name, size=size, file_bytes=4 * size.file_parameters,
+                name=adapter.name,
+                size=size,
+                file_bytes=4 * size.file_parameters,
                 wire_bytes=size.nbytes(config.weight_sync.wire_dtype),
             )
-        )  # fmt: skip
+        )
     return Estimates(
         base_parameters=shape.parameters,
         base_bytes=arch.base_bytes(shape, config.model.dtype),

@@ -68,10 +68,11 @@ def _other_commit(before: ModelConfig, now: ModelConfig) -> ConfigError | None:
         return None
     was = before.revision or before.commit
     return ConfigError(
-        "model.revision", f"it is {now.revision} (commit {now.commit}), but the run was started with commit "
+        "model.revision",
+        f"it is {now.revision} (commit {now.commit}), but the run was started with commit "
         f"{before.commit}, and the adapter belongs to its base model",
         f"set it back to {was}, choose another run.name, or start over with --fresh",
-    )  # fmt: skip
+    )
 
 
 def changes(before: Config, now: Config) -> list[str]:
@@ -106,6 +107,7 @@ def _differs(fixed: Fixed, path: str, before: Any, now: Any) -> ConfigError | No
     if isinstance(before, dict) and isinstance(now, dict):
         path, before, now = next(found for found in _pairs(path, before, now) if found[1] != found[2])
     return ConfigError(
-        path, f"it is {now}, but the run was started with {before}, and {fixed.why}",
+        path,
+        f"it is {now}, but the run was started with {before}, and {fixed.why}",
         f"set it back to {before}, choose another run.name, or start over with --fresh",
-    )  # fmt: skip
+    )

@@ -52,9 +52,10 @@ def look(folder: Path) -> Earlier | None:
         config = Config.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         raise ConfigError(
-            str(path), f"this version cannot read it ({error.error_count()} keys differ), so the run cannot go on",
+            str(path),
+            f"this version cannot read it ({error.error_count()} keys differ), so the run cannot go on",
             "set another run.name, or start over with --fresh",
-        ) from None  # fmt: skip
+        ) from None
     versions = {a.name: versions_in(adapter_folder(folder, a.name)) for a in config.adapters}
     return Earlier(config=config, steps_done=_steps_done(folder), versions=versions)
 
@@ -166,6 +167,7 @@ def check_no_job(folder: Path) -> None:
             raise ConfigError("run.name", f"Slurm job {job} works in {folder}", fix)
     elif _FORGOTTEN not in why:
         raise ConfigError(
-            "run.name", f"Slurm job {job} may still work in {folder}: {why}",
+            "run.name",
+            f"Slurm job {job} may still work in {folder}: {why}",
             f"start where squeue works, or remove {folder / JOB_FILE} if the job is over",
-        )  # fmt: skip
+        )

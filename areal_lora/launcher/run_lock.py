@@ -40,8 +40,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def me(cls) -> Self:
         return cls(
-            host=socket.gethostname(), boot=BOOT_ID.read_text(encoding="ascii").strip(),
-            namespace=os.readlink(PID_NAMESPACE), pid=os.getpid(), started=_started(os.getpid()) or 0,
+            host=socket.gethostname(),
+            boot=BOOT_ID.read_text(encoding="ascii").strip(),
+            namespace=os.readlink(PID_NAMESPACE),
+            pid=os.getpid(),
+            started=_started(os.getpid()) or 0,
         )
 
     def is_over(self) -> bool:
@@ -103,7 +106,9 @@ class RunLock:
                 raise ConfigError("run.root", f"{self._path} cannot be locked: {error.strerror}") from error
             log.warning(
                 "the file system of %s has no flock (%s): %s marks the run as started here instead",
-                self._path.parent, error.strerror, self.owner_path.name,
+                self._path.parent,
+                error.strerror,
+                self.owner_path.name,
             )
         else:
             return

@@ -97,9 +97,14 @@ class Supervisor:
                     log.flush()
                 try:
                     process = subprocess.Popen(
-                        spec.argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                        start_new_session=True, preexec_fn=_die_with_launcher,
-                    )  # fmt: skip
+                        spec.argv,
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=_die_with_launcher,
+                    )
                 except OSError as error:
                     raise EnvironmentError_(
                         f"{spec.name} cannot be started with {spec.argv[0]}: {error.strerror}"

@@ -100,9 +100,16 @@ def _authority(secret: str, plane: Plane) -> tuple[ec.EllipticCurvePrivateKey, x
     subject = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     name = _name(f"areal_lora {plane} plane {subject.digest.hex()[:16]}")
     usage = x509.KeyUsage(
-        key_cert_sign=True, crl_sign=True, digital_signature=False, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        key_cert_sign=True,
+        crl_sign=True,
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
     certificate = (
         _builder(name, name, key.public_key(), int.from_bytes(subject.digest[:16]) >> 1)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -153,6 +160,11 @@ def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, serial: int
 ) -> x509.CertificateBuilder:
     return (
-        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-        .serial_number(serial).not_valid_before(_FROM).not_valid_after(_UNTIL)
-    )  # fmt: skip
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(serial)
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
+    )

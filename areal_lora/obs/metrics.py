@@ -385,7 +385,9 @@ def _mark(record: Record) -> Mark:
     kind = str(record.__struct_config__.tag)
     index = record.step if isinstance(record, StepRecord | RolloutSampleRecord) else record.version
     return Mark(
-        kind=kind, adapter=record.adapter, index=index,
+        kind=kind,
+        adapter=record.adapter,
+        index=index,
         what=_what(kind, record.tag if isinstance(record, EvalRecord) else ""),
     )
 

@@ -55,9 +55,11 @@ class Plots:
         self.resumed: list[float] = []
         lines = partial(partial, svg.line_chart, x_label="optimizer step", marks=self.resumed)
         self._plots = [
-            *_learning(self, lines), *_timing(self.steps, lines, self.resumed), *_groups(self.steps, lines),
+            *_learning(self, lines),
+            *_timing(self.steps, lines, self.resumed),
+            *_groups(self.steps, lines),
             *_weights(self),
-        ]  # fmt: skip
+        ]
         self._rewards = _reward_series(self.steps)
         self._accuracy, self._eval_reward = _accuracy_series(self.evals), _eval_reward_series(self.evals)
 
@@ -93,33 +95,64 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
     accuracy, eval_reward = _accuracy_series(plots.evals), _eval_reward_series(plots.evals)
     return [
         ("Reward", "mean over the batch of a step", lambda: lines(reward, y_range=_unit_range(reward))()),
-        ("Held-out accuracy", "greedy; what could not be scored is not correct",
-         lambda: lines([accuracy], y_range=_unit_range([accuracy]))()),
-        ("Held-out reward", "greedy; mean over what could be scored",
-         lambda: lines([eval_reward], y_range=_unit_range([eval_reward]))()),
+        (
+            "Held-out accuracy",
+            "greedy; what could not be scored is not correct",
+            lambda: lines([accuracy], y_range=_unit_range([accuracy]))(),
+        ),
+        (
+            "Held-out reward",
+            "greedy; mean over what could be scored",
+            lambda: lines([eval_reward], y_range=_unit_range([eval_reward]))(),
+        ),
         ("Staleness", "trained tokens by versions of lag", _staleness(steps)),
-        ("Logprob mismatch", "mean |trainer - rollout|, nats", lines(
-            [_over(steps, "older versions", lambda s: s.mismatch_stale, 1),
-             _over(steps, "all", lambda s: s.behaviour_mean_abs, 0),
-             _over(steps, "same version (numerics)", lambda s: s.mismatch_fresh, 2)], log_y=True)),
-        ("Clipped fraction", "of the trained tokens", lines(
-            [_over(steps, "", lambda s: s.clip_fraction, 1)], floor=0)),
-        ("Entropy and gradient norm", "nats; before clipping", lines(
-            [_over(steps, "entropy", lambda s: s.entropy, 4),
-             _over(steps, "gradient norm", lambda s: s.grad_norm, 5)], floor=0)),
-    ]  # fmt: skip
+        (
+            "Logprob mismatch",
+            "mean |trainer - rollout|, nats",
+            lines(
+                [
+                    _over(steps, "older versions", lambda s: s.mismatch_stale, 1),
+                    _over(steps, "all", lambda s: s.behaviour_mean_abs, 0),
+                    _over(steps, "same version (numerics)", lambda s: s.mismatch_fresh, 2),
+                ],
+                log_y=True,
+            ),
+        ),
+        ("Clipped fraction", "of the trained tokens", lines([_over(steps, "", lambda s: s.clip_fraction, 1)], floor=0)),
+        (
+            "Entropy and gradient norm",
+            "nats; before clipping",
+            lines(
+                [
+                    _over(steps, "entropy", lambda s: s.entropy, 4),
+                    _over(steps, "gradient norm", lambda s: s.grad_norm, 5),
+                ],
+                floor=0,
+            ),
+        ),
+    ]
 
 
 def _timing(steps: Feed[StepRecord], lines: Callable[..., Chart], resumed: Sequence[float]) -> list[Later]:
     return [
-        ("Step time", "seconds by phase",
-         _stacked(steps, _step_layers, x_label="optimizer step", marks=resumed)),
-        ("Idle", "fraction of the time in which nothing was trained, or generated", lines(
-            [_over(steps, "trainer", lambda s: s.trainer_idle, 0),
-             _over(steps, "servers", lambda s: s.servers_idle, 1)], y_range=(0.0, 1.0))),
-        ("Rollout speed", "tokens/s, all servers", lines(
-            [_over(steps, "", lambda s: s.rollout_tokens_per_s, 2)], floor=0)),
-    ]  # fmt: skip
+        ("Step time", "seconds by phase", _stacked(steps, _step_layers, x_label="optimizer step", marks=resumed)),
+        (
+            "Idle",
+            "fraction of the time in which nothing was trained, or generated",
+            lines(
+                [
+                    _over(steps, "trainer", lambda s: s.trainer_idle, 0),
+                    _over(steps, "servers", lambda s: s.servers_idle, 1),
+                ],
+                y_range=(0.0, 1.0),
+            ),
+        ),
+        (
+            "Rollout speed",
+            "tokens/s, all servers",
+            lines([_over(steps, "", lambda s: s.rollout_tokens_per_s, 2)], floor=0),
+        ),
+    ]
 
 
 def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]:
@@ -127,15 +160,25 @@ def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]
     steps.each(lambda x, s: dropped.add(x, s.dropped))
     again = [
         _over(steps, "retried", lambda s: sum(s.retried.values()), 0),
-        _over(steps, "re-issued", lambda s: s.reissued, 1), _over(steps, "late duplicates", lambda s: s.late, 3),
-    ]  # fmt: skip
+        _over(steps, "re-issued", lambda s: s.reissued, 1),
+        _over(steps, "late duplicates", lambda s: s.late, 3),
+    ]
     return [
-        ("Groups in flight", "when a batch was handed over", lines(
-            [_over(steps, "running", lambda s: s.groups_running, 0), _over(steps, "ready", lambda s: s.groups_ready, 2),
-             _over(steps, "leased", lambda s: s.groups_leased, 4)], floor=0)),
+        (
+            "Groups in flight",
+            "when a batch was handed over",
+            lines(
+                [
+                    _over(steps, "running", lambda s: s.groups_running, 0),
+                    _over(steps, "ready", lambda s: s.groups_ready, 2),
+                    _over(steps, "leased", lambda s: s.groups_leased, 4),
+                ],
+                floor=0,
+            ),
+        ),
         ("Groups dropped", "by reason, since the start", lambda: lines(dropped.series(), floor=0)()),
         ("Groups tried again", "since the start", lines(again, floor=0)),
-    ]  # fmt: skip
+    ]
 
 
 def _weights(plots: Plots) -> list[Later]:
@@ -143,15 +186,29 @@ def _weights(plots: Plots) -> list[Later]:
     plots.checkpoints.each(lambda x, c: None if c.failed else written.push(x, c))
     lines = partial(partial, svg.line_chart, x_label="version", marks=plots.resumed)
     return [
-        ("Publish by phase", "ms",
-         _stacked(publishes, PublishRecord.sequence_ms, x_label="version", marks=plots.resumed)),
+        (
+            "Publish by phase",
+            "ms",
+            _stacked(publishes, PublishRecord.sequence_ms, x_label="version", marks=plots.resumed),
+        ),
         ("Publish, total", "ms", lines([_over(publishes, "", lambda p: p.total_ms, 1)], floor=0)),
-        ("Parity probe", "|logp trainer - logp server|", lines(
-            [_over(publishes, "largest", lambda p: p.probe_max_abs, 3),
-             _over(publishes, "mean", lambda p: p.probe_mean_abs, 0)], log_y=True)),
-        ("Checkpoint", "seconds to write, beside the training", lines(
-            [_over(written, "", lambda c: c.write_s, 4)], floor=0)),
-    ]  # fmt: skip
+        (
+            "Parity probe",
+            "|logp trainer - logp server|",
+            lines(
+                [
+                    _over(publishes, "largest", lambda p: p.probe_max_abs, 3),
+                    _over(publishes, "mean", lambda p: p.probe_mean_abs, 0),
+                ],
+                log_y=True,
+            ),
+        ),
+        (
+            "Checkpoint",
+            "seconds to write, beside the training",
+            lines([_over(written, "", lambda c: c.write_s, 4)], floor=0),
+        ),
+    ]
 
 
 def _staleness(steps: Feed[StepRecord]) -> Chart:

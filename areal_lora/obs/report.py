@@ -111,14 +111,30 @@ def _counts(metrics: Figures) -> str:
     """What became of the groups of each adapter, by the last record of it."""
     sizes, rows = metrics.checkpoint_bytes, []
     for name, step in metrics.last_by_adapter.items():
-        rows.append((
-            name or "-", str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped),
-            _listed(step.retried), str(step.reissued), str(step.late),
-            f"{sizes[name] / 2**20:.1f} MiB" if name in sizes else "-",
-            str(metrics.checkpoints_failed[name]),
-        ))  # fmt: skip
-    head = ("adapter", "issued", "consumed", "dropped", "retried", "re-issued", "late duplicates", "checkpoint",
-            "checkpoints failed")  # fmt: skip
+        rows.append(
+            (
+                name or "-",
+                str(step.groups_issued),
+                str(step.groups_consumed),
+                _listed(step.dropped),
+                _listed(step.retried),
+                str(step.reissued),
+                str(step.late),
+                f"{sizes[name] / 2**20:.1f} MiB" if name in sizes else "-",
+                str(metrics.checkpoints_failed[name]),
+            )
+        )
+    head = (
+        "adapter",
+        "issued",
+        "consumed",
+        "dropped",
+        "retried",
+        "re-issued",
+        "late duplicates",
+        "checkpoint",
+        "checkpoints failed",
+    )
     return _table("Groups and checkpoints", head, rows)
 
 
@@ -162,8 +178,11 @@ def _samples(early: Sequence[RolloutSampleRecord], late: Sequence[RolloutSampleR
     if not early:
         return '<p class="sub">None recorded.</p>'
     # Early and late side by side: the grid fills row by row.
-    columns = [f"<div><h3>{title}</h3>{''.join(map(_sample, group))}</div>"
-               for title, group in (("Early", early), ("Late", late)) if group]  # fmt: skip
+    columns = [
+        f"<div><h3>{title}</h3>{''.join(map(_sample, group))}</div>"
+        for title, group in (("Early", early), ("Late", late))
+        if group
+    ]
     return f'<div class="samples">{"".join(columns)}</div>'
 
 

@@ -96,9 +96,14 @@ def log_axis(low: float, high: float, start_px: float, end_px: float) -> Axis:
 
 
 def line_chart(
-    series: Sequence[Series], *, x_label: str, y_range: tuple[float, float] | None = None, log_y: bool = False,
-    floor: float | None = None, marks: Sequence[float] = (),
-) -> str:  # fmt: skip
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_range: tuple[float, float] | None = None,
+    log_y: bool = False,
+    floor: float | None = None,
+    marks: Sequence[float] = (),
+) -> str:
     """Lines over a shared x. ``y_range`` fixes the axis, ``floor`` is a lowest y that is always shown.
 
     ``marks`` are x at which something happened to the whole run: thin vertical lines.
@@ -137,9 +142,13 @@ def bar_chart(bars: Sequence[tuple[str, float]], *, x_label: str, colour: int = 
 
 
 def stacked_bars(
-    xs: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_label: str, most: int = 80,
+    xs: Sequence[float],
+    layers: Mapping[str, Sequence[float]],
+    *,
+    x_label: str,
+    most: int = 80,
     marks: Sequence[float] = (),
-) -> str:  # fmt: skip
+) -> str:
     """Bars at ``xs`` whose parts are the layers, bottom first. More than ``most`` are averaged together."""
     if not xs or not layers:
         return _frame([_nothing()])
@@ -210,9 +219,7 @@ def _grid(x_axis: Axis | None, y_axis: Axis, x_label: str) -> str:
 
 def _marks(x_axis: Axis, places: Sequence[float]) -> str:
     inside = [x_axis.px(place) for place in places if x_axis.low <= place <= x_axis.high]
-    return "".join(
-        f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>' for x in inside
-    )
+    return "".join(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>' for x in inside)
 
 
 def _legend(entries: Sequence[tuple[str, int, bool]]) -> str:

@@ -89,29 +89,39 @@ TORCH_PATCHES = (
 
 MEGATRON_PATCHES = (
     Patch(
-        "megatron.core.tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state,
+        "megatron.core.tensor_parallel.random",
+        "_get_cuda_rng_state",
+        _get_rng_state,
         "activation recomputation saves the device generator",
     ),
     Patch(
-        "megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state,
+        "megatron.core.tensor_parallel.random",
+        "_set_cuda_rng_state",
+        _set_rng_state,
         "activation recomputation restores the device generator",
     ),
     Patch(
-        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", None,
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        None,
         "the router reads this name, which exists only with Transformer Engine",
     ),
     Patch(
-        "megatron.core.pipeline_parallel.schedules", "torch", _TorchOnCpu(),
+        "megatron.core.pipeline_parallel.schedules",
+        "torch",
+        _TorchOnCpu(),
         'the token counter of every schedule is made on device="cuda"',
     ),
     Patch(
-        "megatron.core.models.common.language_module.language_module:LanguageModule", "_is_in_embd_group",
-        lambda _: False, "tied embeddings of two stages are copied with .cuda(); both are read from the folder",
+        "megatron.core.models.common.language_module.language_module:LanguageModule",
+        "_is_in_embd_group",
+        lambda _: False,
+        "tied embeddings of two stages are copied with .cuda(); both are read from the folder",
     ),
     Patch("megatron.core.models.backends", "WrappedTorchNorm", RmsNorm, "the stock one rejects sequence parallelism"),
     Patch("megatron.core.models.gpt.gpt_layer_specs", "LNImpl", RmsNorm, "final norm of the local layer spec"),
     Patch("megatron.core.transformer.transformer_block", "LayerNormImpl", RmsNorm, "final norm of the block"),
-)  # fmt: skip
+)
 
 
 BRIDGE_PATCHES = tuple(

@@ -63,7 +63,9 @@ def watched_thread(name: str, target: Callable[[], object], on_death: OnDeath = 
 
 
 def watched_task(
-    name: str, target: Callable[[], Awaitable[object]], group: asyncio.TaskGroup | None = None,
+    name: str,
+    target: Callable[[], Awaitable[object]],
+    group: asyncio.TaskGroup | None = None,
     on_death: OnDeath = end_process,
 ) -> asyncio.Task[None]:
     """Start ``target`` as a task of the running loop, in ``group`` if given.

@@ -67,8 +67,13 @@ class Session:
         self.asked += 1
         try:
             answers = await self.context.answer(
-                self.ref, prompt_ids, n=request.n, max_tokens=request.longest, stop=request.stops,
-                seed=derived_seed(self.seed, self.asked), deadline_s=2 * sampling.deadline_s,
+                self.ref,
+                prompt_ids,
+                n=request.n,
+                max_tokens=request.longest,
+                stop=request.stops,
+                seed=derived_seed(self.seed, self.asked),
+                deadline_s=2 * sampling.deadline_s,
             )
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
@@ -168,7 +173,10 @@ class AgentWorkflow:
         session = Session(context=self.context, ref=ref, seed=seed)
         with self.sessions.opened(session) as key:
             task = AgentTask(
-                base_url=self.sessions.base_url, api_key=key, model=ref.name, sample=prompt.sample,
+                base_url=self.sessions.base_url,
+                api_key=key,
+                model=ref.name,
+                sample=prompt.sample,
                 deadline_s=deadline_s,
             )
             running = asyncio.create_task(call(FaultKind.AGENT, self.agent, task))

@@ -125,16 +125,35 @@ class CompletionClient:
         await self._session.close()
 
     async def sample(
-        self, ref: AdapterRef, token_ids: list[int], *, n: int, max_tokens: int, temperature: float, top_p: float,
-        seed: int, deadline_s: float, stop: list[str] | None = None, ignore_eos: bool = False,
+        self,
+        ref: AdapterRef,
+        token_ids: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        deadline_s: float,
+        stop: list[str] | None = None,
+        ignore_eos: bool = False,
     ) -> list[Generation]:
         """``n`` sampled answers with per-token logprobs; raises GenerationFault.
 
         An answer that ends at one of ``stop`` has the stop's tokens, but not its text.
         """
         request = CompletionRequest(
-            model=str(ref), prompt=token_ids, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p,
-            logprobs=0, return_token_ids=True, seed=seed, stop=stop, ignore_eos=ignore_eos,
+            model=str(ref),
+            prompt=token_ids,
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            logprobs=0,
+            return_token_ids=True,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
         )
         completion = await self._post(ref, request, n, deadline_s)
         _served_ref(completion, ref)
@@ -145,17 +164,14 @@ class CompletionClient:
     ) -> list[str]:
         """The greedy answer text of every prompt, in order; raises GenerationFault."""
         request = CompletionRequest(
-            model=str(ref), prompt=list(prompts), max_tokens=max_tokens, temperature=0.0, top_p=1.0,
-            pin_version=True,
+            model=str(ref), prompt=list(prompts), max_tokens=max_tokens, temperature=0.0, top_p=1.0, pin_version=True
         )
         completion = await self._post(ref, request, len(prompts), deadline_s)
         if _served_ref(completion, ref) != ref:
             raise GenerationFault(FaultKind.PROTOCOL, f"asked for {ref}, answered by {completion.model}")
         return [choice.text for choice in completion.choices]
 
-    async def _post(
-        self, ref: AdapterRef, request: CompletionRequest, sequences: int, deadline_s: float
-    ) -> Completion:
+    async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, deadline_s: float) -> Completion:
         """One request to the least loaded server; choices come back complete and ordered by index."""
         server: Server | None = None
         try:

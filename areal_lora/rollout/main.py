@@ -101,8 +101,7 @@ def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenize
         config=adapter,
         tokenizer=tokenizer,
         prompts=PromptStream(
-            load_samples(adapter.task, "train"), tokenizer, seed=config.run.seed,
-            max_prompt_tokens=max_prompt_tokens,
+            load_samples(adapter.task, "train"), tokenizer, seed=config.run.seed, max_prompt_tokens=max_prompt_tokens
         ),
         held_out=held_out,
     )
@@ -130,7 +129,11 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
         for part in data:
             scorer = await stack.enter_async_context(ScorerPool(part.config.reward, hidden=run_folder))
             runtimes[part.config.name] = build_runtime(
-                config, part, client, scorer, gateway.sessions if gateway else Sessions(),
+                config,
+                part,
+                client,
+                scorer,
+                gateway.sessions if gateway else Sessions(),
                 ledger.adapter(part.config.name, part.prompts.digest),
             )
         host = own_place(config.cluster, run_folder).address
@@ -181,7 +184,8 @@ def build_runtime(
     feed = AdapterFeed(
         data.config.name,
         budget=StalenessBudget(
-            max_staleness=config.rollout.max_staleness, prompts_per_step=sampling.prompts_per_step,
+            max_staleness=config.rollout.max_staleness,
+            prompts_per_step=sampling.prompts_per_step,
             last_version=config.run.steps - 1,
         ),
         prompts=data.prompts,
@@ -197,13 +201,19 @@ def build_runtime(
         workflow=build_workflow(
             data.config.workflow,
             WorkflowContext(
-                client=client, scorer=scorer, sampling=sampling, tokenizer=data.tokenizer,
+                client=client,
+                scorer=scorer,
+                sampling=sampling,
+                tokenizer=data.tokenizer,
                 max_model_len=config.rollout.max_model_len,
             ),
             sessions,
         ),
         evaluator=Evaluator(
-            client=client, scorer=scorer, sampling=sampling, held_out=data.held_out,
+            client=client,
+            scorer=scorer,
+            sampling=sampling,
+            held_out=data.held_out,
             # Half of what the servers take at once is left to training rollouts.
             max_chunks=max(1, sequences // (2 * CHUNK)),
         ),

@@ -1,7 +1,7 @@
 """Multi-turn rollouts: the model and an environment take turns, and the episode is one packed trajectory.
 
-    prompt + first text | answer 1 | reply 1 | answer 2 | reply 2 | ... | answer k
-         not trained       trained              trained                    trained
+prompt + first text | answer 1 | reply 1 | answer 2 | reply 2 | ... | answer k
+     not trained       trained              trained                    trained
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ class MultiTurnWorkflow:
     async def _answer(self, packed: PackedTurns, ref: AdapterRef, seed: int) -> Generation:
         # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
         (answer,) = await self.context.answer(
-            ref, packed.token_ids, seed=seed, deadline_s=2 * self.context.sampling.deadline_s,
+            ref,
+            packed.token_ids,
+            seed=seed,
+            deadline_s=2 * self.context.sampling.deadline_s,
             stop=list(self.stop) or None,
         )
         packed.sampled(answer)

@@ -101,7 +101,10 @@ class FakeServer:
         for index, (prompt, sample) in enumerate((prompt, sample) for prompt in prompts for sample in range(n)):
             token_ids, text = self.answer(prompt, sample)
             choice: dict[str, Any] = {
-                "index": index, "text": text, "finish_reason": "stop", "versions": [version] * len(token_ids),
+                "index": index,
+                "text": text,
+                "finish_reason": "stop",
+                "versions": [version] * len(token_ids),
             }
             if body.get("return_token_ids"):
                 choice["token_ids"] = token_ids

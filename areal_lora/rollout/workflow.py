@@ -63,8 +63,15 @@ class WorkflowContext:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def answer(
-        self, ref: AdapterRef, token_ids: list[int], *, seed: int, deadline_s: float, max_tokens: int | None = None,
-        n: int = 1, stop: list[str] | None = None,
+        self,
+        ref: AdapterRef,
+        token_ids: list[int],
+        *,
+        seed: int,
+        deadline_s: float,
+        max_tokens: int | None = None,
+        n: int = 1,
+        stop: list[str] | None = None,
     ) -> list[Generation]:
         """``n`` answers to ``token_ids`` by the newest version of ``ref``'s adapter; raises GenerationFault.
 
@@ -74,8 +81,15 @@ class WorkflowContext:
         room = self.max_model_len - len(token_ids)
         longest = min(room, self.sampling.max_new_tokens, room if max_tokens is None else max_tokens)
         return await self.client.sample(
-            self.client.router.newest(ref), token_ids, n=n, max_tokens=longest, seed=seed, deadline_s=deadline_s,
-            temperature=self.sampling.temperature, top_p=self.sampling.top_p, stop=stop,
+            self.client.router.newest(ref),
+            token_ids,
+            n=n,
+            max_tokens=longest,
+            seed=seed,
+            deadline_s=deadline_s,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            stop=stop,
         )
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
@@ -108,8 +122,14 @@ class SingleTurnWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         sampling = self.context.sampling
         answers = await self.context.client.sample(
-            ref, prompt.token_ids, n=sampling.n_samples, max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature, top_p=sampling.top_p, seed=seed, deadline_s=sampling.deadline_s,
+            ref,
+            prompt.token_ids,
+            n=sampling.n_samples,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=seed,
+            deadline_s=sampling.deadline_s,
         )
         scores = await self.context.score([ScoreItem(completion=a.text, gold=prompt.sample.answer) for a in answers])
         trajectories = tuple(

@@ -60,7 +60,11 @@ class Heart:
     """
 
     def __init__(
-        self, run_folder: Path | str, role: str, index: int, limits: Mapping[str, float],
+        self,
+        run_folder: Path | str,
+        role: str,
+        index: int,
+        limits: Mapping[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_folder, self._role, self._index = run_folder, role, index

@@ -46,7 +46,11 @@ def endpoint_path(run_folder: Path | str, role: str, index: int) -> Path:
 
 
 def publish_endpoint(
-    run_folder: Path | str, role: str, index: int, ports: Mapping[str, int], host: str = "127.0.0.1",
+    run_folder: Path | str,
+    role: str,
+    index: int,
+    ports: Mapping[str, int],
+    host: str = "127.0.0.1",
     tls: Iterable[str] = (),
 ) -> None:
     """Say, atomically, which ports this process has bound. A later call replaces the earlier one.
@@ -100,7 +104,9 @@ def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | N
 def _endpoint(text: str) -> Endpoint:
     data = json.loads(text)
     return Endpoint(
-        host=data["host"], ports={k: int(v) for k, v in data["ports"].items()}, pid=int(data["pid"]),
+        host=data["host"],
+        ports={k: int(v) for k, v in data["ports"].items()},
+        pid=int(data["pid"]),
         tls=tuple(data.get("tls", ())),
     )
 
@@ -111,11 +117,7 @@ def forget_endpoint(run_folder: Path | str, role: str, index: int) -> None:
 
 
 def wait_endpoint(
-    run_folder: Path | str,
-    role: str,
-    index: int,
-    timeout_s: float,
-    still_alive: Callable[[], bool] | None = None,
+    run_folder: Path | str, role: str, index: int, timeout_s: float, still_alive: Callable[[], bool] | None = None
 ) -> Endpoint:
     """Wait until ``<role>-<index>`` has published.
 

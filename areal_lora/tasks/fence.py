@@ -33,10 +33,18 @@ _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 
 _NETWORK = "a reward has no network"
 _PROCESSES = "a reward may not start or touch other processes"
 _FORBIDDEN = {
-    "socket.__new__": _NETWORK, "socket.connect": _NETWORK, "socket.bind": _NETWORK, "socket.getaddrinfo": _NETWORK,
-    "socket.gethostbyname": _NETWORK, "os.fork": _PROCESSES, "os.forkpty": _PROCESSES, "os.posix_spawn": _PROCESSES,
-    "os.exec": _PROCESSES, "os.system": _PROCESSES, "subprocess.Popen": _PROCESSES,
-}  # fmt: skip
+    "socket.__new__": _NETWORK,
+    "socket.connect": _NETWORK,
+    "socket.bind": _NETWORK,
+    "socket.getaddrinfo": _NETWORK,
+    "socket.gethostbyname": _NETWORK,
+    "os.fork": _PROCESSES,
+    "os.forkpty": _PROCESSES,
+    "os.posix_spawn": _PROCESSES,
+    "os.exec": _PROCESSES,
+    "os.system": _PROCESSES,
+    "subprocess.Popen": _PROCESSES,
+}
 
 
 def raise_fence(hidden: Path | None, parent_pid: int) -> list[str]:

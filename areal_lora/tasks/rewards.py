@@ -32,8 +32,15 @@ RewardFunction = Callable[[str, str], float | Graded]
 MAX_DIGITS = 64  # longer runs are no answers, and int() of a long string takes quadratic time
 
 _CHARACTERS = str.maketrans(dict.fromkeys("−–‒﹣－", "-") | dict.fromkeys("\u00a0\u2009\u202f", " "))
-_LATEX = ((r"\$", "$"), (r"\%", "%"), (r"\,", ""), (r"\!", ""), ("{,}", ","), (r"\dfrac", r"\frac"),
-          (r"\tfrac", r"\frac"))  # fmt: skip
+_LATEX = (
+    (r"\$", "$"),
+    (r"\%", "%"),
+    (r"\,", ""),
+    (r"\!", ""),
+    ("{,}", ","),
+    (r"\dfrac", r"\frac"),
+    (r"\tfrac", r"\frac"),
+)
 
 _INT = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _TOKEN = re.compile(

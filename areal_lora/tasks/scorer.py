@@ -72,12 +72,15 @@ class ScorerPool:
 
     def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
         self._setup = Setup(
-            kind=reward.kind, path=reward.path if isinstance(reward, FunctionReward) else None,
+            kind=reward.kind,
+            path=reward.path if isinstance(reward, FunctionReward) else None,
             correct_threshold=reward.correct_threshold if isinstance(reward, FunctionReward) else None,
-            timeout_s=reward.timeout_s, memory_bytes=reward.memory_mib << 20,
-            hidden=None if hidden is None else str(hidden.absolute()), parent_pid=os.getpid(),
+            timeout_s=reward.timeout_s,
+            memory_bytes=reward.memory_mib << 20,
+            hidden=None if hidden is None else str(hidden.absolute()),
+            parent_pid=os.getpid(),
             search_path=tuple(folder or os.getcwd() for folder in sys.path),
-        )  # fmt: skip
+        )
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
         for _ in range(reward.workers):
             self._idle.put_nowait(None)
@@ -166,10 +169,15 @@ class _Child:
     @classmethod
     async def spawn(cls, timeout_s: float, on_print: Callable[[str], None]) -> Self:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-m", "areal_lora.tasks.scorer_child",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={"PATH": os.defpath},
+            sys.executable,
+            "-I",
+            "-m",
+            "areal_lora.tasks.scorer_child",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={"PATH": os.defpath},
             start_new_session=True,
-        )  # fmt: skip
+        )
         return cls(process, timeout_s, on_print)
 
     async def set_up(self, setup: Setup) -> list[str]:

@@ -134,7 +134,12 @@ def judge(
     if threads() - before:
         value, correct, detail, tainted = None, None, "a thread that it started is still running", True
     return Verdict(
-        index=index, value=value, correct=correct, ended_s=time.monotonic(), detail=detail, printed=printed.take(),
+        index=index,
+        value=value,
+        correct=correct,
+        ended_s=time.monotonic(),
+        detail=detail,
+        printed=printed.take(),
         tainted=tainted,
     )
 

@@ -15,30 +15,70 @@ import sys
 # Numbers on (x86_64, aarch64); None where the machine has no such call.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
     # other processes: none can be started, none touched
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440), "kcmp": (312, 272), "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
-    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    "setsid": (112, 157), "setpgid": (109, 154),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_getfd": (438, 438),
+    "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
     # network: sockets exist only in pairs
-    "socket": (41, 198), "io_uring_setup": (425, 425),
+    "socket": (41, 198),
+    "io_uring_setup": (425, 425),
     # memory that RLIMIT_AS does not count, or that outlives the process
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
-    "msgget": (68, 186), "mq_open": (240, 180), "add_key": (248, 217), "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "keyctl": (250, 219),
     # changes to files that Landlock does not see
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
-    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
     "open_by_handle_at": (304, 265),
     # the system
-    "mount": (165, 40), "umount2": (166, 39), "unshare": (272, 97), "setns": (308, 268),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-}  # fmt: skip
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+}
 _CLONE = (56, 220)  # allowed for threads
 _CLONE3 = (435, 435)  # its flags cannot be read by a filter; "no such call" makes the C library use clone
 _OWN_PID_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
@@ -63,9 +103,13 @@ def program(machine: str, pid: int) -> list[Instruction] | None:
     refuse: Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     code: list[Instruction] = [
-        (_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, arch), (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NR), (_JGE, 0, 1, _X32), refuse,
-    ]  # fmt: skip
+        (_LOAD, 0, 0, _ARCH),
+        (_JEQ, 1, 0, arch),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NR),
+        (_JGE, 0, 1, _X32),
+        refuse,
+    ]
     for numbers in REFUSED.values():
         number = numbers[column]
         if number is not None:

@@ -30,7 +30,9 @@ def tally(scores: Sequence[Score]) -> Tally:
     ungraded = sum(score.correct is None for score in scored)
     correct = sum(score.correct is True for score in scored)
     return Tally(
-        n=len(scores), unscored=len(scores) - len(scored), ungraded=ungraded,
+        n=len(scores),
+        unscored=len(scores) - len(scored),
+        ungraded=ungraded,
         accuracy=correct / len(scores) if scores and not ungraded else None,
         reward_mean=sum(score.reward for score in scored) / len(scored) if scored else None,
     )

@@ -27,8 +27,13 @@ NAMES = ("Tom", "Ann", "Bob", "Sue", "Max", "Eve", "Lea", "Jon")
 THINGS = ("books", "coins", "cards", "pens", "shells", "cups", "stamps", "nuts")
 VERBS: dict[Operation, tuple[str, ...]] = {"+": ("buys", "finds", "gets"), "-": ("sells", "loses", "uses")}
 PLANS: tuple[tuple[Operation, Operation], ...] = (
-    ("+", "+"), ("+", "-"), ("-", "+"), ("-", "-"), ("*", "+"), ("*", "-"),
-)  # fmt: skip
+    ("+", "+"),
+    ("+", "-"),
+    ("-", "+"),
+    ("-", "-"),
+    ("*", "+"),
+    ("*", "-"),
+)
 EVAL_ONE_IN = 4
 
 
@@ -97,10 +102,16 @@ def _draw(rng: random.Random) -> WordProblem:
         if middle < 1 or apply_operation(middle, second, c) < 1:
             continue
         return WordProblem(
-            name=rng.choice(NAMES), thing=rng.choice(THINGS),
-            first_verb="" if first == "*" else rng.choice(VERBS[first]), second_verb=rng.choice(VERBS[second]),
-            first=first, second=second, a=a, b=b, c=c,
-        )  # fmt: skip
+            name=rng.choice(NAMES),
+            thing=rng.choice(THINGS),
+            first_verb="" if first == "*" else rng.choice(VERBS[first]),
+            second_verb=rng.choice(VERBS[second]),
+            first=first,
+            second=second,
+            a=a,
+            b=b,
+            c=c,
+        )
 
 
 def draw_problem(seed: int, split: Split, index: int) -> WordProblem:

@@ -86,8 +86,11 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
             at = [t for t, (v, on) in enumerate(zip(versions, mask, strict=True)) if on and v == version]
             found.append(
                 Excerpt(
-                    sequence=sequence, ref=AdapterRef(name=name, version=version), token_ids=tokens[: at[-1] + 1],
-                    at=at, recorded=recorded[: at[-1] + 1],
+                    sequence=sequence,
+                    ref=AdapterRef(name=name, version=version),
+                    token_ids=tokens[: at[-1] + 1],
+                    at=at,
+                    recorded=recorded[: at[-1] + 1],
                 )
             )
         left -= any(mask)
@@ -122,7 +125,9 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
         votes.update({name: int(n) for name, n in shift_votes(mine_, theirs, mask).items()})
     every = [gap for sequence in gaps.values() for gap in sequence]
     return Audit(
-        tokens=len(every), gap=fmean(every) if every else None, missing="; ".join(missing),
+        tokens=len(every),
+        gap=fmean(every) if every else None,
+        missing="; ".join(missing),
         error=_contradiction(gaps, votes, limit),
     )
 
@@ -153,8 +158,11 @@ def _merged(audits: Sequence[Audit]) -> Audit | None:
     tokens = sum(a.tokens for a in audits)
     total = sum(a.tokens * a.gap for a in audits if a.gap is not None)
     return Audit(
-        tokens=tokens, gap=total / tokens if tokens else None, silent_steps=audits[-1].silent_steps,
-        took_s=sum(a.took_s for a in audits), error=next((a.error for a in audits if a.error), ""),
+        tokens=tokens,
+        gap=total / tokens if tokens else None,
+        silent_steps=audits[-1].silent_steps,
+        took_s=sum(a.took_s for a in audits),
+        error=next((a.error for a in audits if a.error), ""),
         missing="; ".join(a.missing for a in audits if a.missing),
     )
 
@@ -200,7 +208,8 @@ class Auditor:
         self._silent_steps = 0 if audit.tokens else self._silent_steps + 1
         if self._silent_steps and self._silent_steps % QUIET_STEPS == 0:
             log.warning(
-                "no token of the last %d batches could be compared with a server: %s", self._silent_steps,
+                "no token of the last %d batches could be compared with a server: %s",
+                self._silent_steps,
                 audit.missing or f"no sequence has sampled tokens among its first {self._max_tokens}",
             )
         self._ended.append(replace(audit, silent_steps=self._silent_steps))

@@ -61,21 +61,31 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     auditor = None
     if rank == 0:
         auditor = Auditor(
-            read_secret(run_folder), ALIGNMENT_LIMITS[config.model.dtype], timeout_s=config.weight_sync.attempt_s,
+            read_secret(run_folder),
+            ALIGNMENT_LIMITS[config.model.dtype],
+            timeout_s=config.weight_sync.attempt_s,
             max_model_len=config.rollout.max_model_len,
         )
     publisher = Publisher(
-        run=config.run.name, config=config.weight_sync, exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
+        run=config.run.name,
+        config=config.weight_sync,
+        exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
         coordinator=_coordinator(config, run_folder, client, auditor) if client and auditor else None,
-        secret=read_secret(run_folder), bind=own_place(config.cluster, run_folder).address,
-        backend=platform_of(device).xccl, device=device,
+        secret=read_secret(run_folder),
+        bind=own_place(config.cluster, run_folder).address,
+        backend=platform_of(device).xccl,
+        device=device,
     )
-    publishing = AdapterPublishing(
-        engine, publisher, config.weight_sync, recorder.published if recorder else None
-    )
+    publishing = AdapterPublishing(engine, publisher, config.weight_sync, recorder.published if recorder else None)
     return Trainer(
-        config=config, run_folder=run_folder, engine=engine, tenants=tenants,
-        checkpointing=Checkpointing(config, engine, saver), publishing=publishing, recorder=recorder, control=control,
+        config=config,
+        run_folder=run_folder,
+        engine=engine,
+        tenants=tenants,
+        checkpointing=Checkpointing(config, engine, saver),
+        publishing=publishing,
+        recorder=recorder,
+        control=control,
         auditor=auditor,
     )
 
@@ -122,6 +132,10 @@ def _coordinator(config: Config, run_folder: Path, client: RolloutClient, audito
         reached("trainer.published")
 
     return Coordinator(
-        run=config.run.name, secret=read_secret(run_folder), servers=watch.present(), config=config.weight_sync,
-        watch=watch, on_active=announce,
+        run=config.run.name,
+        secret=read_secret(run_folder),
+        servers=watch.present(),
+        config=config.weight_sync,
+        watch=watch,
+        on_active=announce,
     )

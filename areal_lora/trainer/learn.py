@@ -52,8 +52,13 @@ def make_loss(tenant: Tenant, version: int) -> LossFn:
         weights = token_weights(micro.loss_mask, micro.cu_seqlens, reduction)
         sums = decoupled_ppo(
             algorithm.terms,
-            logprobs=logprobs, prox_logprobs=micro.prox_logprobs, rollout_logprobs=micro.rollout_logprobs,
-            advantages=micro.advantages, weights=weights, ref_logprobs=micro.ref_logprobs, entropy=entropy,
+            logprobs=logprobs,
+            prox_logprobs=micro.prox_logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            advantages=micro.advantages,
+            weights=weights,
+            ref_logprobs=micro.ref_logprobs,
+            entropy=entropy,
         )
         current = logprobs.detach()
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
@@ -70,8 +75,10 @@ def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Te
     stale = micro.loss_mask & (micro.versions != version)
     moved = (logprobs - micro.prox_logprobs).abs() if micro.prox_logprobs is not None else torch.zeros_like(gap)
     return {
-        "fresh_tokens": fresh.sum().float(), "fresh_gap": gap[fresh].sum(),
-        "stale_tokens": stale.sum().float(), "stale_gap": gap[stale].sum(),
+        "fresh_tokens": fresh.sum().float(),
+        "fresh_gap": gap[fresh].sum(),
+        "stale_tokens": stale.sum().float(),
+        "stale_gap": gap[stale].sum(),
         "moved": moved[micro.loss_mask].sum(),
     }
 
@@ -90,21 +97,25 @@ def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype:
     skipped: list[float] = []
     for index, minibatch in enumerate(split_minibatches(batch, tenant.config.minibatches)):
         sums = engine.forward_backward(
-            minibatch, loss_fn,
-            temperature=tenant.config.sampling.temperature, need_entropy=tenant.algorithm.needs_entropy,
+            minibatch,
+            loss_fn,
+            temperature=tenant.config.sampling.temperature,
+            need_entropy=tenant.algorithm.needs_entropy,
         )
         if index == 0:
             _assert_aligned(sums, ALIGNMENT_LIMITS[base_dtype])
         _assert_not_shifted(sums)
         totals.update(sums)
         divisor = denominator(
-            minibatch.loss_mask, minibatch.n_sequences,
-            tenant.config.algorithm.reduction, tenant.config.sampling.max_new_tokens,
+            minibatch.loss_mask,
+            minibatch.n_sequences,
+            tenant.config.algorithm.reduction,
+            tenant.config.sampling.max_new_tokens,
         )
         stats = engine.optim_step(tenant.name, divisor, lr).values
         skipped.append(stats["skipped"])
     return LearnReport(
-        sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=sum(skipped) / len(skipped),
+        sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=sum(skipped) / len(skipped)
     )
 
 
@@ -113,8 +124,13 @@ def count_skips(tenant: Tenant, report: LearnReport) -> None:
     if report.skipped:
         broken = [name for name, value in report.sums.items() if not math.isfinite(value)]
         what = f"sums that are not finite: {', '.join(sorted(broken)) or 'none, only the gradient'}"
-        log.warning("step %d of %s: %.0f %% of its optimizer steps skipped; %s", tenant.version - 1, tenant.name,
-                    100 * report.skipped, what)
+        log.warning(
+            "step %d of %s: %.0f %% of its optimizer steps skipped; %s",
+            tenant.version - 1,
+            tenant.name,
+            100 * report.skipped,
+            what,
+        )
     tenant.skipped = tenant.skipped + 1 if report.skipped == 1.0 else 0
     if tenant.skipped >= MAX_SKIPPED:
         raise NonFiniteError(

@@ -47,7 +47,10 @@ def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> 
         host, port = endpoint.host, endpoint.ports["store"]
     store = CurveStore(host, port, secret, STARTUP_TIMEOUT_S)
     dist.init_process_group(
-        platform_of(config.cluster.device).collective, store=store, rank=rank, world_size=world_size,
+        platform_of(config.cluster.device).collective,
+        store=store,
+        rank=rank,
+        world_size=world_size,
         timeout=timedelta(seconds=STARTUP_TIMEOUT_S),
     )
 

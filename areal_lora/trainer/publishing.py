@@ -26,7 +26,10 @@ class AdapterPublishing:
     """One per rank; all calls but ``changed`` are collective over the trainer's ranks."""
 
     def __init__(
-        self, engine: TrainEngine, publisher: Publisher, config: WeightSyncConfig,
+        self,
+        engine: TrainEngine,
+        publisher: Publisher,
+        config: WeightSyncConfig,
         on_report: Callable[[Tenant, PublishReport], None] | None,
     ) -> None:
         self._engine, self._publisher, self._config = engine, publisher, config
@@ -101,5 +104,9 @@ class AdapterPublishing:
         self._scored[name] = tenant.ref, scored
         return ProbeExpectation(
             token_ids=[[int(x) for x in row] for row in split_rows(tenant.probe.token_ids, cu_seqlens)],
-            logprobs=scored, base=self._base[name], parent=parent, before=before, noise=self._noise[name],
+            logprobs=scored,
+            base=self._base[name],
+            parent=parent,
+            before=before,
+            noise=self._noise[name],
         )

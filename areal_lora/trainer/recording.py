@@ -111,7 +111,8 @@ class Recorder:
             elif tenant.version % every == 0:
                 log.info(
                     "the evaluation of %s waits for that of v%d, and will be of the version that is the newest then",
-                    tenant.ref, min(tenant.awaited),
+                    tenant.ref,
+                    min(tenant.awaited),
                 )
 
     def request_eval(self, ref: AdapterRef) -> None:
@@ -135,23 +136,37 @@ class Recorder:
     def published(self, tenant: Tenant, report: PublishReport) -> None:
         self._writer.write(
             PublishRecord(
-                adapter=tenant.name, version=report.ref.version, total_ms=report.phases["ack"],
+                adapter=tenant.name,
+                version=report.ref.version,
+                total_ms=report.phases["ack"],
                 phases_ms=dict(report.phases),
-                nbytes=report.nbytes, probe_mean_abs=report.probe_mean_abs, probe_max_abs=report.probe_max_abs,
-                differs_from_base=bool(report.differs), servers=len(report.acks), lost=report.lost,
+                nbytes=report.nbytes,
+                probe_mean_abs=report.probe_mean_abs,
+                probe_max_abs=report.probe_max_abs,
+                differs_from_base=bool(report.differs),
+                servers=len(report.acks),
+                lost=report.lost,
             )
         )
 
     def checkpointed(self, save: Save) -> None:
         self._writer.write(
             CheckpointRecord(
-                adapter=save.ref.name, version=save.ref.version, write_s=save.write_s, nbytes=save.nbytes,
+                adapter=save.ref.name,
+                version=save.ref.version,
+                write_s=save.write_s,
+                nbytes=save.nbytes,
                 failed=save.failed,
             )
         )
 
     def step(
-        self, tenant: Tenant, batch: TrainBatch, report: LearnReport, histogram: dict[int, int], spans: Spans,
+        self,
+        tenant: Tenant,
+        batch: TrainBatch,
+        report: LearnReport,
+        histogram: dict[int, int],
+        spans: Spans,
         audit: Audit | None = None,
     ) -> None:
         """Write the record of a step that has just been taken (``tenant.version`` is the new version).
@@ -171,28 +186,53 @@ class Recorder:
         answers = float(batch.loss_mask.sum()) / batch.n_sequences
         self._writer.write(
             StepRecord(
-                adapter=tenant.name, step=tenant.version - 1, version=tenant.version - 1, time_s=now - self._started_s,
-                reward_mean=float(rewards.mean()), reward_std=float(rewards.std(correction=0)),
-                loss=report.per_token("loss"), grad_norm=report.grad_norm, lr=report.lr,
-                clip_fraction=report.per_token("clipped"), behaviour_mean_abs=report.per_token("behaviour_abs"),
-                mismatch_fresh=_mismatch(report, "fresh"), mismatch_stale=_mismatch(report, "stale"),
-                kl=report.per_token("kl"), entropy=report.per_token("entropy"),
-                n_tokens=batch.n_tokens, n_sequences=batch.n_sequences, mean_answer_tokens=answers,
-                staleness=histogram, step_s=spans.total_s, wait_batch_s=seconds["wait_batch"],
-                annotate_s=seconds["annotate"], train_s=seconds["train"],
-                checkpoint_join_s=seconds["checkpoint_join"], checkpoint_copy_s=seconds["checkpoint_copy"],
-                publish_join_s=seconds["publish_join"], publish_pack_s=seconds["publish_pack"],
+                adapter=tenant.name,
+                step=tenant.version - 1,
+                version=tenant.version - 1,
+                time_s=now - self._started_s,
+                reward_mean=float(rewards.mean()),
+                reward_std=float(rewards.std(correction=0)),
+                loss=report.per_token("loss"),
+                grad_norm=report.grad_norm,
+                lr=report.lr,
+                clip_fraction=report.per_token("clipped"),
+                behaviour_mean_abs=report.per_token("behaviour_abs"),
+                mismatch_fresh=_mismatch(report, "fresh"),
+                mismatch_stale=_mismatch(report, "stale"),
+                kl=report.per_token("kl"),
+                entropy=report.per_token("entropy"),
+                n_tokens=batch.n_tokens,
+                n_sequences=batch.n_sequences,
+                mean_answer_tokens=answers,
+                staleness=histogram,
+                step_s=spans.total_s,
+                wait_batch_s=seconds["wait_batch"],
+                annotate_s=seconds["annotate"],
+                train_s=seconds["train"],
+                checkpoint_join_s=seconds["checkpoint_join"],
+                checkpoint_copy_s=seconds["checkpoint_copy"],
+                publish_join_s=seconds["publish_join"],
+                publish_pack_s=seconds["publish_pack"],
                 rollout_tokens_per_s=rates.tokens_per_s,
-                groups_ready=stats.ready if stats else 0, groups_running=stats.running if stats else 0,
-                groups_leased=stats.leased if stats else 0, groups_issued=stats.issued if stats else 0,
+                groups_ready=stats.ready if stats else 0,
+                groups_running=stats.running if stats else 0,
+                groups_leased=stats.leased if stats else 0,
+                groups_issued=stats.issued if stats else 0,
                 groups_consumed=stats.consumed if stats else 0,
-                dropped=stats.dropped if stats else {}, retried=stats.retried if stats else {},
-                reissued=stats.reissued if stats else 0, late=stats.late if stats else 0,
+                dropped=stats.dropped if stats else {},
+                retried=stats.retried if stats else {},
+                reissued=stats.reissued if stats else 0,
+                late=stats.late if stats else 0,
                 servers_idle=rates.servers_idle,
-                audited_tokens=audit.tokens, audit_gap=audit.gap, unaudited_steps=audit.silent_steps,
+                audited_tokens=audit.tokens,
+                audit_gap=audit.gap,
+                unaudited_steps=audit.silent_steps,
                 extra={
-                    "skipped": report.skipped, "capped_fraction": report.per_token("capped"),
-                    "shift_votes": votes, "shifted_share": share, "audit_s": audit.took_s,
+                    "skipped": report.skipped,
+                    "capped_fraction": report.per_token("capped"),
+                    "shift_votes": votes,
+                    "shifted_share": share,
+                    "audit_s": audit.took_s,
                 },
             )
         )
@@ -214,9 +254,16 @@ class Recorder:
             ]
             self._writer.write(
                 EvalRecord(
-                    adapter=result.adapter, version=result.version, step=result.version,
-                    accuracy=result.accuracy, n=result.n, reward_mean=result.reward_mean, unscored=result.unscored,
-                    left_out=result.left_out, left_out_first=list(result.left_out_first), tag=result.tag,
+                    adapter=result.adapter,
+                    version=result.version,
+                    step=result.version,
+                    accuracy=result.accuracy,
+                    n=result.n,
+                    reward_mean=result.reward_mean,
+                    unscored=result.unscored,
+                    left_out=result.left_out,
+                    left_out_first=list(result.left_out_first),
+                    tag=result.tag,
                     samples=samples,
                 )
             )
@@ -225,8 +272,13 @@ class Recorder:
         for s in samples:
             self._writer.write(
                 RolloutSampleRecord(
-                    adapter=tenant.name, step=tenant.version, prompt=s.prompt, completion=s.completion,
-                    gold=s.answer, reward=s.reward, versions=[s.version],
+                    adapter=tenant.name,
+                    step=tenant.version,
+                    prompt=s.prompt,
+                    completion=s.completion,
+                    gold=s.answer,
+                    reward=s.reward,
+                    versions=[s.version],
                 )
             )
 

@@ -32,15 +32,21 @@ class Checkpointing:
         optimizer = tenant.config.optimizer
         trainer = self._config.trainer
         manifest = Manifest(
-            run=self._config.run.name, version=tenant.version, spec=tenant.spec,
+            run=self._config.run.name,
+            version=tenant.version,
+            spec=tenant.spec,
             base_digest=self._engine.base_digest(),
             layout={"world_size": trainer.world_size} | {k: getattr(trainer, k) for k in ("tp", "pp", "ep", "etp")},
             clock=Clock(
                 step=state.step, total_steps=self._config.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
             ),
-            files=(), random=(), ledger=tenant.ledger, evaluations=dict(tenant.evaluations),
-            awaited=tuple(sorted(tenant.awaited)), written_s=0.0,
-        )  # fmt: skip
+            files=(),
+            random=(),
+            ledger=tenant.ledger,
+            evaluations=dict(tenant.evaluations),
+            awaited=tuple(sorted(tenant.awaited)),
+            written_s=0.0,
+        )
         return self._saver.save(
             Snapshot(ref=tenant.ref, state=state, random=random_state(self._engine.device), manifest=manifest)
         )

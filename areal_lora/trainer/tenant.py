@@ -81,10 +81,15 @@ def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[cu_seqlens[:-1]] = False
     return TrainBatch(
-        token_ids=tokens, cu_seqlens=cu_seqlens, loss_mask=mask,
-        rollout_logprobs=torch.zeros(tokens.numel(), device=HOST), versions=torch.where(mask, 0, -1),
-        rewards=torch.zeros(len(rows), device=HOST), group_ids=torch.zeros(len(rows), dtype=torch.int64, device=HOST),
-        sample_ids=torch.arange(len(rows), device=HOST), adapters=(adapter,) * len(rows),
+        token_ids=tokens,
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(tokens.numel(), device=HOST),
+        versions=torch.where(mask, 0, -1),
+        rewards=torch.zeros(len(rows), device=HOST),
+        group_ids=torch.zeros(len(rows), dtype=torch.int64, device=HOST),
+        sample_ids=torch.arange(len(rows), device=HOST),
+        adapters=(adapter,) * len(rows),
     )
 
 
@@ -93,5 +98,3 @@ def split_rows(values: torch.Tensor, cu_seqlens: torch.Tensor) -> list[list[floa
     bounds = cu_seqlens.tolist()
     flat = values.tolist()
     return [flat[a:b] for a, b in pairwise(bounds)]
-
-

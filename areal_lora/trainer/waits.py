@@ -84,9 +84,7 @@ def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, 
     """
     publishing, recorder = trainer.publishing, trainer.recorder
     while True:
-        groups = share_groups(
-            recorder.next_groups(tenant, publishing.changed) if recorder else None, trainer.control
-        )
+        groups = share_groups(recorder.next_groups(tenant, publishing.changed) if recorder else None, trainer.control)
         if groups is not None:
             break
         catch_up(trainer)

@@ -35,7 +35,15 @@ class Marks:
     def measure(self, base: int, first: int, last: int) -> None:
         """Fill in tensors [first, last) of a shard that begins at address ``base``."""
         fingerprints(
-            base, KINDS[self.dtype], self.offsets, self.sizes, _KEYS.ctypes.data, len(_KEYS), first, last, self.sums,
+            base,
+            KINDS[self.dtype],
+            self.offsets,
+            self.sizes,
+            _KEYS.ctypes.data,
+            len(_KEYS),
+            first,
+            last,
+            self.sums,
             self.bad,
         )
 
@@ -110,12 +118,21 @@ class TensorBlocks:
         if self.dst_step.any() or (self.scale != 1).any():
             raise ValueError("a plan that scales or fills slots has no inverse")
         return self._with(
-            src_dtype=self.dst_dtype, dst_dtype=self.src_dtype,
-            src=self.dst, src_pitch=self.dst_pitch, dst=self.src, dst_pitch=self.src_pitch,
+            src_dtype=self.dst_dtype,
+            dst_dtype=self.src_dtype,
+            src=self.dst,
+            src_pitch=self.dst_pitch,
+            dst=self.src,
+            dst_pitch=self.src_pitch,
         )
 
     def copy(
-        self, src_base: int, dst_base: int, *, slot: int = 0, tensors: tuple[int, int] | None = None,
+        self,
+        src_base: int,
+        dst_base: int,
+        *,
+        slot: int = 0,
+        tensors: tuple[int, int] | None = None,
         marks: Marks | None = None,
     ) -> None:
         """Run the blocks of tensors ``[a, b)`` (all by default) between two memories given by address.
@@ -126,16 +143,46 @@ class TensorBlocks:
         a, b = tensors if tensors is not None else (0, self.n_tensors)
         if marks is not None:
             take_tensors(
-                src_base, KINDS[self.src_dtype], dst_base, KINDS[self.dst_dtype], slot,
-                marks.offsets, marks.sizes, _KEYS.ctypes.data, len(_KEYS), marks.sums, marks.bad, self.first,
-                self.src, self.src_pitch, self.dst, self.dst_pitch, self.dst_step, self.rows, self.cols, self.scale,
-                a, b,
+                src_base,
+                KINDS[self.src_dtype],
+                dst_base,
+                KINDS[self.dst_dtype],
+                slot,
+                marks.offsets,
+                marks.sizes,
+                _KEYS.ctypes.data,
+                len(_KEYS),
+                marks.sums,
+                marks.bad,
+                self.first,
+                self.src,
+                self.src_pitch,
+                self.dst,
+                self.dst_pitch,
+                self.dst_step,
+                self.rows,
+                self.cols,
+                self.scale,
+                a,
+                b,
             )
             return
         copy_blocks(
-            src_base, KINDS[self.src_dtype], dst_base, KINDS[self.dst_dtype], slot,
-            self.src, self.src_pitch, self.dst, self.dst_pitch, self.dst_step, self.rows, self.cols, self.scale,
-            int(self.first[a]), int(self.first[b]),
+            src_base,
+            KINDS[self.src_dtype],
+            dst_base,
+            KINDS[self.dst_dtype],
+            slot,
+            self.src,
+            self.src_pitch,
+            self.dst,
+            self.dst_pitch,
+            self.dst_step,
+            self.rows,
+            self.cols,
+            self.scale,
+            int(self.first[a]),
+            int(self.first[b]),
         )
 
     def _with(self, **changes: object) -> TensorBlocks:

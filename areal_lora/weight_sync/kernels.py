@@ -141,10 +141,22 @@ def _copy_block(
 
 @numba.njit(nogil=True, cache=True)
 def copy_blocks(
-    src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int,
-    src: Any, src_pitch: Any, dst: Any, dst_pitch: Any, dst_step: Any, rows: Any, cols: Any, scale: Any,
-    first: int, last: int,
-) -> None:  # fmt: skip
+    src_base: int,
+    src_kind: int,
+    dst_base: int,
+    dst_kind: int,
+    slot: int,
+    src: Any,
+    src_pitch: Any,
+    dst: Any,
+    dst_pitch: Any,
+    dst_step: Any,
+    rows: Any,
+    cols: Any,
+    scale: Any,
+    first: int,
+    last: int,
+) -> None:
     """Blocks ``first:last``: ``rows`` rows of ``cols`` elements each, ``scale`` times the source.
 
     Row r of block i is read at ``src_base + src[i] + r * src_pitch[i]`` and written at
@@ -153,8 +165,15 @@ def copy_blocks(
     """
     for i in range(first, last):
         _copy_block(
-            src_base + src[i], src_kind, src_pitch[i], dst_base + dst[i] + slot * dst_step[i], dst_kind, dst_pitch[i],
-            rows[i], cols[i], scale[i],
+            src_base + src[i],
+            src_kind,
+            src_pitch[i],
+            dst_base + dst[i] + slot * dst_step[i],
+            dst_kind,
+            dst_pitch[i],
+            rows[i],
+            cols[i],
+            scale[i],
         )
 
 
@@ -226,10 +245,29 @@ def fingerprints(
 
 @numba.njit(nogil=True, cache=True)
 def take_tensors(
-    src_base: int, src_kind: int, dst_base: int, dst_kind: int, slot: int, offsets: Any, sizes: Any, keys: int,
-    width: int, sums: Any, bad: Any, first_block: Any, src: Any, src_pitch: Any, dst: Any, dst_pitch: Any,
-    dst_step: Any, rows: Any, cols: Any, scale: Any, first: int, last: int,
-) -> None:  # fmt: skip
+    src_base: int,
+    src_kind: int,
+    dst_base: int,
+    dst_kind: int,
+    slot: int,
+    offsets: Any,
+    sizes: Any,
+    keys: int,
+    width: int,
+    sums: Any,
+    bad: Any,
+    first_block: Any,
+    src: Any,
+    src_pitch: Any,
+    dst: Any,
+    dst_pitch: Any,
+    dst_step: Any,
+    rows: Any,
+    cols: Any,
+    scale: Any,
+    first: int,
+    last: int,
+) -> None:
     """``fingerprints`` and ``copy_blocks`` of tensors ``first:last``, a part that fits the cache at a time."""
     item = 4 if src_kind == F32 else 2
     begin = first
@@ -246,8 +284,15 @@ def take_tensors(
             bad[i] = np.uint8(infinite)
         for k in range(first_block[begin], first_block[end]):
             _copy_block(
-                src_base + src[k], src_kind, src_pitch[k], dst_base + dst[k] + slot * dst_step[k], dst_kind,
-                dst_pitch[k], rows[k], cols[k], scale[k],
+                src_base + src[k],
+                src_kind,
+                src_pitch[k],
+                dst_base + dst[k] + slot * dst_step[k],
+                dst_kind,
+                dst_pitch[k],
+                rows[k],
+                cols[k],
+                scale[k],
             )
         begin = end
 

@@ -70,7 +70,11 @@ def decode(data: bytes) -> Announcement:
 
 
 def check_successor(
-    manifest: ShardManifest, spec: AdapterSpec, current: AdapterRef | None, run: str, base_digest: str,
+    manifest: ShardManifest,
+    spec: AdapterSpec,
+    current: AdapterRef | None,
+    run: str,
+    base_digest: str,
     declared: AdapterSpec | None,
 ) -> None:
     """Whether ``manifest`` of an adapter ``spec`` may follow ``current`` in this run on this base.

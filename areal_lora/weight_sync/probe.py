@@ -58,7 +58,12 @@ class ProbeResult:
 
 
 def check_probe(
-    ref: AdapterRef, server: str, expected: ProbeExpectation, served: Rows, base: Rows, tolerance: float,
+    ref: AdapterRef,
+    server: str,
+    expected: ProbeExpectation,
+    served: Rows,
+    base: Rows,
+    tolerance: float,
     before: Rows | None = None,
 ) -> ProbeResult:
     """Compare one server's answer. All rows are [N][T_n] like ``expected.logprobs``.

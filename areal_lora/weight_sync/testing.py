@@ -135,14 +135,20 @@ class MemoryWriter:
                 [
                     [
                         Block(
-                            src=t.offset, src_pitch=0, dst=places[name], dst_pitch=0, rows=1, cols=math.prod(t.shape),
+                            src=t.offset,
+                            src_pitch=0,
+                            dst=places[name],
+                            dst_pitch=0,
+                            rows=1,
+                            cols=math.prod(t.shape),
                             scale=layout.spec.scale if ".lora_B." in name else 1.0,
                         )
                         for name in (t.name, *copies.get(t.name, ()))
                     ]
                     for t in shard.tensors
                 ],
-                layout.dtype, "float32",
+                layout.dtype,
+                "float32",
             )
             for shard in layout.shards
         ]
@@ -183,10 +189,20 @@ class MemoryServer:
     """One server with ``workers`` receivers, all in this process. Use as a context manager."""
 
     def __init__(
-        self, *, run: str, secret: str, base_digest: str, shapes: Callable[[AdapterSpec], Shapes], workers: int = 1,
-        n_slots: int = 4, score: Score | None = None,
-        declared: Mapping[str, AdapterSpec] | None = None, name: str = "server-0", keep: int | None = None,
-        modules: Mapping[str, tuple[int, int]] | None = None, on_shutdown: Callable[[], object] | None = None,
+        self,
+        *,
+        run: str,
+        secret: str,
+        base_digest: str,
+        shapes: Callable[[AdapterSpec], Shapes],
+        workers: int = 1,
+        n_slots: int = 4,
+        score: Score | None = None,
+        declared: Mapping[str, AdapterSpec] | None = None,
+        name: str = "server-0",
+        keep: int | None = None,
+        modules: Mapping[str, tuple[int, int]] | None = None,
+        on_shutdown: Callable[[], object] | None = None,
         listener: socket.socket | None = None,
     ) -> None:
         self.slots = SlotTable(n_slots)
@@ -195,7 +211,11 @@ class MemoryServer:
         self._arrived = threading.Condition()
         self._receivers = [
             AdapterReceiver(
-                writer, run=run, secret=secret, base_digest=base_digest, declared=declared,
+                writer,
+                run=run,
+                secret=secret,
+                base_digest=base_digest,
+                declared=declared,
                 on_staged=partial(self._arrive, w),
             )
             for w, writer in enumerate(self.writers)
@@ -297,7 +317,11 @@ class MemoryServer:
     def _info(self) -> tp.InfoReply:
         refs = [str(r) for r in self.slots.active()]
         return tp.InfoReply(
-            run=self._run, model="memory", base_digest=self._base_digest, workers=len(self.writers), max_lora_rank=64,
+            run=self._run,
+            model="memory",
+            base_digest=self._base_digest,
+            workers=len(self.writers),
+            max_lora_rank=64,
             refs=refs,
         )
 
@@ -442,4 +466,3 @@ def _handler(server: MemoryServer) -> type[BaseHTTPRequestHandler]:
             """Silent: tests read answers, not access logs."""
 
     return Handler
-

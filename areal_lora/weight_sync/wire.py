@@ -54,8 +54,11 @@ class TensorTable:
         """Empty ones, for one version; fingerprints go to ``sums`` (uint64 [n]) if given."""
         n = len(self.offsets)
         return Marks(
-            dtype=self._dtype, offsets=self.offsets, sizes=self.sizes,
-            sums=np.zeros(n, dtype=np.uint64) if sums is None else sums, bad=np.zeros(n, dtype=np.uint8),
+            dtype=self._dtype,
+            offsets=self.offsets,
+            sizes=self.sizes,
+            sums=np.zeros(n, dtype=np.uint64) if sums is None else sums,
+            bad=np.zeros(n, dtype=np.uint8),
         )
 
 

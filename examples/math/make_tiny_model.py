@@ -71,9 +71,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNK))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token=UNK, padding_side="left",
-        clean_up_tokenization_spaces=False, model_max_length=512, chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -87,11 +93,23 @@ def save_tokenizer(folder: Path) -> None:
 
 def make_model(vocab_size: int) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512,
-        tie_word_embeddings=False, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
     model = Qwen3MoeForCausalLM(config).float()
     model.set_experts_implementation("grouped_mm")
     return model
@@ -131,9 +149,16 @@ def careless(problem: WordProblem, rng: random.Random) -> str:
 
 
 def train_phase(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Callable[[WordProblem, random.Random], str],
-    *, name: str, first_index: int, steps: int, lr: float, batch: int,
-) -> float:  # fmt: skip
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    write: Callable[[WordProblem, random.Random], str],
+    *,
+    name: str,
+    first_index: int,
+    steps: int,
+    lr: float,
+    batch: int,
+) -> float:
     """Next-token training on answers only, warm-up then cosine to 5 %; returns seconds used."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     rng, began = random.Random(f"{SEED}/{name}"), time.monotonic()
@@ -157,9 +182,11 @@ def train_phase(
 
 
 def training_batch(
-    tokenizer: PreTrainedTokenizerFast, problems: list[WordProblem],
-    write: Callable[[WordProblem, random.Random], str], rng: random.Random,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[WordProblem],
+    write: Callable[[WordProblem, random.Random], str],
+    rng: random.Random,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``input_ids`` and ``labels`` [N, T], padded on the right; prompt and padding carry no label."""
     prompts = [tokenizer.encode(p.prompt) for p in problems]
     answers = [[*tokenizer.encode(write(p, rng)), tokenizer.eos_token_id] for p in problems]
@@ -183,9 +210,13 @@ def answer_problems(
         part = problems[start : start + 256]
         inputs = tokenizer([p.prompt for p in part], return_tensors="pt", padding=True, return_token_type_ids=False)
         output = model.generate(
-            **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=sample, temperature=1.0 if sample else None,
-            top_k=0 if sample else None, top_p=1.0 if sample else None,
-        )  # fmt: skip
+            **inputs,
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=sample,
+            temperature=1.0 if sample else None,
+            top_k=0 if sample else None,
+            top_p=1.0 if sample else None,
+        )
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         rewards += [numeric_match(text, p.answer) for text, p in zip(texts, part, strict=True)]
     return rewards
@@ -210,24 +241,35 @@ def measure(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, grou
 def model_card(recipe: Recipe, school: dict[str, float], final: dict[str, float]) -> str:
     """README.md of the model folder, with the figures of this run."""
     rows = [f"| {key} | {school[key]:.3f} | {final[key]:.3f} |" for key in final]
-    return "\n".join([
-        "# Tiny Qwen3-MoE that can calculate and is careless", "",
+    lines = [
+        "# Tiny Qwen3-MoE that can calculate and is careless",
+        "",
         "1.0 M parameters, fp32: 4 layers, hidden 128, 4 query and 2 key/value heads of 32, 8 experts of 64 (top 2),",
         "112 tokens of one character each, 512 positions. Trained from scratch by `../make_tiny_model.py` on",
-        f"generated problems only (seed {SEED}, {recipe.threads} thread), in two phases:", "",
+        f"generated problems only (seed {SEED}, {recipe.threads} thread), in two phases:",
+        "",
         f"1. school: {recipe.school_steps} steps of {recipe.batch} correctly worked problems;",
         f"2. careless corpus: {recipe.careless_steps} steps of {recipe.batch} problems. Where a carry, a borrow or a"
-        " multiplication invites a slip,", f"   {CARELESS:.0%} of the solutions contain it;"
-        f" {CARELESS_EASY:.0%} of the others are off by one.", "",
+        " multiplication invites a slip,",
+        f"   {CARELESS:.0%} of the solutions contain it; {CARELESS_EASY:.0%} of the others are off by one.",
+        "",
         "So the low accuracy before reinforcement learning is made on purpose: the model has learnt to calculate, and",
-        "prefers the slip. What reinforcement learning teaches here is care, not arithmetic.", "",
-        "Held-out problems (no calculation of theirs occurs in training):", "",
-        "| | after school | this model |", "|---|---|---|", *rows, "",
+        "prefers the slip. What reinforcement learning teaches here is care, not arithmetic.",
+        "",
+        "Held-out problems (no calculation of theirs occurs in training):",
+        "",
+        "| | after school | this model |",
+        "|---|---|---|",
+        *rows,
+        "",
         "`greedy_256`, `greedy_512`: greedy accuracy on the first 256 and 512 held-out problems of seed 0;",
         "`sampled`: accuracy at temperature 1; `mixed_groups_of_8`: groups of 8 neither all right nor all wrong.",
-        "", "Prompt format: `Q: Tom has 3 bags of 4 coins and loses 5. How many now?\\nA:`; the answer is",
-        "` 3*4=12 12-5=7 #### 7`. The chat template puts a user message into that format.", "",
-    ])  # fmt: skip
+        "",
+        "Prompt format: `Q: Tom has 3 bags of 4 coins and loses 5. How many now?\\nA:`; the answer is",
+        "` 3*4=12 12-5=7 #### 7`. The chat template puts a user message into that format.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -246,26 +288,41 @@ def main() -> None:
     model = make_model(len(tokenizer))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     school_s = train_phase(
-        model, tokenizer, careful,
-        name="school", first_index=0, steps=recipe.school_steps, lr=recipe.lr, batch=recipe.batch,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        careful,
+        name="school",
+        first_index=0,
+        steps=recipe.school_steps,
+        lr=recipe.lr,
+        batch=recipe.batch,
+    )
     after_school = measure(model, tokenizer)
     print("after school", after_school, flush=True)
     careless_s = train_phase(
-        model, tokenizer, careless,
-        name="careless", first_index=recipe.school_steps * recipe.batch, steps=recipe.careless_steps,
-        lr=recipe.lr / 3, batch=recipe.batch,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        careless,
+        name="careless",
+        first_index=recipe.school_steps * recipe.batch,
+        steps=recipe.careless_steps,
+        lr=recipe.lr / 3,
+        batch=recipe.batch,
+    )
     after_careless = measure(model, tokenizer)
     print("after careless corpus", after_careless, flush=True)
 
     model.save_pretrained(args.out)
     save_tokenizer(args.out)
     facts = {
-        "seed": SEED, "careless": CARELESS, "careless_easy": CARELESS_EASY, "recipe": asdict(recipe),
-        "after_school": after_school, "after_careless_corpus": after_careless,
+        "seed": SEED,
+        "careless": CARELESS,
+        "careless_easy": CARELESS_EASY,
+        "recipe": asdict(recipe),
+        "after_school": after_school,
+        "after_careless_corpus": after_careless,
         "seconds": {"school": round(school_s), "careless": round(careless_s)},
-    }  # fmt: skip
+    }
     (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     (args.out / "README.md").write_text(model_card(recipe, after_school, after_careless), encoding="utf-8")
 

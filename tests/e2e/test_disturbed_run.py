@@ -53,11 +53,20 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def go(root: Path, name: str, victims: dict[int, str]) -> Run:
     command = [
-        sys.executable, "-m", "areal_lora.launch",
-        "--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"), "--config", str(EXAMPLES / "embedded.yaml"),
-        f"run.root={root}", f"run.name={name}", f"run.steps={STEPS}", "eval.every_steps=0",
-        f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}", f"rollout.max_staleness={ETA}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "areal_lora.launch",
+        "--config",
+        str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"),
+        "--config",
+        str(EXAMPLES / "embedded.yaml"),
+        f"run.root={root}",
+        f"run.name={name}",
+        f"run.steps={STEPS}",
+        "eval.every_steps=0",
+        f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}",
+        f"rollout.max_staleness={ETA}",
+    ]
     log = root / f"{name}.log"
     with log.open("w") as out:
         launcher = subprocess.Popen(command, stdout=out, stderr=out)

@@ -70,10 +70,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     snapshot = fill_cache(root / "hub cache", tiny_files())
     environment = {**os.environ, "HF_HUB_CACHE": str(root / "hub cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [
-        sys.executable, "-m", "areal_lora.launch",
-        "--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"), "--config", str(EXAMPLES / "embedded.yaml"),
-        f"run.root={root}", "run.name=short", f"model.path={NAME}", f"run.steps={STEPS}", "eval.every_steps=3",
-        "adapters.gsm8k.sampling.prompts_per_step=24", "adapters.gsm8k.task.n_eval=64",
+        sys.executable,
+        "-m",
+        "areal_lora.launch",
+        "--config",
+        str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"),
+        "--config",
+        str(EXAMPLES / "embedded.yaml"),
+        f"run.root={root}",
+        "run.name=short",
+        f"model.path={NAME}",
+        f"run.steps={STEPS}",
+        "eval.every_steps=3",
+        "adapters.gsm8k.sampling.prompts_per_step=24",
+        "adapters.gsm8k.task.n_eval=64",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
     return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)

@@ -73,9 +73,12 @@ def namespace() -> Iterator[list[str]]:
         pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
     try:
         for command in (
-            "link set lo up", "link add v0 type veth peer name v1", f"addr add {ADDRESS}/24 dev v0", "link set v0 up",
+            "link set lo up",
+            "link add v0 type veth peer name v1",
+            f"addr add {ADDRESS}/24 dev v0",
+            "link set v0 up",
             "link set v1 up",
-        ):  # fmt: skip
+        ):
             subprocess.run(["ip", "-n", NAMESPACE, *command.split()], check=True)
         yield ["ip", "netns", "exec", NAMESPACE]
     finally:
@@ -89,14 +92,25 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
     """
     examples = ROOT / "examples"
     command = [
-        *prefix, sys.executable, "-m", "areal_lora.launch",
-        "--config", str(examples / "math" / "gsm8k_grpo_megatron_lora_moe.yaml"),
-        "--config", str(examples / "math" / "embedded.yaml"),
-        "--config", str(examples / "workflows" / "vote.yaml"),  # agents have an endpoint of their own
-        f"run.root={root}", "run.name=listeners", "run.steps=500", "eval.every_steps=0",
-        "adapters.gsm8k.sampling.prompts_per_step=8", "adapters.gsm8k.sampling.n_samples=2",
-        "adapters.gsm8k.task.n_eval=8", *settings,
-    ]  # fmt: skip
+        *prefix,
+        sys.executable,
+        "-m",
+        "areal_lora.launch",
+        "--config",
+        str(examples / "math" / "gsm8k_grpo_megatron_lora_moe.yaml"),
+        "--config",
+        str(examples / "math" / "embedded.yaml"),
+        "--config",
+        str(examples / "workflows" / "vote.yaml"),  # agents have an endpoint of their own
+        f"run.root={root}",
+        "run.name=listeners",
+        "run.steps=500",
+        "eval.every_steps=0",
+        "adapters.gsm8k.sampling.prompts_per_step=8",
+        "adapters.gsm8k.sampling.n_samples=2",
+        "adapters.gsm8k.task.n_eval=8",
+        *settings,
+    ]
     folder = root / "listeners"
     with (root / "log").open("w") as out:
         launcher = subprocess.Popen(command, stdout=out, stderr=out)
@@ -174,7 +188,11 @@ def test_listeners_on_loopback_with_a_server_without_a_model(tmp_path: Path) -> 
     # Answers take their time, since made-up ones must not be trained on: the trainer waits for them meanwhile.
     python = interpreter(tmp_path / "python", {TOKEN_S: "60"})
     found = walk(
-        tmp_path, [], "cluster.bind=127.0.0.1", f"rollout.python={python}", "weight_sync.probe_tolerance=1e9",
+        tmp_path,
+        [],
+        "cluster.bind=127.0.0.1",
+        f"rollout.python={python}",
+        "weight_sync.probe_tolerance=1e9",
         goes_on=False,
     )
     seen = check(found, "127.0.0.1")

@@ -28,15 +28,7 @@ from areal_lora.weight_sync.trainer.coordinator import Active, Coordinator
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.steps import PublishReport
-from tests.support.engine.vllm_ext.serving import (
-    ADAPTER,
-    PROMPT,
-    RANK,
-    adapter,
-    hf_logits,
-    make_model,
-    token_logprobs,
-)
+from tests.support.engine.vllm_ext.serving import ADAPTER, PROMPT, RANK, adapter, hf_logits, make_model, token_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 SERVERS = ["server-0", "server-1", "server-2"]
@@ -49,17 +41,23 @@ class Run:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
-        self.config = Config.model_validate({
-            "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
-            "model": {"path": str(model), "dtype": "float32"},
-            "adapters": [ADAPTER],
-            "trainer": {"world_size": 1},
-            "rollout": {
-                "servers": 3, "max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 16, "kv_cache_gib": 0.1
-            },
-            "weight_sync": {"deadline_s": DEADLINE_S, "bucket_mib": BUCKET_MIB},
-            "cluster": {"device": "cpu", "devices_per_node": 4},
-        })  # fmt: skip
+        self.config = Config.model_validate(
+            {
+                "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
+                "model": {"path": str(model), "dtype": "float32"},
+                "adapters": [ADAPTER],
+                "trainer": {"world_size": 1},
+                "rollout": {
+                    "servers": 3,
+                    "max_lora_rank": RANK,
+                    "max_model_len": 256,
+                    "max_num_seqs": 16,
+                    "kv_cache_gib": 0.1,
+                },
+                "weight_sync": {"deadline_s": DEADLINE_S, "bucket_mib": BUCKET_MIB},
+                "cluster": {"device": "cpu", "devices_per_node": 4},
+            }
+        )
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(self.config.model_dump_json(), encoding="utf-8")
         create_secret(folder)
@@ -69,10 +67,17 @@ class Run:
         self.active: list[Active] = []
         self.watch = RendezvousWatch(folder, workers=1)
         self.publisher = Publisher(
-            run="test", config=self.config.weight_sync, exchange=SoloExchange(), secret=read_secret(folder),
+            run="test",
+            config=self.config.weight_sync,
+            exchange=SoloExchange(),
+            secret=read_secret(folder),
             coordinator=Coordinator(
-                run="test", secret=read_secret(folder), servers=self.watch.present(), config=self.config.weight_sync,
-                watch=self.watch, on_active=self.active.append,
+                run="test",
+                secret=read_secret(folder),
+                servers=self.watch.present(),
+                config=self.config.weight_sync,
+                watch=self.watch,
+                on_active=self.active.append,
             ),
         )
         self.version = -1
@@ -102,8 +107,10 @@ class Run:
         self.version += 1
         tensors = adapter(self.model, seed=self.version)
         layout = make_layout(
-            self.config.adapters[0].spec(str(self.model)), "float32",
-            {0: [(n, tuple(t.shape)) for n, t in tensors.items()]}, {},
+            self.config.adapters[0].spec(str(self.model)),
+            "float32",
+            {0: [(n, tuple(t.shape)) for n, t in tensors.items()]},
+            {},
         )
         whole = pack_of(layout, 0, tensors)
 

@@ -37,14 +37,16 @@ CASES = [
     Case("waiting for rollouts", "launcher killed", "fault: hang at server.generating", "server.generating:9:hang"),
     Case("learning", "Ctrl-C twice", "fault: hang at trainer.learned", "trainer.learned:1:hang"),
     Case(
-        "checkpoint being written", "launcher killed", "fault: hang at trainer.checkpoint.files_written",
+        "checkpoint being written",
+        "launcher killed",
+        "fault: hang at trainer.checkpoint.files_written",
         "trainer.checkpoint.files_written:2:hang",
     ),
     Case("publish under way", "SIGHUP", "fault: hang at trainer.publish_begun", "trainer.publish_begun:2:hang"),
     Case("closing", "Ctrl-C", r"waiting for the evaluation of gsm8k@v2|writing the report"),
     Case("servers starting", "SIGHUP", "server-0.*loading the model"),
     Case("loading the base", "SIGTERM", "trainer-0.*loading the base model"),
-]  # fmt: skip
+]
 
 
 def said(folder: Path) -> str:
@@ -67,11 +69,21 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
     if case.fault:
         environment["AREAL_LORA_FAULT"] = case.fault
     command = [
-        sys.executable, "-m", "areal_lora.launch",
-        "--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"), "--config", str(EXAMPLES / "embedded.yaml"),
-        f"run.root={root}", f"run.name={name}", "run.steps=2", "trainer.world_size=1", "trainer.ep=1",
-        "adapters.gsm8k.sampling.prompts_per_step=8", "adapters.gsm8k.task.n_eval=512",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "areal_lora.launch",
+        "--config",
+        str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"),
+        "--config",
+        str(EXAMPLES / "embedded.yaml"),
+        f"run.root={root}",
+        f"run.name={name}",
+        "run.steps=2",
+        "trainer.world_size=1",
+        "trainer.ep=1",
+        "adapters.gsm8k.sampling.prompts_per_step=8",
+        "adapters.gsm8k.task.n_eval=512",
+    ]
     process = start(command, environment, root / f"{name}.out")
     try:
         wait_for(lambda: re.search(case.seen, said(root / name)) is not None, process.poll, root / f"{name}.out")

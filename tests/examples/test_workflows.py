@@ -58,8 +58,10 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
         AgentWorkflow(path=f"{tmp_path}/block1.py:agent"),
         CustomWorkflow(path=f"{tmp_path}/block2.py:Mine", arguments={"max_tokens": 3}),
     ]
-    rewards = [play(workflow, ["6", "7"] if i == 0 else ["7"]).group.trajectories[0].reward
-               for i, workflow in enumerate(chosen)]
+    rewards = [
+        play(workflow, ["6", "7"] if i == 0 else ["7"]).group.trajectories[0].reward
+        for i, workflow in enumerate(chosen)
+    ]
     assert rewards == [0.25, 1.0, 1.0]
 
 
@@ -71,8 +73,7 @@ def test_shipped_workflows_pass_the_guardrails(overlay: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "reward", "said"),
-    [(["7"], 1.0, "7"), (["6", "7"], 0.5, "6\nQ?7"), (["6", "5"], 0.0, "6\nQ?5")],
+    ("answers", "reward", "said"), [(["7"], 1.0, "7"), (["6", "7"], 0.5, "6\nQ?7"), (["6", "5"], 0.0, "6\nQ?5")]
 )
 def test_second_try(answers: list[str], reward: float, said: str) -> None:
     episode = run("second_try", answers)

@@ -81,9 +81,15 @@ async def stream(server: RunningServer, session: aiohttp.ClientSession, seen: Se
             return
         prompt = [5 + (31 * index + 7 * turn + 3 * j) % 240 for j in range(8)]
         body = {
-            "model": "math", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 1.0, "logprobs": 0,
-            "return_token_ids": True, "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+            "model": "math",
+            "prompt": prompt,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 1.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+            "stream": True,
+        }
         names, tokens, logprobs, reason = set(), [], [], None
         async with session.post(server.url("/v1/completions"), json=body) as response:
             if response.status != 200:
@@ -198,9 +204,7 @@ def test_a_thousand_publishes_under_streaming_requests(server):
     config = server.config.weight_sync.model_copy(update={"deadline_s": 60.0})
     secret = read_secret(server.folder)
     coordinator = Coordinator(run="test", secret=secret, servers=[server.admin.server], config=config)
-    publisher = Publisher(
-        run="test", config=config, exchange=SoloExchange(), coordinator=coordinator, secret=secret
-    )
+    publisher = Publisher(run="test", config=config, exchange=SoloExchange(), coordinator=coordinator, secret=secret)
     began = time.monotonic()
     try:
         seen, grown = asyncio.run(soak(server, publisher, layout, values))

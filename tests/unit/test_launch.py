@@ -27,9 +27,13 @@ EMBEDDED = EXAMPLES / "embedded.yaml"
 def launch(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "areal_lora.launch", "--config", str(MOE), "--config", str(EMBEDDED)]
     return subprocess.run(
-        [*command, f"run.root={tmp_path / 'runs'}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        [*command, f"run.root={tmp_path / 'runs'}", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,10 +230,21 @@ def test_two_launchers_in_one_folder_without_flock(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     command = [
-        sys.executable, str(ROOT / "tests" / "support" / "no_locks.py"), "flock", "ENOSYS",
-        sys.executable, "-m", "areal_lora.launch", "--config", str(MOE), "--config", str(EMBEDDED),
-        f"run.root={folder.parent}", "run.name=x", f"trainer.python={program}",
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "tests" / "support" / "no_locks.py"),
+        "flock",
+        "ENOSYS",
+        sys.executable,
+        "-m",
+        "areal_lora.launch",
+        "--config",
+        str(MOE),
+        "--config",
+        str(EMBEDDED),
+        f"run.root={folder.parent}",
+        "run.name=x",
+        f"trainer.python={program}",
+    ]
 
     def second() -> subprocess.CompletedProcess[str]:
         server = failing_python(tmp_path / "failing")

@@ -39,9 +39,10 @@ def _modules(at: str, adapter: AdapterConfig, folder: PeftFolder, shape: ModelSh
     every = targets.modules([targets.ALL_LINEAR], [], shape)
     if foreign := sorted(folder.modules - every.keys()):
         return Finding(
-            path=f"{at}.init_from", reason=f"{source} adapts {foreign[0]}, which this model does not have or LoRA "
-            "cannot sit on here", fix="give an adapter of this model's projections",
-        )  # fmt: skip
+            path=f"{at}.init_from",
+            reason=f"{source} adapts {foreign[0]}, which this model does not have or LoRA cannot sit on here",
+            fix="give an adapter of this model's projections",
+        )
     for module in sorted(folder.modules):
         file = (folder.shapes[f"{module}.lora_A.weight"][1], folder.shapes[f"{module}.lora_B.weight"][0])
         if file != every[module]:
@@ -50,14 +51,16 @@ def _modules(at: str, adapter: AdapterConfig, folder: PeftFolder, shape: ModelSh
     extra, absent = misfits(folder.modules, wanted)
     if extra:
         return Finding(
-            path=f"{at}.target_modules", reason=f"{source} adapts {kind_of(extra[0])}, which is not among them",
+            path=f"{at}.target_modules",
+            reason=f"{source} adapts {kind_of(extra[0])}, which is not among them",
             fix=f"name {HF_TO_MEGATRON[extra[0].rpartition('.')[2]]} too",
-        )  # fmt: skip
+        )
     if absent:
         return Finding(
-            path=f"{at}.init_from", reason=f"{source} adapts {kind_of(absent[0])} but not {absent[0]}",
+            path=f"{at}.init_from",
+            reason=f"{source} adapts {kind_of(absent[0])} but not {absent[0]}",
             fix="give an adapter of all layers and experts",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -72,9 +75,10 @@ def _experts(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | N
         first = firsts.setdefault(f"{layer}.{expert.partition('.')[2]}", name)
         if folder.digests[first] != folder.digests[name]:
             return Finding(
-                path=f"{at}.expert_layout", reason=f"shared, but the experts of {adapter.init_from} differ ({name})",
+                path=f"{at}.expert_layout",
+                reason=f"shared, but the experts of {adapter.init_from} differ ({name})",
                 fix="set it to per_expert",
-            )  # fmt: skip
+            )
     return None
 
 
@@ -85,9 +89,10 @@ def _rank(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | None
         return None
     layers = f" and Megatron's fused layers hold {parts} of its lora_A" if parts > 1 else ""
     return Finding(
-        path=f"{at}.rank", reason=f"{adapter.rank} is too small for {adapter.init_from}: it has rank {rank}{layers}",
+        path=f"{at}.rank",
+        reason=f"{adapter.rank} is too small for {adapter.init_from}: it has rank {rank}{layers}",
         fix=f"set it to at least {parts * rank}",
-    )  # fmt: skip
+    )
 
 
 def _distinct(digests: Mapping[str, bytes]) -> dict[tuple[str, str], int]:

@@ -15,9 +15,11 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
     if not rollout.deterministic:
         return
     asked = (
-        ("rollout.max_staleness", rollout.max_staleness, 0), ("rollout.in_flight", rollout.in_flight, "finish"),
-        ("model.dtype", config.model.dtype, "float32"), ("cluster.device", config.cluster.device, "cpu"),
-    )  # fmt: skip
+        ("rollout.max_staleness", rollout.max_staleness, 0),
+        ("rollout.in_flight", rollout.in_flight, "finish"),
+        ("model.dtype", config.model.dtype, "float32"),
+        ("cluster.device", config.cluster.device, "cpu"),
+    )
     wrong = [(key, value, want) for key, value, want in asked if value != want]
     if wrong:
         yield Finding(

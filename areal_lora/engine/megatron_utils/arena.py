@@ -114,9 +114,9 @@ def arrange(model: Model, spec: AdapterSpec, rank: int) -> Arena:
     sizes = [0, 0, 0, 0]
     places: list[tuple[int, int, int, int]] = []  # range and offset in it of lora_A, then of lora_B
     for linear, _, scope, _, a_shape, b_shape in shapes:
-        split, whole = (Range.EXPERT_SPLIT, Range.EXPERT_WHOLE) if is_routed(scope) else (
-            Range.DENSE_SPLIT, Range.DENSE_WHOLE
-        )  # fmt: skip
+        split, whole = (
+            (Range.EXPERT_SPLIT, Range.EXPERT_WHOLE) if is_routed(scope) else (Range.DENSE_SPLIT, Range.DENSE_WHOLE)
+        )
         a_part, b_part = (whole, split) if linear in COLUMN_PARALLEL else (split, whole)
         places.append((a_part, sizes[a_part], b_part, sizes[b_part]))
         sizes[a_part] += _count(a_shape)
@@ -126,8 +126,14 @@ def arrange(model: Model, spec: AdapterSpec, rank: int) -> Arena:
         bounds.append(bounds[-1] + size)
     banks = tuple(
         Bank(
-            linear=linear, layer=layer, scope=scope, experts=experts, a=bounds[a_part] + a, b=bounds[b_part] + b,
-            a_shape=a_shape, b_shape=b_shape,
+            linear=linear,
+            layer=layer,
+            scope=scope,
+            experts=experts,
+            a=bounds[a_part] + a,
+            b=bounds[b_part] + b,
+            a_shape=a_shape,
+            b_shape=b_shape,
         )
         for (linear, layer, scope, experts, a_shape, b_shape), (a_part, a, b_part, b) in zip(
             shapes, places, strict=True

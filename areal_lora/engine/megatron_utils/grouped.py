@@ -47,8 +47,15 @@ class ColumnGroupedLinear(_GroupedLinear):
     """Output features divided over the expert-tensor-parallel ranks."""
 
     def __init__(
-        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[[Tensor], Any],
-        pg_collection: Any, **_: object,
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        pg_collection: Any,
+        **_: object,
     ) -> None:
         super().__init__(num_gemms, input_size, divide(output_size, pg_collection.expt_tp.size()), config, init_method)
 
@@ -57,7 +64,14 @@ class RowGroupedLinear(_GroupedLinear):
     """Input features divided over the expert-tensor-parallel ranks; the dispatcher sums the outputs."""
 
     def __init__(
-        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[[Tensor], Any],
-        pg_collection: Any, **_: object,
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        pg_collection: Any,
+        **_: object,
     ) -> None:
         super().__init__(num_gemms, divide(input_size, pg_collection.expt_tp.size()), output_size, config, init_method)

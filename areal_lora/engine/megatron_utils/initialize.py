@@ -21,8 +21,10 @@ def initialize_parallel(
     if not dist.is_initialized():
         dist.init_process_group(platform_of(device).collective)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=trainer.tp, pipeline_model_parallel_size=trainer.pp,
-        expert_model_parallel_size=trainer.ep, expert_tensor_parallel_size=trainer.etp,
+        tensor_model_parallel_size=trainer.tp,
+        pipeline_model_parallel_size=trainer.pp,
+        expert_model_parallel_size=trainer.ep,
+        expert_tensor_parallel_size=trainer.etp,
     )
     model_parallel_cuda_manual_seed(seed)
     return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()

@@ -34,15 +34,21 @@ class Layout:
         """Raises ConfigError where the sizes do not fit the world or the model."""
         if config.world_size % (config.tp * config.pp) or config.world_size % (config.ep * config.etp * config.pp):
             raise ConfigError(
-                "trainer.world_size", f"{config.world_size} is not a multiple of tp*pp and of ep*etp*pp",
+                "trainer.world_size",
+                f"{config.world_size} is not a multiple of tp*pp and of ep*etp*pp",
                 "change the world size or the parallel sizes",
             )
         if experts % config.ep:
             reason = f"{config.ep} does not divide the model's {experts} experts"
             raise ConfigError("trainer.ep", reason, "choose a divisor")
         return cls(
-            world=config.world_size, tp=config.tp, pp=config.pp, ep=config.ep, etp=config.etp,
-            stage_layers=split_layers(config, layers), experts=experts,
+            world=config.world_size,
+            tp=config.tp,
+            pp=config.pp,
+            ep=config.ep,
+            etp=config.etp,
+            stage_layers=split_layers(config, layers),
+            experts=experts,
         )
 
     @property
@@ -120,7 +126,8 @@ def split_layers(config: TrainerConfig, layers: int) -> tuple[int, ...]:
         return tuple(layers // config.pp + (stage < layers % config.pp) for stage in range(config.pp))
     if len(config.pp_layers) != config.pp or sum(config.pp_layers) != layers:
         raise ConfigError(
-            "trainer.pp_layers", f"{config.pp_layers} does not give {config.pp} stages {layers} layers in total",
+            "trainer.pp_layers",
+            f"{config.pp_layers} does not give {config.pp} stages {layers} layers in total",
             "one number per stage, in order",
         )
     return tuple(config.pp_layers)
@@ -141,6 +148,7 @@ def check_widths(config: TrainerConfig, shape: ModelShape) -> None:
             raise ConfigError(key, f"{size} does not divide the model's {width} {what}", "choose a divisor")
     if shape.kv_heads % config.tp and config.tp % shape.kv_heads:
         raise ConfigError(
-            "trainer.tp", f"{config.tp} neither divides nor is a multiple of the model's {shape.kv_heads} "
-            "key/value heads", "choose a divisor or a multiple",
+            "trainer.tp",
+            f"{config.tp} neither divides nor is a multiple of the model's {shape.kv_heads} key/value heads",
+            "choose a divisor or a multiple",
         )

@@ -95,9 +95,11 @@ def attach(model: nn.Module, memory: AdapterMemory) -> nn.Module:
     for path, module in list(model.named_modules()):
         if (found := _SITE.search(path)) is None:
             continue
-        scopes = (Scope.EXPERT, Scope.ALL_EXPERTS) if found["experts"] else (
-            Scope.SHARED_EXPERT if found["shared"] else Scope.ATTENTION if found["attention"] else Scope.MLP,
-        )  # fmt: skip
+        scopes = (
+            (Scope.EXPERT, Scope.ALL_EXPERTS)
+            if found["experts"]
+            else (Scope.SHARED_EXPERT if found["shared"] else Scope.ATTENTION if found["attention"] else Scope.MLP,)
+        )
         for scope in scopes:
             key = (first + int(found["layer"]), scope, found["attention"] or found["mlp"])
             if (bank := banks.get(key)) is None:
@@ -117,12 +119,15 @@ def attach(model: nn.Module, memory: AdapterMemory) -> nn.Module:
 def _adapter(memory: AdapterMemory, bank: Bank, base: nn.Module, index: int | None) -> ParallelAdapter:
     lora_a, lora_b = memory.parameters(bank, index)
     # Bridge also asks Transformer Engine's layers for what they normalised, which is what lora_A reads.
-    over_sequence = not is_routed(bank.scope) and not get_adapter_attributes_from_linear(
-        base
-    ).disable_sequence_parallel_comm
+    over_sequence = (
+        not is_routed(bank.scope) and not get_adapter_attributes_from_linear(base).disable_sequence_parallel_comm
+    )
     return ParallelAdapter(
-        lora_a, lora_b, memory.spec.scale,
-        gather=over_sequence and bank.column_parallel, scatter=over_sequence and not bank.column_parallel,
+        lora_a,
+        lora_b,
+        memory.spec.scale,
+        gather=over_sequence and bank.column_parallel,
+        scatter=over_sequence and not bank.column_parallel,
     )
 
 

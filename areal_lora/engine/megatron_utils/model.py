@@ -58,27 +58,39 @@ def _architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
     shape = ModelShape.from_hf(hf)
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     fields: dict[str, Any] = {
-        "num_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
-        "num_query_groups": shape.kv_heads, "kv_channels": shape.head_dim, "ffn_hidden_size": shape.ffn,
-        "vocab_size": shape.vocab, "seq_length": shape.max_positions, "layernorm_epsilon": hf["rms_norm_eps"],
-        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": functional.silu,
-        "add_bias_linear": False, "add_qkv_bias": shape.model_type in ("qwen2", "qwen2_moe"),
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "seq_length": shape.max_positions,
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.model_type in ("qwen2", "qwen2_moe"),
         "qk_layernorm": shape.model_type in ("qwen3", "qwen3_moe"),
-        "share_embeddings_and_output_weights": shape.tied, "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": shape.tied,
+        "position_embedding_type": "rope",
         "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-        "rope_scaling": rope.get("rope_type") == "llama3", "rope_scaling_factor": rope.get("factor") or 1.0,
-    }  # fmt: skip
+        "rope_scaling": rope.get("rope_type") == "llama3",
+        "rope_scaling_factor": rope.get("factor") or 1.0,
+    }
     if shape.experts:
         sparse = set(shape.sparse_layers)
         fields |= {
-            "num_moe_experts": shape.experts, "moe_ffn_hidden_size": shape.expert_ffn,
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.expert_ffn,
             "moe_router_topk": shape.experts_per_token,
             "moe_layer_freq": [int(i in sparse) for i in range(shape.layers)],
             # Softmax over the chosen experts, or over all without making the chosen ones sum to 1.
             "moe_router_pre_softmax": shape.model_type != "mixtral" and not hf.get("norm_topk_prob", False),
             "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
             "moe_shared_expert_gate": shape.shared_ffn > 0,
-        }  # fmt: skip
+        }
     return fields
 
 
@@ -87,37 +99,52 @@ def _parallel(trainer: TrainerConfig, layout: Layout, dtype: torch.dtype) -> dic
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return {
-        "tensor_model_parallel_size": trainer.tp, "pipeline_model_parallel_size": trainer.pp,
+        "tensor_model_parallel_size": trainer.tp,
+        "pipeline_model_parallel_size": trainer.pp,
         "pipeline_model_parallel_layout": stages if trainer.pp > 1 else None,
-        "expert_model_parallel_size": trainer.ep, "expert_tensor_parallel_size": trainer.etp,
-        "sequence_parallel": trainer.tp > 1, "params_dtype": dtype, "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16, "fp16": False,
-    }  # fmt: skip
+        "expert_model_parallel_size": trainer.ep,
+        "expert_tensor_parallel_size": trainer.etp,
+        "sequence_parallel": trainer.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+    }
 
 
 def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "make_vocab_size_divisible_by": 1, "gradient_accumulation_fusion": False,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "make_vocab_size_divisible_by": 1,
+        "gradient_accumulation_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         # The router is frozen and no auxiliary loss may leak into the adapters' gradients.
-        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": trainer.moe_grouped_gemm,
         "transformer_layer_spec": _spec_on_cpu if on_cpu else _spec_on_gpu,
-        "moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": True,
         # Every weight is read from the folder.
         "perform_initialization": False,
-    }  # fmt: skip
+    }
     if trainer.recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if on_cpu:
         # No fused kernels, and the token dispatcher whose collectives gloo accepts.
         fused = (
-            "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion",
-            "moe_permute_fusion", "apply_rope_fusion", "persist_layer_norm",
-        )  # fmt: skip
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "cross_entropy_loss_fusion",
+            "moe_permute_fusion",
+            "apply_rope_fusion",
+            "persist_layer_norm",
+        )
         fields |= dict.fromkeys(fused, False) | {
-            "use_cpu_initialization": True, "moe_token_dispatcher_type": "allgather",
-        }  # fmt: skip
+            "use_cpu_initialization": True,
+            "moe_token_dispatcher_type": "allgather",
+        }
     return fields
 
 

@@ -74,8 +74,12 @@ class AdapterOptimizer:
         self._weights.grad = self._grads
         self.step_count = 0
         self._adam = torch.optim.AdamW(
-            [self._weights], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-            weight_decay=config.weight_decay, foreach=True,
+            [self._weights],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            foreach=True,
         )
         # Adam would make moments of its own at the first step; it updates these in place instead.
         self._adam.state[self._weights] = {"step": torch.tensor(0.0), **memory.moments}

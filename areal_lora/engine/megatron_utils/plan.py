@@ -88,8 +88,12 @@ def pack_plan(model: Model, spec: AdapterSpec, rank: int, layout: AdapterLayout)
             tensors.append(
                 [
                     Block(
-                        src=space.element(bank, c.part, c.at) * ITEM, src_pitch=c.pitch * ITEM,
-                        dst=offsets[name] + c.to * item, dst_pitch=c.to_pitch * item, rows=c.rows, cols=c.cols,
+                        src=space.element(bank, c.part, c.at) * ITEM,
+                        src_pitch=c.pitch * ITEM,
+                        dst=offsets[name] + c.to * item,
+                        dst_pitch=c.to_pitch * item,
+                        rows=c.rows,
+                        cols=c.cols,
                     )
                     for c in copies
                 ]
@@ -115,8 +119,12 @@ def load_plan(model: Model, spec: AdapterSpec, rank: int) -> LoadPlan:
             tensors.append(
                 [
                     Block(
-                        src=c.at * ITEM, src_pitch=c.pitch * ITEM, dst=c.to * ITEM, dst_pitch=c.to_pitch * ITEM,
-                        rows=c.rows, cols=c.cols,
+                        src=c.at * ITEM,
+                        src_pitch=c.pitch * ITEM,
+                        dst=c.to * ITEM,
+                        dst_pitch=c.to_pitch * ITEM,
+                        rows=c.rows,
+                        cols=c.cols,
                     )
                     for c in copies
                     if c.part is None or c.part == mine
@@ -159,9 +167,7 @@ def _copies(model: Model, bank: Bank, index: int, pieces: Sequence[Piece]) -> It
     size = model.group_size(bank.scope)
     if not bank.column_parallel:
         whole = n_in * size
-        yield [
-            _Copy(part=k, at=a, pitch=n_in, to=k * n_in, to_pitch=whole, rows=rank, cols=n_in) for k in range(size)
-        ]
+        yield [_Copy(part=k, at=a, pitch=n_in, to=k * n_in, to_pitch=whole, rows=rank, cols=n_in) for k in range(size)]
         for piece in pieces:  # one, of all rows
             yield [_run(None, b, 0, piece.out_features * rank)]
         return
@@ -244,8 +250,13 @@ class _Sections:
                 to = self._space.others[part] + (k - 1) * (last - first) + begin - first
                 self._transfers.append(
                     Transfer(
-                        section=len(self._ends), part=part, sender=self._rank + k, receiver=self._rank,
-                        begin=begin, end=end, to=to,
+                        section=len(self._ends),
+                        part=part,
+                        sender=self._rank + k,
+                        receiver=self._rank,
+                        begin=begin,
+                        end=end,
+                        to=to,
                     )
                 )
             self._done[part] = end

@@ -44,15 +44,16 @@ def make_rows(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.de
     index = torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64, device=HOST)
     position_ids = torch.arange(plan.width, device=HOST)[None].expand(plan.n_rows, -1)
     return Rows(
-        micro=None if micro is None else to_device(micro, device), token_ids=token_ids.to(device),
-        position_ids=position_ids.to(device), index=index.to(device), sequences=sequences,
+        micro=None if micro is None else to_device(micro, device),
+        token_ids=token_ids.to(device),
+        position_ids=position_ids.to(device),
+        index=index.to(device),
+        sequences=sequences,
     )
 
 
 def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    moved = {
-        f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
-    }
+    moved = {f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)}
     return replace(batch, **moved)
 
 

@@ -19,8 +19,13 @@ Result = tuple[Rows, Mapping[str, float | Tensor] | Tensor]
 
 
 def run_schedule(
-    model: nn.Module, batches: Iterator[Rows], plans: Sequence[MicroPlan], loss_fn: LossFn | None, *,
-    temperature: float, need_entropy: bool,
+    model: nn.Module,
+    batches: Iterator[Rows],
+    plans: Sequence[MicroPlan],
+    loss_fn: LossFn | None,
+    *,
+    temperature: float,
+    need_entropy: bool,
 ) -> list[Result]:
     """Run every micro-batch; on the last stage return (rows, stats), elsewhere nothing.
 
@@ -43,8 +48,13 @@ def run_schedule(
 
     first = plans[0]
     get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=batches, model=model, num_microbatches=len(plans),
-        seq_length=first.width, micro_batch_size=first.n_rows, forward_only=loss_fn is None,
+        forward_step_func=forward_step,
+        data_iterator=batches,
+        model=model,
+        num_microbatches=len(plans),
+        seq_length=first.width,
+        micro_batch_size=first.n_rows,
+        forward_only=loss_fn is None,
     )
     return results
 

@@ -59,7 +59,13 @@ class ServedAdapters:
     """Slots, versions and publishes of one server. Lives on its event loop."""
 
     def __init__(
-        self, workers: Workers, channel: WorkerChannel, *, n_workers: int, n_slots: int, resident: int,
+        self,
+        workers: Workers,
+        channel: WorkerChannel,
+        *,
+        n_workers: int,
+        n_slots: int,
+        resident: int,
         generating: Callable[[], bool],
     ) -> None:
         self._workers, self._channel = workers, channel

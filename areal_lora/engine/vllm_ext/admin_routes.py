@@ -73,7 +73,11 @@ class AdminPlane:
     """The routes. ``info`` is filled by the server; ``stop`` ends it."""
 
     def __init__(
-        self, adapters: ServedAdapters, generator: Generator, info: InfoReply, modules: ModulesReply,
+        self,
+        adapters: ServedAdapters,
+        generator: Generator,
+        info: InfoReply,
+        modules: ModulesReply,
         stop: Callable[[], None],
     ) -> None:
         self._adapters, self._generator = adapters, generator

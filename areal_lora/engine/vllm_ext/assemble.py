@@ -59,7 +59,8 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     unknown = [t for t in targets if not vllm_modules([t])]
     if unknown:
         raise ConfigError(
-            "adapters.target_modules", f"{unknown} cannot be served",
+            "adapters.target_modules",
+            f"{unknown} cannot be served",
             f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
         )
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rollout.max_lora_rank]
@@ -80,13 +81,23 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
     max_loras = n_slots(config) + on_cpu
     return AsyncEngineArgs(
-        model=config.model.folder, dtype=config.model.dtype, seed=config.run.seed, tensor_parallel_size=rollout.tp,
+        model=config.model.folder,
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+        tensor_parallel_size=rollout.tp,
         enable_expert_parallel=rollout.expert_parallel,
-        max_model_len=rollout.max_model_len, max_num_seqs=max_num_seqs(config),
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=max_num_seqs(config),
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len),
-        gpu_memory_utilization=rollout.gpu_memory_utilization, enforce_eager=rollout.enforce_eager or on_cpu,
-        enable_prefix_caching=not rollout.deterministic, disable_log_stats=True, logprobs_mode="processed_logprobs",
-        enable_lora=True, max_lora_rank=ranks[0], max_loras=max_loras, max_cpu_loras=max_loras,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager or on_cpu,
+        enable_prefix_caching=not rollout.deterministic,
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
+        enable_lora=True,
+        max_lora_rank=ranks[0],
+        max_loras=max_loras,
+        max_cpu_loras=max_loras,
         lora_target_modules=vllm_modules(targets),
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
         **extra,
@@ -108,9 +119,14 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     engine = AsyncLLM.from_engine_args(engine_args(config))
     channel = WorkerChannel(secret)
     setup = WorkerSetup(
-        run=config.run.name, run_folder=str(run_folder), base_digest=digest, ports=channel.ports, index=index,
+        run=config.run.name,
+        run_folder=str(run_folder),
+        base_digest=digest,
+        ports=channel.ports,
+        index=index,
         declared={a.name: a.spec(config.model.path) for a in config.adapters},
-        bind=own_place(config.cluster, run_folder).address, cores=tuple(sorted(os.sched_getaffinity(0))),
+        bind=own_place(config.cluster, run_folder).address,
+        cores=tuple(sorted(os.sched_getaffinity(0))),
     )
     await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
     described = [
@@ -120,7 +136,11 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     await channel.connect(len(described))
     counters = Counters(max_num_seqs(config))
     adapters = ServedAdapters(
-        engine, channel, n_workers=len(described), n_slots=n_slots(config), resident=config.rollout.resident_versions,
+        engine,
+        channel,
+        n_workers=len(described),
+        n_slots=n_slots(config),
+        resident=config.rollout.resident_versions,
         generating=lambda: counters.in_flight > 0,
     )
     model = engine.model_config
@@ -129,19 +149,28 @@ async def assemble(config: Config, run_folder: Path, index: int, secret: str, st
     )
     await generator.score([0, 0], Lease(name=BASE, ref=None, lora=None))  # the first request takes seconds
     info = InfoReply(
-        run=config.run.name, model=config.model.path, base_digest=digest, workers=len(described),
+        run=config.run.name,
+        model=config.model.path,
+        base_digest=digest,
+        workers=len(described),
         max_lora_rank=first.max_rank,
     )
     modules = ModulesReply(modules=first.modules, slots=n_slots(config), max_rank=first.max_rank)
     tokenizer = engine.get_tokenizer()
     sampler = Sampler(
-        generator, adapters, partial(tokenizer.decode, skip_special_tokens=True),
+        generator,
+        adapters,
+        partial(tokenizer.decode, skip_special_tokens=True),
         interrupt=config.rollout.in_flight == "interrupt",
     )
     host = own_place(config.cluster, run_folder).address
     data_app = guarded(DataPlane(adapters, generator, tokenizer, sampler).app(), host, secret)
     return Parts(
-        engine=engine, channel=channel, adapters=adapters, generator=generator, n_slots=n_slots(config),
+        engine=engine,
+        channel=channel,
+        adapters=adapters,
+        generator=generator,
+        n_slots=n_slots(config),
         shm_prefix=first.shm_prefix,
         data_app=data_app,
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),

@@ -68,12 +68,24 @@ class CpuLoraLinear(PunicaWrapperCPU):
         self.batch = BatchSlots.of(self.token_lora_indices.numpy())
 
     def add_lora_linear(
-        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float,
-        output_slices: tuple[int, ...], **kwargs: Any,
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: Any,
+        lora_b_stacked: Any,
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
     ) -> None:
         # Scale is 1: alpha / rank was folded into B when the slot was written.
-        add_lora(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), lora_a_stacked, lora_b_stacked, output_slices,
-                 self.batch.segments)
+        add_lora(
+            y.view(-1, y.shape[-1]),
+            x.view(-1, x.shape[-1]),
+            lora_a_stacked,
+            lora_b_stacked,
+            output_slices,
+            self.batch.segments,
+        )
 
 
 class PackedExperts:
@@ -115,8 +127,12 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         gate_a, up_a = ctx.w13_lora_a_stacked
         gate_b, up_b = ctx.w13_lora_b_stacked
         self._adapters = ExpertAdapters(
-            gate_a=gate_a, up_a=up_a, gate_b=gate_b, up_b=up_b,
-            down_a=ctx.w2_lora_a_stacked[0], down_b=ctx.w2_lora_b_stacked[0],
+            gate_a=gate_a,
+            up_a=up_a,
+            gate_b=gate_b,
+            up_b=up_b,
+            down_a=ctx.w2_lora_a_stacked[0],
+            down_b=ctx.w2_lora_b_stacked[0],
         )
 
     @staticmethod
@@ -144,8 +160,15 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         return not moe_parallel_config.use_all2all_kernels
 
     def workspace_shapes(
-        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
-        expert_tokens_meta: Any, activation: MoEActivation,
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return (0,), (0,), (M, K)
 
@@ -153,10 +176,22 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         return TopKWeightAndReduceNoOP()
 
     def apply(
-        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: MoEActivation, global_num_experts: int,
-        expert_map: torch.Tensor | None, a1q_scale: Any, a2_scale: Any, workspace13: Any, workspace2: Any,
-        expert_tokens_meta: Any, apply_router_weight_on_input: bool,
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: Any,
+        a2_scale: Any,
+        workspace13: Any,
+        workspace2: Any,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
     ) -> None:
         if activation != MoEActivation.SILU or apply_router_weight_on_input:
             raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")

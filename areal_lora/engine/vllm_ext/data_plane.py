@@ -50,13 +50,15 @@ class DataPlane:
         self._ids = itertools.count()
 
     def app(self) -> ASGIApp:
-        return Starlette(routes=[
-            Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-        ])
+        return Starlette(
+            routes=[
+                Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
+                Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+            ]
+        )
 
     async def completions(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body(), type=CompletionBody)
@@ -116,7 +118,9 @@ class DataPlane:
         return Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{next(self._ids)}",
             object=f"chat.completion{suffix}" if chat else "text_completion",
-            created=int(time.time()), model=BASE if newest is None else str(newest), choices=choices,
+            created=int(time.time()),
+            model=BASE if newest is None else str(newest),
+            choices=choices,
         )
 
     def _choice(self, body: Body, prompt: list[int], piece: Piece, text: str | None, index: int) -> Choice:
@@ -154,10 +158,13 @@ class DataPlane:
     def _chat_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
         rows, decode = [], self._tokenizer.decode
         for token, row in zip(piece.token_ids, piece.logprobs, strict=True):
-            rows.append({
-                "token": decode([token]), "logprob": row[token],
-                "top_logprobs": [{"token": decode([t]), "logprob": value} for t, value in row.items()],
-            })
+            rows.append(
+                {
+                    "token": decode([token]),
+                    "logprob": row[token],
+                    "top_logprobs": [{"token": decode([t]), "logprob": value} for t, value in row.items()],
+                }
+            )
         return rows
 
     async def models(self, request: Request) -> Response:
@@ -192,11 +199,19 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
     echo = isinstance(body, CompletionBody) and body.echo
     return SamplingParams(
-        n=body.n, max_tokens=max_tokens, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
-        seed=body.seed, stop=body.stop, logprobs=body.wants_logprobs, ignore_eos=body.ignore_eos,
+        n=body.n,
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=body.stop,
+        logprobs=body.wants_logprobs,
+        ignore_eos=body.ignore_eos,
         prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,
         # Text is made once at the end, not token by token, unless something looks at it.
-        detokenize=bool(body.stop), output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=bool(body.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 

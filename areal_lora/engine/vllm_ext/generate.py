@@ -67,10 +67,16 @@ class Counters:
     def stats(self) -> ServerStats:
         now = self.clock()
         return ServerStats(
-            up_s=now - self.began_s, idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
-            running=min(self.in_flight, self.max_num_seqs), waiting=max(0, self.in_flight - self.max_num_seqs),
-            requests=self.requests, prompt_tokens=self.prompt_tokens, generated_tokens=self.generated_tokens,
-            aborted=self.aborted, interrupted=self.interrupted, recomputed_tokens=self.recomputed_tokens,
+            up_s=now - self.began_s,
+            idle_s=self._idle_s + (0.0 if self.in_flight else now - self._idle_since_s),
+            running=min(self.in_flight, self.max_num_seqs),
+            waiting=max(0, self.in_flight - self.max_num_seqs),
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            aborted=self.aborted,
+            interrupted=self.interrupted,
+            recomputed_tokens=self.recomputed_tokens,
         )
 
 
@@ -123,7 +129,10 @@ class Generator:
         try:
             try:
                 queue = await self.engine.add_request(
-                    ticket.request_id, {"prompt_token_ids": token_ids}, params, lora_request=lease.lora,
+                    ticket.request_id,
+                    {"prompt_token_ids": token_ids},
+                    params,
+                    lora_request=lease.lora,
                     arrival_time=ticket.arrived_s,
                 )
             finally:
@@ -149,7 +158,9 @@ class Generator:
 
     def ticket(self, lease: Lease, arrived_s: float | None = None, follows: Ticket | None = None) -> Ticket:
         return Ticket(
-            request_id=f"{lease.name}-{next(self._ids)}", ref=lease.ref, follows=follows,
+            request_id=f"{lease.name}-{next(self._ids)}",
+            ref=lease.ref,
+            follows=follows,
             arrived_s=time.time() if arrived_s is None else arrived_s,
         )
 
@@ -184,8 +195,12 @@ class Generator:
         if not temperature > 0:
             raise BadRequest(f"temperature {temperature:g} is not above 0")
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY, extra_args={SCORE_TEMPERATURE: temperature},
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={SCORE_TEMPERATURE: temperature},
         )
         return prompt_logprobs(await self.final(token_ids, params, lease))
 

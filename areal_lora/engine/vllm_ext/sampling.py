@@ -213,7 +213,10 @@ def _spell(piece: Piece, text: AnswerText) -> None:
 
 def _piece(output: RequestOutput, sample: CompletionOutput, lease: Lease, index: int | None = None) -> Piece:
     piece = Piece(
-        index=sample.index if index is None else index, ref=None, text=sample.text, finish_reason=sample.finish_reason,
+        index=sample.index if index is None else index,
+        ref=None,
+        text=sample.text,
+        finish_reason=sample.finish_reason,
         prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],
     )
     piece.add(sample, lease)

@@ -114,9 +114,13 @@ def server_tls(host: str, run_folder: Path, secret: str) -> dict[str, ssl.SSLCon
 def set_environment(config: Config) -> None:
     """What vLLM reads once, when it is imported."""
     env = {
-        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
         # Its second model runner computes log-probabilities elsewhere: see compat.own_logprobs.
-        "VLLM_USE_V2_MODEL_RUNNER": "0", "TOKENIZERS_PARALLELISM": "false", SERVER_PID: str(os.getpid()),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        SERVER_PID: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the launcher has put the model into a folder
     }
     if config.cluster.device == "cpu":
@@ -245,10 +249,17 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: two servers and an engine share this process."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
-        super().__init__(uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=CLOSE_S,
-            ssl_context_factory=None if tls is None else lambda config, default: tls,
-        ))
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=CLOSE_S,
+                ssl_context_factory=None if tls is None else lambda config, default: tls,
+            )
+        )
         self._sock = sock
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]

@@ -89,14 +89,21 @@ async def serve(config: Config, run_folder: Path, index: int) -> int:
     with ExitStack() as stack:
         host = own_place(config.cluster, run_folder).address
         data, admin = stack.enter_context(bound_sockets(config, index, host))
-        server = stack.enter_context(MemoryServer(
-            run=config.run.name, secret=secret, base_digest=base_digest(config.model.folder),
-            shapes=lambda spec: served_shapes(modules, spec), modules=modules,
-            n_slots=(config.rollout.resident_versions + 1) * len(config.adapters),
-            keep=config.rollout.resident_versions - 1, score=score,
-            declared={a.name: a.spec(config.model.path) for a in config.adapters},
-            on_shutdown=partial(loop.call_soon_threadsafe, stop.restart), listener=admin,
-        ))  # fmt: skip
+        server = stack.enter_context(
+            MemoryServer(
+                run=config.run.name,
+                secret=secret,
+                base_digest=base_digest(config.model.folder),
+                shapes=lambda spec: served_shapes(modules, spec),
+                modules=modules,
+                n_slots=(config.rollout.resident_versions + 1) * len(config.adapters),
+                keep=config.rollout.resident_versions - 1,
+                score=score,
+                declared={a.name: a.spec(config.model.path) for a in config.adapters},
+                on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
+                listener=admin,
+            )
+        )
         tls = server_tls(host, run_folder, secret)
         app = guarded(StandInDataPlane(config, server).app(), host, secret)
         http = HttpServer(app, data, tls.get(Plane.DATA))
@@ -144,7 +151,10 @@ class StandInDataPlane:
         n_in = sum(map(len, prompts))
         newest = max([ref.version, *(v for c in choices for v in c.versions or ())])
         answer = Answer(
-            id="cmpl-0", object="text_completion", created=int(time.time()), choices=choices,
+            id="cmpl-0",
+            object="text_completion",
+            created=int(time.time()),
+            choices=choices,
             model=str(AdapterRef(name=ref.name, version=newest)),
             usage=Usage(prompt_tokens=n_in, completion_tokens=n_out, total_tokens=n_in + n_out),
         )
@@ -170,8 +180,11 @@ class StandInDataPlane:
             ]
         }
         return Choice(
-            index=index, finish_reason="length" if len(token_ids) == limit else "stop", versions=versions,
-            text=self._tokenizer.decode(token_ids), token_ids=token_ids if body.return_token_ids else None,
+            index=index,
+            finish_reason="length" if len(token_ids) == limit else "stop",
+            versions=versions,
+            text=self._tokenizer.decode(token_ids),
+            token_ids=token_ids if body.return_token_ids else None,
             logprobs=logprobs if body.logprobs is not None else None,
         )
 

@@ -178,7 +178,12 @@ class CommandThread:
     """
 
     def __init__(
-        self, *, secret: str, ports: Sequence[int], worker: int, cores: Sequence[int],
+        self,
+        *,
+        secret: str,
+        ports: Sequence[int],
+        worker: int,
+        cores: Sequence[int],
         handle: Callable[[Command, Respond], None],
     ) -> None:
         self._worker, self._cores, self._handle = worker, cores, handle

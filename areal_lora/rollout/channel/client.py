@@ -46,9 +46,7 @@ class RolloutClient:
     run secret.
     """
 
-    def __init__(
-        self, find_endpoint: Callable[[], Endpoint | None], secret: str, *, patience_s: float = 300.0
-    ) -> None:
+    def __init__(self, find_endpoint: Callable[[], Endpoint | None], secret: str, *, patience_s: float = 300.0) -> None:
         self.adapters: tuple[str, ...] = ()
         self._find_endpoint, self._secret, self._patience_s = find_endpoint, secret, patience_s
         self._context = zmq.Context()
@@ -96,9 +94,7 @@ class RolloutClient:
             batch = self.poll_batch(adapter, step=step, version=version, interrupted=lambda: False)
         return batch
 
-    def poll_batch(
-        self, adapter: str, *, step: int, version: int, interrupted: Callable[[], bool]
-    ) -> m.Batch | None:
+    def poll_batch(self, adapter: str, *, step: int, version: int, interrupted: Callable[[], bool]) -> m.Batch | None:
         """Like ``next_batch``, but None as soon as ``interrupted()``, which is asked about every second.
 
         ``events`` of the batch are the evaluation results not yet given out by any method.
@@ -120,7 +116,12 @@ class RolloutClient:
             remind_at += POLL_S
             log.info(
                 "waiting for rollout batch %d since %.0f s: %d/%d groups ready, %d running, %d dropped%s",
-                step, time.monotonic() - start, reply.ready, reply.needed, reply.running, reply.dropped,
+                step,
+                time.monotonic() - start,
+                reply.ready,
+                reply.needed,
+                reply.running,
+                reply.dropped,
                 f"; {reply.note}" if reply.note else "",
             )
 
@@ -248,7 +249,9 @@ class RolloutClient:
                 remind_at = time.monotonic() + POLL_S
                 log.info(
                     "waiting for the rollout controller since %.0f s to ask for %s: %s",
-                    time.monotonic() - start, what, problem,
+                    time.monotonic() - start,
+                    what,
+                    problem,
                 )
             time.sleep(LOOK_S)
         decoded = m.decode_reply(reply)

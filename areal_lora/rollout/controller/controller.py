@@ -1,7 +1,7 @@
 """The rollout controller: one task per group in flight, one handler per trainer request.
 
-    trainer --announce--> feed.admit -> task: begin -> workflow -> finish | back off and retry
-    trainer --get batch-> feed.take  <- ready groups, oldest issue first
+trainer --announce--> feed.admit -> task: begin -> workflow -> finish | back off and retry
+trainer --get batch-> feed.take  <- ready groups, oldest issue first
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ class Controller:
     """
 
     def __init__(
-        self, adapters: Mapping[str, AdapterRuntime], router: Router, *, seed: int, tasks: asyncio.TaskGroup,
+        self,
+        adapters: Mapping[str, AdapterRuntime],
+        router: Router,
+        *,
+        seed: int,
+        tasks: asyncio.TaskGroup,
         stop: asyncio.Event,
     ) -> None:
         self._adapters, self._router, self._seed, self._tasks, self._stop = adapters, router, seed, tasks, stop
@@ -171,12 +176,19 @@ class Controller:
         stats = feed.stats()
         if lease is None:
             return m.NotReady(
-                ready=stats.ready, needed=feed.budget.prompts_per_step, running=stats.running,
-                dropped=sum(stats.dropped.values()), note=feed.note,
+                ready=stats.ready,
+                needed=feed.budget.prompts_per_step,
+                running=stats.running,
+                dropped=sum(stats.dropped.values()),
+                note=feed.note,
             )
         return m.Batch(
-            adapter=request.adapter, step=request.step, groups=lease.groups, stats=stats,
-            samples=_examples(lease), events=self._drain_events(runtime),
+            adapter=request.adapter,
+            step=request.step,
+            groups=lease.groups,
+            stats=stats,
+            samples=_examples(lease),
+            events=self._drain_events(runtime),
             snapshot=lease.snapshot,
         )
 
@@ -261,8 +273,12 @@ class Controller:
                 episode = await runtime.workflow.run(ticket.prompt, ref, seed)
             except GenerationFault as fault:
                 back_off_s = feed.retry(
-                    ticket, fault.kind, fault.detail, retryable=fault.retryable,
-                    served=fault.kind is not FaultKind.CONNECTION, resample=fault.kind not in _SAME_ANSWER,
+                    ticket,
+                    fault.kind,
+                    fault.detail,
+                    retryable=fault.retryable,
+                    served=fault.kind is not FaultKind.CONNECTION,
+                    resample=fault.kind not in _SAME_ANSWER,
                 )
                 continue
             bad = first_fault(episode.group)
@@ -292,8 +308,12 @@ def _figures(result: m.EvalResult) -> str:
 def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:
     return tuple(
         m.RolloutSample(
-            uid=trajectory.uid, prompt=sample.prompt, completion=finished.episode.texts[0], answer=sample.answer,
-            reward=trajectory.reward, version=trajectory.adapter.version,
+            uid=trajectory.uid,
+            prompt=sample.prompt,
+            completion=finished.episode.texts[0],
+            answer=sample.answer,
+            reward=trajectory.reward,
+            version=trajectory.adapter.version,
         )
         for finished in lease.finished[:N_SAMPLES]
         for sample, trajectory in [(finished.ticket.prompt.sample, finished.episode.group.trajectories[0])]

@@ -94,12 +94,21 @@ class Evaluator:
             log.warning(
                 "evaluation of %s has no accuracy: the reward says nothing about %d of %d answers (fix: return "
                 "'correct' for every answer, or set reward.correct_threshold)",
-                ref, figures.ungraded, figures.n - figures.unscored,
+                ref,
+                figures.ungraded,
+                figures.n - figures.unscored,
             )
         return EvalResult(
-            adapter=ref.name, version=ref.version, tag=tag, accuracy=figures.accuracy, reward_mean=figures.reward_mean,
-            n=figures.n, unscored=figures.unscored, left_out=len(self.held_out.left_out),
-            left_out_first=self.held_out.left_out[:N_NAMED], wall_s=time.monotonic() - start,
+            adapter=ref.name,
+            version=ref.version,
+            tag=tag,
+            accuracy=figures.accuracy,
+            reward_mean=figures.reward_mean,
+            n=figures.n,
+            unscored=figures.unscored,
+            left_out=len(self.held_out.left_out),
+            left_out_first=self.held_out.left_out[:N_NAMED],
+            wall_s=time.monotonic() - start,
             samples=self._examples(ref, texts, scores),
         )
 
@@ -132,14 +141,25 @@ class Evaluator:
     def _examples(self, ref: AdapterRef, texts: Sequence[str], scores: Sequence[Score]) -> tuple[EvalSample, ...]:
         return tuple(
             EvalSample(
-                uid=sample.uid, prompt=sample.prompt, completion=text, answer=sample.answer,
-                reward=None if math.isnan(score.reward) else score.reward, correct=score.correct, version=ref.version,
+                uid=sample.uid,
+                prompt=sample.prompt,
+                completion=text,
+                answer=sample.answer,
+                reward=None if math.isnan(score.reward) else score.reward,
+                correct=score.correct,
+                version=ref.version,
             )
             for sample, text, score in list(zip(self.held_out.samples, texts, scores, strict=True))[:N_SAMPLES]
         )
 
     def _failed(self, ref: AdapterRef, tag: str, error: str, start: float) -> EvalResult:
         return EvalResult(
-            adapter=ref.name, version=ref.version, tag=tag, accuracy=None, reward_mean=None, n=0,
-            wall_s=time.monotonic() - start, error=error,
+            adapter=ref.name,
+            version=ref.version,
+            tag=tag,
+            accuracy=None,
+            reward_mean=None,
+            n=0,
+            wall_s=time.monotonic() - start,
+            error=error,
         )

@@ -147,9 +147,7 @@ class AdapterFeed:
         elif version < self._newest:
             raise RolloutError(f"{self.name}@v{version} announced after v{self._newest}")
         if not self._loaded or version > self._ledger.head.next_version:
-            raise RolloutError(
-                f"{self.name}@v{version} announced before step {version - 1} was handed over"
-            )
+            raise RolloutError(f"{self.name}@v{version} announced before step {version - 1} was handed over")
         self._newest = version
 
     def has_announced(self, version: int) -> bool:
@@ -232,7 +230,13 @@ class AdapterFeed:
         return True
 
     def retry(
-        self, ticket: Ticket, kind: str, detail: str, *, retryable: bool = True, served: bool = True,
+        self,
+        ticket: Ticket,
+        kind: str,
+        detail: str,
+        *,
+        retryable: bool = True,
+        served: bool = True,
         resample: bool = False,
     ) -> float | None:
         """Seconds to wait before the next :meth:`begin`, or None: the group is dropped for good, or not wanted.
@@ -362,13 +366,19 @@ class AdapterFeed:
 
     def _ticket(self, row: Row) -> Ticket:
         return Ticket(
-            seq=row.seq, prompt=self._prompts.at(row.position), issue=row.issue, stale=row.stale, failed=row.failed,
+            seq=row.seq,
+            prompt=self._prompts.at(row.position),
+            issue=row.issue,
+            stale=row.stale,
+            failed=row.failed,
             resampled=row.resampled,
         )
 
     def _finished(self, row: Row) -> Finished:
         return Finished(
-            ticket=self._ticket(row), episode=_decode(self._ledger.payload(row.seq)), oldest=row.version,
+            ticket=self._ticket(row),
+            episode=_decode(self._ledger.payload(row.seq)),
+            oldest=row.version,
             newest=row.newest,
         )
 

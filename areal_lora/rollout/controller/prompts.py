@@ -37,9 +37,7 @@ class PromptStream:
     with the same ``digest`` put the same sample at the same position.
     """
 
-    def __init__(
-        self, samples: Sequence[Sample], tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int
-    ) -> None:
+    def __init__(self, samples: Sequence[Sample], tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int) -> None:
         """Raises ConfigError for samples that cannot be told apart, a blank prompt, or none that fits."""
         check_samples(samples)
         self._samples, self._tokenizer = samples, tokenizer
@@ -60,9 +58,11 @@ class PromptStream:
         epoch, index = self._order.locate(position)
         sample = self._samples[index]
         return Prompt(
-            uid=f"{epoch}:{sample.uid}", position=position, sample=sample,
+            uid=f"{epoch}:{sample.uid}",
+            position=position,
+            sample=sample,
             token_ids=self._tokenizer([sample.prompt])["input_ids"][0],
-        )  # fmt: skip
+        )
 
     def refusal(self, prompt: Prompt) -> str | None:
         """The reason for which the prompt cannot be sampled, as dropped groups name it; None if it can."""

@@ -89,8 +89,9 @@ class LedgerFile:
             raise LedgerError(f"{path}: the run ledger cannot be opened: {error} (fix: {fix})") from error
         except sqlite3.DatabaseError as error:
             aside = _move_aside(Path(path))
-            log.warning("%s is damaged (%s): moved to %s, to be rebuilt from the checkpoint's snapshot",
-                        path, error, aside.name)
+            log.warning(
+                "%s is damaged (%s): moved to %s, to be rebuilt from the checkpoint's snapshot", path, error, aside.name
+            )
             self._db = _open(self.path, run)
 
     def adapter(self, name: str, order: str) -> Ledger:
@@ -144,8 +145,9 @@ def _connect(path: str) -> sqlite3.Connection:
             waited_s += LOCK_S
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or waited_s >= LOCK_WAIT_S:
                 raise
-            log.warning("waiting for %s since %.0f s: another process has it open, or a machine died that had",
-                        path, waited_s)
+            log.warning(
+                "waiting for %s since %.0f s: another process has it open, or a machine died that had", path, waited_s
+            )
         else:
             return db
 
@@ -180,7 +182,8 @@ def _open(path: str, run: str) -> sqlite3.Connection:
     if (version, owner) != (SCHEMA_VERSION, run):
         db.close()
         raise ConfigError(
-            path, f"is the ledger of run {owner!r} in schema {version}, not of {run!r} in schema {SCHEMA_VERSION}",
+            path,
+            f"is the ledger of run {owner!r} in schema {version}, not of {run!r} in schema {SCHEMA_VERSION}",
             "put the run's own ledger back, or remove the file: it is rebuilt from the checkpoint",
         )
     return db
@@ -206,7 +209,8 @@ class Ledger:
         self.head = msgspec.json.decode(found[0], type=Head) if found else Head(order=order)
         if self.head.order != order:
             raise ConfigError(
-                file.path, f"its prompts of {adapter} are of another task, size or seed",
+                file.path,
+                f"its prompts of {adapter} are of another task, size or seed",
                 "start with the task and run.seed of this run, or anew with --fresh",
             )
         self._load()
@@ -296,12 +300,21 @@ class Ledger:
         marks = ", ".join(str(int(state)) for state in states)
         found = self._file.execute(
             "SELECT seq, position, issue, stale, state, failed, resampled, version, newest, step FROM groups "
-            f"WHERE adapter = ? AND state IN ({marks}) ORDER BY seq", (self.adapter,),
+            f"WHERE adapter = ? AND state IN ({marks}) ORDER BY seq",
+            (self.adapter,),
         )
         return [
             Row(
-                seq=r[0], position=r[1], issue=r[2], stale=r[3], state=_S(r[4]), failed=r[5], resampled=r[6],
-                version=r[7], newest=r[8], step=r[9],
+                seq=r[0],
+                position=r[1],
+                issue=r[2],
+                stale=r[3],
+                state=_S(r[4]),
+                failed=r[5],
+                resampled=r[6],
+                version=r[7],
+                newest=r[8],
+                step=r[9],
             )
             for r in found
         ]
@@ -339,9 +352,13 @@ class Ledger:
         still_open = [row for row in live if row.state is not _S.LEASED or row.step >= version]
         return msgspec.msgpack.encode(
             Snapshot(
-                adapter=self.adapter, order=self.head.order, version=version,
-                next_position=self.head.next_position, issued=self.head.issued,
-                consumed=self._counts[_S.CONSUMED] + len(live) - len(still_open), dropped=dict(self._reasons),
+                adapter=self.adapter,
+                order=self.head.order,
+                version=version,
+                next_position=self.head.next_position,
+                issued=self.head.issued,
+                consumed=self._counts[_S.CONSUMED] + len(live) - len(still_open),
+                dropped=dict(self._reasons),
                 open=[OpenGroup(r.seq, r.position, r.issue, r.stale, r.failed, r.resampled) for r in still_open],
             )
         )

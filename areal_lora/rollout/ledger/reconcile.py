@@ -74,7 +74,10 @@ def plan(
         else:
             (again if undone else going_on).append(row)
     return Reconciliation(
-        version=version, consumed=tuple(consumed), again=tuple(again), reissued=tuple(reissued),
+        version=version,
+        consumed=tuple(consumed),
+        again=tuple(again),
+        reissued=tuple(reissued),
         going_on=tuple(going_on),
     )
 

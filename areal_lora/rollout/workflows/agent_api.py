@@ -103,10 +103,13 @@ def reply_body(
     ]
     n_prompt, n_out = len(prompt_ids), sum(len(answer.token_ids) for answer in answers)
     return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}", "created": int(time.time()), "model": model,
-        "object": "chat.completion" if chat else "text_completion", "choices": choices,
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}",
+        "created": int(time.time()),
+        "model": model,
+        "object": "chat.completion" if chat else "text_completion",
+        "choices": choices,
         "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_out, "total_tokens": n_prompt + n_out},
-    }  # fmt: skip
+    }
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:

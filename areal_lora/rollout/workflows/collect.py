@@ -66,9 +66,7 @@ class PackedTurns:
         )
 
 
-def join(
-    conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Generation
-) -> PackedTurns:
+def join(conversations: list[PackedTurns], prompt_ids: Sequence[int], answer: Generation) -> PackedTurns:
     """Record one completion, and return the conversation it now is the end of.
 
     It continues the longest of ``conversations`` whose tokens its prompt begins with, else it begins one of its own.

@@ -15,14 +15,7 @@ from areal_lora.rollout.agents import AgentWorkflow, Sessions
 from areal_lora.rollout.client import FaultKind
 from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow
-from areal_lora.rollout.workflow import (
-    Episode,
-    SingleTurnWorkflow,
-    Workflow,
-    WorkflowContext,
-    first_fault,
-    given_score,
-)
+from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext, first_fault, given_score
 from areal_lora.rollout.workflows.user_code import call, describe
 from areal_lora.tasks.loading import load_import_path
 from areal_lora.types import AdapterRef, Outcome, Trajectory, TrajectoryGroup
@@ -35,8 +28,11 @@ def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sess
             return SingleTurnWorkflow(context=context)
         case config.MultiTurnWorkflow():
             return MultiTurnWorkflow(
-                context=context, environment=_callable(chosen.environment), arguments=chosen.arguments,
-                max_turns=chosen.max_turns, stop=chosen.stop,
+                context=context,
+                environment=_callable(chosen.environment),
+                arguments=chosen.arguments,
+                max_turns=chosen.max_turns,
+                stop=chosen.stop,
             )
         case config.CustomWorkflow():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)

@@ -63,7 +63,12 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, endpoint: SourceEndpoint, rank: int, backend: Backend, device: torch.device = CPU, *,
+        self,
+        endpoint: SourceEndpoint,
+        rank: int,
+        backend: Backend,
+        device: torch.device = CPU,
+        *,
         leave: Callable[[], None],
     ) -> None:
         self.source, self.rank, self._leave_store = endpoint.source, rank, leave
@@ -172,15 +177,28 @@ class GroupListener:
     """The source's side before the group exists: binds, publishes ``endpoint``, then ``accept``s or is closed."""
 
     def __init__(
-        self, *, source: int, bind: str, world: int, bucket_bytes: int, backend: str, timeout_s: float, secret: str,
+        self,
+        *,
+        source: int,
+        bind: str,
+        world: int,
+        bucket_bytes: int,
+        backend: str,
+        timeout_s: float,
+        secret: str,
         device: torch.device = CPU,
     ) -> None:
         _check_bind(bind)
         self._bind, self._deadline, self._secret, self._device = bind, time.monotonic() + timeout_s, secret, device
         self._server = StoreServer(bind, secret)
         self.endpoint = SourceEndpoint(
-            source=source, host=bind, port=self._server.port, world=world, token=secrets.token_hex(16),
-            bucket_bytes=bucket_bytes, backend=backend,
+            source=source,
+            host=bind,
+            port=self._server.port,
+            world=world,
+            token=secrets.token_hex(16),
+            bucket_bytes=bucket_bytes,
+            backend=backend,
         )
 
     def accept(self) -> BroadcastGroup:
@@ -207,7 +225,12 @@ def join_group(
 
 
 def _join(
-    endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, secret: str, device: torch.device,
+    endpoint: SourceEndpoint,
+    rank: int,
+    bind: str,
+    deadline: float,
+    secret: str,
+    device: torch.device,
     closing: Callable[[], None] = lambda: None,
 ) -> BroadcastGroup:
     """Meet the others at the source's store. ``closing`` is called when the group is left or does not come about."""
@@ -234,14 +257,23 @@ def _reach(endpoint: SourceEndpoint, timeout_s: float, secret: str) -> CurveStor
 
 
 def _member(
-    store: CurveStore, endpoint: SourceEndpoint, rank: int, bind: str, deadline: float, device: torch.device,
+    store: CurveStore,
+    endpoint: SourceEndpoint,
+    rank: int,
+    bind: str,
+    deadline: float,
+    device: torch.device,
     leave: Callable[[], None],
 ) -> BroadcastGroup:
     factory = backend_of(endpoint.backend)
     left_s = max(deadline - time.monotonic(), 0.0)
     store.set_timeout(delta(left_s))
     seat = Seat(
-        store=dist.PrefixStore(endpoint.token, store), rank=rank, world=endpoint.world, bind=bind, timeout_s=left_s,
+        store=dist.PrefixStore(endpoint.token, store),
+        rank=rank,
+        world=endpoint.world,
+        bind=bind,
+        timeout_s=left_s,
         device=device,
     )
     try:

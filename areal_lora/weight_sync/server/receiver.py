@@ -107,9 +107,16 @@ class AdapterReceiver:
     """
 
     def __init__(
-        self, writer: SlotWriter, *, run: str, secret: str, base_digest: str,
+        self,
+        writer: SlotWriter,
+        *,
+        run: str,
+        secret: str,
+        base_digest: str,
         on_staged: Callable[[StageResult], None],
-        declared: Mapping[str, AdapterSpec] | None = None, bind: str = "127.0.0.1", device: torch.device = CPU,
+        declared: Mapping[str, AdapterSpec] | None = None,
+        bind: str = "127.0.0.1",
+        device: torch.device = CPU,
     ) -> None:
         self._writer, self._on_staged, self._secret = writer, on_staged, secret
         self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
@@ -140,7 +147,11 @@ class AdapterReceiver:
             raise
 
     def begin(
-        self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, deadline_s: float,
+        self,
+        manifest: ShardManifest,
+        layout: AdapterLayout | None,
+        slot: int | None,
+        deadline_s: float,
         share: float = 1.0,
     ) -> None:
         """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.

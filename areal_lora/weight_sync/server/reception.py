@@ -16,14 +16,7 @@ from areal_lora.weight_sync.layout import Bucket
 from areal_lora.weight_sync.link.groups import BroadcastGroup
 from areal_lora.weight_sync.messages import StageResult
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.wire import (
-    SEAL_BYTES,
-    LayoutTables,
-    adapter_digest,
-    seal,
-    shard_sum,
-    trailer_part,
-)
+from areal_lora.weight_sync.wire import SEAL_BYTES, LayoutTables, adapter_digest, seal, shard_sum, trailer_part
 
 OnBucket = Callable[[int, int, int, int, Marks], None]
 """``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: a bucket has
@@ -76,8 +69,15 @@ class Clock:
         self, ref: AdapterRef, slot: int | None, *, digest: str = "", reason: str = "", detail: str = ""
     ) -> StageResult:
         return StageResult(
-            ref=str(ref), slot=-1 if slot is None else slot, ok=not reason, reason=reason, detail=detail, digest=digest,
-            wire_s=self._spent["wire"], verify_s=self._spent["verify"], write_s=self._spent["write"],
+            ref=str(ref),
+            slot=-1 if slot is None else slot,
+            ok=not reason,
+            reason=reason,
+            detail=detail,
+            digest=digest,
+            wire_s=self._spent["wire"],
+            verify_s=self._spent["verify"],
+            write_s=self._spent["write"],
         )
 
 
@@ -130,8 +130,7 @@ class Reception:
     """All shards of one version. Receives are posted at once: the sources may already be sending."""
 
     def __init__(
-        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, clock: Clock,
-        pace: Pace,
+        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, clock: Clock, pace: Pace
     ) -> None:
         self._layout, self._clock, self._pace, self._deadline = tables.layout, clock, pace, deadline
         self._sources = [

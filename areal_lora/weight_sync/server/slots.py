@@ -1,7 +1,7 @@
 """Which version sits in which adapter slot of a server. Pure bookkeeping for one asyncio loop.
 
-    reserve -> (staging) -> activate -> acquire/release per request -> retire
-                         -> abort
+reserve -> (staging) -> activate -> acquire/release per request -> retire
+                     -> abort
 """
 
 from __future__ import annotations

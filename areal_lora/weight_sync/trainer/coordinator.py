@@ -20,14 +20,7 @@ from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpo
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
-from areal_lora.weight_sync.trainer.membership import (
-    Finding,
-    Judgement,
-    Membership,
-    ServerWatch,
-    ServerWatcher,
-    judge,
-)
+from areal_lora.weight_sync.trainer.membership import Finding, Judgement, Membership, ServerWatch, ServerWatcher, judge
 from areal_lora.weight_sync.trainer.steps import Failure, PublishReport, Sent, ServerAck, Step
 from areal_lora.weight_sync.wire import adapter_digest
 
@@ -67,8 +60,14 @@ class Coordinator:
     """
 
     def __init__(
-        self, *, run: str, secret: str, servers: Iterable[ServerEndpoint], config: WeightSyncConfig,
-        watch: ServerWatch | None = None, on_active: Callable[[Active], None] | None = None,
+        self,
+        *,
+        run: str,
+        secret: str,
+        servers: Iterable[ServerEndpoint],
+        config: WeightSyncConfig,
+        watch: ServerWatch | None = None,
+        on_active: Callable[[Active], None] | None = None,
     ) -> None:
         self._config, self._on_active = config, on_active
         self._fleet = Fleet(run, secret)
@@ -130,9 +129,7 @@ class Coordinator:
         self._posts = self._fleet.publish(self._membership.members, job.manifest, job.layout, deadline, answer_s)
         self._answered_by = deadline + answer_s
 
-    def join(
-        self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float
-    ) -> None:
+    def join(self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float) -> None:
         """Ask every member into the sources' groups; ``joined`` waits for them."""
         self._joins = self._fleet.join(members, sources, deadline, self._config.answer_s)
         self._answered_by = deadline + self._config.answer_s
@@ -279,7 +276,10 @@ class Coordinator:
         first = job.ref.name not in self._published
         return [
             Finding(
-                server=s, error=failed.get(s), alive=s not in silent, newcomer=s in self._newcomers,
+                server=s,
+                error=failed.get(s),
+                alive=s not in silent,
+                newcomer=s in self._newcomers,
                 leftover=s in foreign and (first or s in self._newcomers),
             )
             for s in self._membership.members
@@ -302,21 +302,33 @@ class Coordinator:
         names = {name for r in replies.values() for name in r.phases}
         phases = {name: max(r.phases.get(name, 0.0) for r in replies.values()) for name in names}
         phases |= {
-            "pack": max(p.pack_ms for p in parts), "send": max(p.send_ms for p in parts),
-            "ack": (acked_s - job.began_s) * 1e3, "probe": (time.monotonic() - acked_s) * 1e3, "gate": job.gate_ms,
+            "pack": max(p.pack_ms for p in parts),
+            "send": max(p.send_ms for p in parts),
+            "ack": (acked_s - job.began_s) * 1e3,
+            "probe": (time.monotonic() - acked_s) * 1e3,
+            "gate": job.gate_ms,
         }
         acks = []
         for server, reply in replies.items():
             ack = ServerAck(server=server, digest=reply.digest, phases=reply.phases)
             if (p := probes.get(server)) is not None:
                 ack = ServerAck(
-                    server=server, digest=reply.digest, phases=reply.phases, probe_mean_abs=p.mean_abs,
-                    probe_max_abs=p.max_abs, differs=p.differs,
+                    server=server,
+                    digest=reply.digest,
+                    phases=reply.phases,
+                    probe_mean_abs=p.mean_abs,
+                    probe_max_abs=p.max_abs,
+                    differs=p.differs,
                 )
             acks.append(ack)
         return PublishReport(
-            ref=job.ref, digest=self._digest, nbytes=job.layout.nbytes, phases=phases, acks=acks,
-            lost=dict(self._lost), attempts=self._attempts,
+            ref=job.ref,
+            digest=self._digest,
+            nbytes=job.layout.nbytes,
+            phases=phases,
+            acks=acks,
+            lost=dict(self._lost),
+            attempts=self._attempts,
             probe_mean_abs=max((p.mean_abs for p in probes.values()), default=None),
             probe_max_abs=max((p.max_abs for p in probes.values()), default=None),
             differs=all(p.differs for p in probes.values()) if probes else None,

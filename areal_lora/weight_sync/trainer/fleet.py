@@ -114,7 +114,11 @@ class Fleet:
         return posts
 
     def publish(
-        self, members: Sequence[ServerEndpoint], manifest: ShardManifest, layout: AdapterLayout, deadline: float,
+        self,
+        members: Sequence[ServerEndpoint],
+        manifest: ShardManifest,
+        layout: AdapterLayout,
+        deadline: float,
         answer_s: float,
     ) -> dict[ServerEndpoint, Future[PublishReply]]:
         """Announce a version to all members; the layout goes along where it was not sent since the join.
@@ -131,7 +135,11 @@ class Fleet:
         return posts
 
     def probe(
-        self, members: Sequence[ServerEndpoint], ref: AdapterRef, expected: ProbeExpectation, tolerance: float,
+        self,
+        members: Sequence[ServerEndpoint],
+        ref: AdapterRef,
+        expected: ProbeExpectation,
+        tolerance: float,
         deadline: float,
     ) -> dict[ServerEndpoint, Future[ProbeResult]]:
         """Score the probe on all members at once. The futures raise ParityError, or PublishError if a server fails."""

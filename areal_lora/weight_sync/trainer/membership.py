@@ -88,9 +88,7 @@ def judge(findings: Sequence[Finding], *, retried: bool, late: bool = False) -> 
         broken = [f for f in failed if not f.full]
         lost = [f for f in broken if f.newcomer] or broken
     keep = tuple(f.server for f in findings if f not in lost)
-    return Judgement(
-        keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost),
-    )
+    return Judgement(keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost))
 
 
 def _reason(f: Finding) -> str:
@@ -169,8 +167,12 @@ class RendezvousWatch:
         if endpoint is None:
             return None
         return ServerEndpoint(
-            name=f"server-{index}", host=endpoint.host, admin_port=endpoint.ports["admin"],
-            data_port=endpoint.ports["data"], workers=self._workers, data_tls="data" in endpoint.tls,
+            name=f"server-{index}",
+            host=endpoint.host,
+            admin_port=endpoint.ports["admin"],
+            data_port=endpoint.ports["data"],
+            workers=self._workers,
+            data_tls="data" in endpoint.tls,
         )
 
 
@@ -182,7 +184,10 @@ class ServerWatcher:
     """
 
     def __init__(
-        self, watch: ServerWatch, membership: Membership, ping: Callable[[ServerEndpoint], bool],
+        self,
+        watch: ServerWatch,
+        membership: Membership,
+        ping: Callable[[ServerEndpoint], bool],
         period_s: float = WATCH_S,
     ) -> None:
         self._watch, self._membership, self._ping, self._period_s = watch, membership, ping, period_s

@@ -109,8 +109,16 @@ class Publisher:
     """
 
     def __init__(
-        self, *, run: str, config: WeightSyncConfig, exchange: Exchange, coordinator: Coordinator | None,
-        secret: str, bind: str = "127.0.0.1", backend: str = "gloo", device: torch.device = CPU,
+        self,
+        *,
+        run: str,
+        config: WeightSyncConfig,
+        exchange: Exchange,
+        coordinator: Coordinator | None,
+        secret: str,
+        bind: str = "127.0.0.1",
+        backend: str = "gloo",
+        device: torch.device = CPU,
     ) -> None:
         self._secret = secret
         self._run_name, self._config, self._exchange, self._coordinator = run, config, exchange, coordinator
@@ -123,8 +131,14 @@ class Publisher:
         self._thread = watched_thread("publisher", self._work)
 
     def publish(
-        self, ref: AdapterRef, parent: AdapterRef | None, layout: AdapterLayout, pack: Pack, base_digest: str,
-        probe: ProbeExpectation | None, gate: Callable[[], None] | None = None,
+        self,
+        ref: AdapterRef,
+        parent: AdapterRef | None,
+        layout: AdapterLayout,
+        pack: Pack,
+        base_digest: str,
+        probe: ProbeExpectation | None,
+        gate: Callable[[], None] | None = None,
     ) -> PublishHandle:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
@@ -146,8 +160,13 @@ class Publisher:
             shard = self._shards[layout.digest] = PackedShard(layout, self._exchange.rank, self._device)
         shard.reset()
         job = Job(
-            manifest=manifest, layout=layout, shard=shard, probe=probe, began_s=now,
-            deadline=now + self._config.deadline_s, gate=gate,
+            manifest=manifest,
+            layout=layout,
+            shard=shard,
+            probe=probe,
+            began_s=now,
+            deadline=now + self._config.deadline_s,
+            gate=gate,
         )
         handle = self._start(job)
         try:
@@ -180,7 +199,12 @@ class Publisher:
         deadline = now + self._config.deadline_s
         return self._start(
             replace(
-                self._newest[name], began_s=now, deadline=deadline, gate=None, gate_ms=0.0, ended=threading.Event(),
+                self._newest[name],
+                began_s=now,
+                deadline=deadline,
+                gate=None,
+                gate_ms=0.0,
+                ended=threading.Event(),
                 answer=None,
             )
         )
@@ -283,8 +307,13 @@ class Publisher:
             rank = self._exchange.rank
             own = Failure(kind="failed", message=f"{job.ref} was not packed in time at trainer rank {rank}")
         return Sent(
-            ref=job.ref, layout=job.layout.digest, sum=job.shard.sum, pack_ms=job.pack_ms, send_ms=send_ms,
-            own=own or job.own, wire=wire,
+            ref=job.ref,
+            layout=job.layout.digest,
+            sum=job.shard.sum,
+            pack_ms=job.pack_ms,
+            send_ms=send_ms,
+            own=own or job.own,
+            wire=wire,
         )
 
     def _connect(self, job: Job, members: Sequence[ServerEndpoint], deadline: float) -> None:
@@ -297,9 +326,14 @@ class Publisher:
         listener = None
         if job.shard.is_source:
             listener = GroupListener(
-                source=self._exchange.rank, bind=self._bind, world=1 + sum(s.workers for s in members),
-                backend=self._backend, timeout_s=left_s, bucket_bytes=int(self._config.bucket_mib * 2**20),
-                secret=self._secret, device=self._device,
+                source=self._exchange.rank,
+                bind=self._bind,
+                world=1 + sum(s.workers for s in members),
+                backend=self._backend,
+                timeout_s=left_s,
+                bucket_bytes=int(self._config.bucket_mib * 2**20),
+                secret=self._secret,
+                device=self._device,
             )
         try:
             gathered = self._exchange.all_gather_bytes(

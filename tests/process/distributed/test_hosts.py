@@ -38,9 +38,17 @@ def run_ranks(hosts, folder: Path, bind: str, interface: str, stack: ExitStack) 
     ranks = []
     for rank, host in enumerate(hosts):
         process = host.start(
-            sys.executable, "-m", "tests.support.distributed.host_rank", str(folder), str(rank), bind, interface,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "tests.support.distributed.host_rank",
+            str(folder),
+            str(rank),
+            bind,
+            interface,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+        )
         ranks.append(process)
         stack.callback(process.wait)
         stack.callback(process.kill)
@@ -55,9 +63,10 @@ def run_ranks(hosts, folder: Path, bind: str, interface: str, stack: ExitStack) 
     return found
 
 
-@pytest.mark.parametrize(("bind", "interface", "family"), [
-    ("0.0.0.0", "auto", "ipv4"), ("0.0.0.0", "10.77.0.0/16", "ipv4"), ("::", "eth0", "ipv6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bind", "interface", "family"),
+    [("0.0.0.0", "auto", "ipv4"), ("0.0.0.0", "10.77.0.0/16", "ipv4"), ("::", "eth0", "ipv6")],
+)
 def test_ranks_on_two_hosts_meet_and_let_nobody_else_in(hosts, tmp_path, bind, interface, family):
     with ExitStack() as stack:
         ranks = run_ranks(hosts, tmp_path, bind, interface, stack)
@@ -71,9 +80,13 @@ def test_ranks_on_two_hosts_meet_and_let_nobody_else_in(hosts, tmp_path, bind, i
         heard = [(ip, port) for ip, port in ranks[0]["listeners"]]
         assert {ip for ip, _ in heard} <= {hosts[0].ipv4, hosts[0].ipv6}, heard
         stranger = hosts[1].start(
-            sys.executable, "-m", "tests.support.distributed.intruder", *(f"{ip}:{port}" for ip, port in heard),
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "tests.support.distributed.intruder",
+            *(f"{ip}:{port}" for ip, port in heard),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         stack.callback(stranger.kill)
         read, _ = stranger.communicate(timeout=START_S)
         assert json.loads(read) == [None] * len(heard), heard

@@ -23,7 +23,7 @@ from tests.support.distributed.engine_ranks import (
     exercise_all,
     make_batch,
     make_rows,
-)  # fmt: skip
+)
 from tests.support.distributed.oracle import (
     ALPHA,
     RANK,
@@ -46,8 +46,11 @@ GRADIENT_TOLERANCE = 1e-5
 SEED = 9
 
 SPLITS: dict[str, dict[str, Any]] = {
-    "ep2": {"ep": 2}, "etp2": {"etp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2, "stages": (1, 3)},
-}  # fmt: skip
+    "ep2": {"ep": 2},
+    "etp2": {"etp": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "stages": (1, 3)},
+}
 # Both kinds of expert modules with both expert layouts, each way to split a model.
 VARIANTS = [
     Case(f"{name}{'_shared' if kind else ''}{'_grouped' if grouped else ''}", 2, f"moe{kind}", grouped=grouped, **split)
@@ -133,9 +136,15 @@ class World:
                 base = self.oracles[kind].score(self.rows, None)[0]
                 cool = self.oracles[kind].score(self.rows, self.wires[kind], TEMPERATURE)[0]
             step = self.oracles[kind].step(
-                self.rows, self.wires[kind], batch.advantages, batch.loss_mask, denominator=DENOMINATOR,
-                lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=OPTIMIZER.max_grad_norm,
-            )  # fmt: skip
+                self.rows,
+                self.wires[kind],
+                batch.advantages,
+                batch.loss_mask,
+                denominator=DENOMINATOR,
+                lr=OPTIMIZER.lr,
+                eps=OPTIMIZER.eps,
+                max_grad_norm=OPTIMIZER.max_grad_norm,
+            )
             self._truth[kind] = (base.numpy(), cool.numpy(), step)
         return self._truth[kind]
 
@@ -282,9 +291,15 @@ def test_a_stage_without_adapters_trains_with_the_others(world: World) -> None:
     before = {n: t if ".experts." in n else torch.zeros_like(t) for n, t in world.wires["qwen2_moe"].items()}
     batch = make_batch(world.rows)
     expected = world.oracles["qwen2_moe"].step(
-        world.rows, before, batch.advantages, batch.loss_mask, denominator=DENOMINATOR,
-        lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=OPTIMIZER.max_grad_norm,
-    )  # fmt: skip
+        world.rows,
+        before,
+        batch.advantages,
+        batch.loss_mask,
+        denominator=DENOMINATOR,
+        lr=OPTIMIZER.lr,
+        eps=OPTIMIZER.eps,
+        max_grad_norm=OPTIMIZER.max_grad_norm,
+    )
     stepped = union(ranks, "stepped")
     assert step_error(stepped, before, {n: expected.stepped[n] for n in stepped}) < STEP_TOLERANCE
     assert set(stepped) == {n for n in before if ".experts." in n}
@@ -301,9 +316,16 @@ def test_stock_peft_scores_the_exported_adapter_alike(world: World) -> None:
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules,
-        "lora_dropout": 0.0, "bias": "none", "base_model_name_or_path": world.paths["moe"], "inference_mode": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "base_model_name_or_path": world.paths["moe"],
+        "inference_mode": True,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(world.paths["moe"], dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(model, folder).eval()
@@ -363,9 +385,15 @@ def test_comparison_notices_a_wrong_adapter(world: World, fault: Any) -> None:
 def test_comparison_notices_a_mask_that_is_shifted_by_one(world: World) -> None:
     batch = make_batch(world.rows)
     wrong = world.oracles["moe"].step(
-        world.rows, world.wires["moe"], batch.advantages, batch.loss_mask.roll(1), denominator=DENOMINATOR,
-        lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=OPTIMIZER.max_grad_norm,
-    )  # fmt: skip
+        world.rows,
+        world.wires["moe"],
+        batch.advantages,
+        batch.loss_mask.roll(1),
+        denominator=DENOMINATOR,
+        lr=OPTIMIZER.lr,
+        eps=OPTIMIZER.eps,
+        max_grad_norm=OPTIMIZER.max_grad_norm,
+    )
     found = step_error(union(world.ranks("ep2"), "stepped"), world.wires["moe"], wrong.stepped)
     assert found > 100 * STEP_TOLERANCE
 
@@ -378,11 +406,14 @@ def extras(world: World) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "kind", "word"),
     [
-        ("unknown", "UnknownTensorError", "layers.9"), ("missing", "UnknownTensorError", "missing"),
+        ("unknown", "UnknownTensorError", "layers.9"),
+        ("missing", "UnknownTensorError", "missing"),
         ("target", "ConfigError", "'mlp.linear_fc1' matches no layer"),
-        ("shape", "AdapterError", "shape"), ("not_resident", "AdapterError", "'b'"), ("mixed", "AdapterError", "'b'"),
+        ("shape", "AdapterError", "shape"),
+        ("not_resident", "AdapterError", "'b'"),
+        ("mixed", "AdapterError", "'b'"),
     ],
-)  # fmt: skip
+)
 def test_engine_refuses(extras: dict[str, Any], what: str, kind: str, word: str) -> None:
     assert extras["refused"][what] is not None, f"{what} was accepted"
     assert extras["refused"][what][0] == kind
@@ -392,9 +423,15 @@ def test_engine_refuses(extras: dict[str, Any], what: str, kind: str, word: str)
 def test_clipping_and_state(world: World, extras: dict[str, Any]) -> None:
     batch = make_batch(world.rows)
     expected = world.oracles["moe"].step(
-        world.rows, world.wires["moe"], batch.advantages, batch.loss_mask, denominator=DENOMINATOR,
-        lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, max_grad_norm=CLIPPED,
-    )  # fmt: skip
+        world.rows,
+        world.wires["moe"],
+        batch.advantages,
+        batch.loss_mask,
+        denominator=DENOMINATOR,
+        lr=OPTIMIZER.lr,
+        eps=OPTIMIZER.eps,
+        max_grad_norm=CLIPPED,
+    )
     assert expected.grad_norm > 2 * CLIPPED
     assert extras["clipped_step"]["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
     assert step_error(extras["clipped"], world.wires["moe"], expected.stepped) < STEP_TOLERANCE

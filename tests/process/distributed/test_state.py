@@ -19,9 +19,12 @@ KINDS = ("moe", f"moe{SHARED}")
 
 def cases(kind: str) -> list[Case]:
     return [
-        Case("ep2", 2, kind, ep=2), Case("tp2", 2, kind, tp=2), Case("pp2", 2, kind, pp=2, stages=(1, 3)),
-        Case("etp2", 2, kind, etp=2, grouped=True), Case("dp2", 2, kind),
-    ]  # fmt: skip
+        Case("ep2", 2, kind, ep=2),
+        Case("tp2", 2, kind, tp=2),
+        Case("pp2", 2, kind, pp=2, stages=(1, 3)),
+        Case("etp2", 2, kind, etp=2, grouped=True),
+        Case("dp2", 2, kind),
+    ]
 
 
 @pytest.fixture(scope="module")

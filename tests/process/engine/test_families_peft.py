@@ -28,9 +28,7 @@ PER_EXPERT, SHARED = ExpertLayout.PER_EXPERT, ExpertLayout.SHARED
 
 
 def spec(targets: tuple[str, ...], layout: ExpertLayout, rank: int = 3) -> AdapterSpec:
-    return AdapterSpec(
-        name="a", base_model="m", rank=rank, alpha=6.0, target_modules=targets, expert_layout=layout
-    )  # fmt: skip
+    return AdapterSpec(name="a", base_model="m", rank=rank, alpha=6.0, target_modules=targets, expert_layout=layout)
 
 
 def model_of(path: Path) -> nn.Module:

@@ -29,9 +29,13 @@ EXAMPLES = ROOT / "examples" / "math"
 QWEN = "Qwen/Qwen3-30B-A3B"
 # Two ranks of the trainer on each of two nodes, the controller on the first, two servers on the second.
 LAYOUT = (
-    "cluster.kind=slurm", "cluster.nodes=2", "trainer.world_size=4", "trainer.ep=2", "rollout.servers=2",
+    "cluster.kind=slurm",
+    "cluster.nodes=2",
+    "trainer.world_size=4",
+    "trainer.ep=2",
+    "rollout.servers=2",
     "run.stop_grace_s=4",
-)  # fmt: skip
+)
 HEARS = """
 trap 'echo stopped in order; exit 0' TERM
 echo "up on $SLURMD_NODENAME in life ${SLURM_RESTART_COUNT:-0}"

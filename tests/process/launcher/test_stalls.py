@@ -31,9 +31,7 @@ SERVER = (
 TRAINER = "import pathlib, time\nwhile not (pathlib.Path({folder!r}) / 'enough').exists(): time.sleep(0.05)"
 
 
-def test_a_stopped_controller_and_a_stopped_server_are_started_again(
-    begin: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_stopped_controller_and_a_stopped_server_are_started_again(begin: Callable[..., Run], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = [f"run.heartbeat_timeout_s={LIMIT_S}", "adapters.gsm8k.task.n_train=64", "adapters.gsm8k.task.n_eval=8"]
     config = load_config(
@@ -44,9 +42,11 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(folder)
     run = begin(
-        ("server", 0, SERVER.format(folder=str(folder))), ("controller", 0, CONTROLLER.format(folder=str(folder))),
-        ("trainer", 0, TRAINER.format(folder=str(folder))), overrides=overrides,
-    )  # fmt: skip
+        ("server", 0, SERVER.format(folder=str(folder))),
+        ("controller", 0, CONTROLLER.format(folder=str(folder))),
+        ("trainer", 0, TRAINER.format(folder=str(folder))),
+        overrides=overrides,
+    )
     run.wait_for(lambda: last_beats(folder).keys() == set(BOTH), timeout_s=60)
     time.sleep(LIMIT_S + 1.0)
     assert count_restarts(folder) == {}, "both beat, although nobody asks anything of them"

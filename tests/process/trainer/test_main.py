@@ -112,8 +112,7 @@ def test_the_stranger_would_read_a_store_that_is_open():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            "127.0.0.1", port, 1, True, timedelta(seconds=5), wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+            "127.0.0.1", port, 1, True, timedelta(seconds=5), wait_for_workers=False, master_listen_fd=listener.detach()
+        )
     assert intrude("127.0.0.1", port) == "mine"
     assert store.num_keys() >= 1

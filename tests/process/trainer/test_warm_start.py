@@ -66,9 +66,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[A
     worlds = {
         # 7 ranks: q, k and v have 2 each and 1 is spare. The scales 3 and 16/7 have no simple ratio.
         1: {"sft": (dense, sft, one, 7, 16.0), "qv": (dense, qv, one, 6, 12.0)},
-        2: {"sft_tp2": (dense, sft, {**two, "tp": 2}, 8, 24.0), "own_ep2": (moe, own, {**two, "ep": 2}, RANK, ALPHA),
-            "own_wider_ep2": (moe, own, {**two, "ep": 2}, 2 * RANK, ALPHA)},
-    }  # fmt: skip
+        2: {
+            "sft_tp2": (dense, sft, {**two, "tp": 2}, 8, 24.0),
+            "own_ep2": (moe, own, {**two, "ep": 2}, RANK, ALPHA),
+            "own_wider_ep2": (moe, own, {**two, "ep": 2}, 2 * RANK, ALPHA),
+        },
+    }
     results = {}
     for world, cases in worlds.items():
         ranks = run_ranks(start_all, world, tmp, (cases,), timeout_s=200.0)

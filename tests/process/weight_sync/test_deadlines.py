@@ -39,13 +39,17 @@ class Ranks:
         exchanges = ThreadExchange.world(world) if world > 1 else [SoloExchange()]
         self.publishers = [
             Publisher(
-                run=RUN, config=self.config, exchange=exchange, backend=backend, secret=SECRET,
-                coordinator=None if exchange.rank else Coordinator(
-                    run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config
-                ),
+                run=RUN,
+                config=self.config,
+                exchange=exchange,
+                backend=backend,
+                secret=SECRET,
+                coordinator=None
+                if exchange.rank
+                else Coordinator(run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config),
             )
             for exchange in exchanges
-        ]  # fmt: skip
+        ]
 
     def publish(self, version, gates=(), slow=0):
         owned, aliases = share(values(version))
@@ -53,7 +57,12 @@ class Ranks:
         probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, -1.0, -1.0]], base=[[0.0, -2.0, -2.0]])
         return [
             publisher.publish(
-                ref(version), None, layout, pack_of(layout, rank, dict(owned)), BASE, probe,
+                ref(version),
+                None,
+                layout,
+                pack_of(layout, rank, dict(owned)),
+                BASE,
+                probe,
                 gates[rank] if gates else None,
             )
             for rank, publisher in enumerate(self.publishers)
@@ -115,7 +124,7 @@ def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
         last = buckets_of(server, backend)
         late = Late(server, last, hold_s=4.0)
         with Ranks(server, backend=backend, deadline_s=2.0) as ranks:
-            (answer, seconds), = ranks.outcomes(1)
+            ((answer, seconds),) = ranks.outcomes(1)
             assert isinstance(answer, PublishError), answer
             assert not late.ended.is_set(), f"the trainer gave up first, after {seconds:.1f} s"
             assert late.ended.wait(10.0)
@@ -138,7 +147,7 @@ def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
         assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
         server._one_publish.acquire()  # by a request of somebody else
         threading.Timer(4.0, lambda: (server._one_publish.release(), held.set())).start()
-        (answer, _), = ranks.outcomes(1)
+        ((answer, _),) = ranks.outcomes(1)
         assert isinstance(answer, PublishError), answer
         assert held.wait(10.0)
         time.sleep(0.5)

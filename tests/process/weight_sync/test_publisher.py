@@ -32,7 +32,12 @@ class Cluster:
             s.listen()
             self.port = s.getsockname()[1]
             self.store = dist.TCPStore(
-                "127.0.0.1", self.port, 3, True, timedelta(seconds=60), wait_for_workers=False,
+                "127.0.0.1",
+                self.port,
+                3,
+                True,
+                timedelta(seconds=60),
+                wait_for_workers=False,
                 master_listen_fd=s.detach(),
             )
         path = str(folder / "servers")
@@ -155,8 +160,10 @@ def test_versions_arrive_bit_for_bit_from_both_sources_in_many_buckets(cluster, 
 @pytest.mark.parametrize(
     ("fault", "kind", "reason"),
     [
-        ("flipped bit", "ManifestError", "hash"), ("NaN", "ManifestError", "non_finite"),
-        ("missing layer", "AdapterError", ""), ("wrong alpha", "ManifestError", "alpha"),
+        ("flipped bit", "ManifestError", "hash"),
+        ("NaN", "ManifestError", "non_finite"),
+        ("missing layer", "AdapterError", ""),
+        ("wrong alpha", "ManifestError", "alpha"),
         ("another version", "PublishError", ""),
     ],
 )

@@ -57,9 +57,16 @@ class Solo:
         self.active = []
         config = WeightSyncConfig(**({"deadline_s": 10.0, "bucket_mib": 0.001} | config))
         self.publisher = Publisher(
-            run=RUN, config=config, exchange=SoloExchange(), secret=SECRET,
+            run=RUN,
+            config=config,
+            exchange=SoloExchange(),
+            secret=SECRET,
             coordinator=Coordinator(
-                run=RUN, secret=secret, servers=[s.endpoint for s in servers], config=config, watch=watch,
+                run=RUN,
+                secret=secret,
+                servers=[s.endpoint for s in servers],
+                config=config,
+                watch=watch,
                 on_active=self.active.append,
             ),
         )
@@ -68,9 +75,7 @@ class Solo:
         owned, aliases = share(values(version if seed is None else seed))
         owned = owned[: len(owned) - drop]
         layout = layout_of(owned, aliases)
-        probe = ProbeExpectation(
-            token_ids=[[1, 2, 3]], logprobs=[[0.0, logprob, logprob]], base=[[0.0, -2.0, -2.0]]
-        )
+        probe = ProbeExpectation(token_ids=[[1, 2, 3]], logprobs=[[0.0, logprob, logprob]], base=[[0.0, -2.0, -2.0]])
         return self.publisher.publish(ref(version), None, layout, pack_of(layout, 0, dict(owned)), BASE, probe)
 
     def refs(self):
@@ -172,7 +177,9 @@ def test_a_publish_waits_for_the_server_that_comes_in_its_place():
 def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
     """Each lasts for four versions, while rollouts hold all versions that may still be trained on."""
     with (
-        serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server) as solo, contextlib.ExitStack() as rest,
+        serve(n_slots=eta + 3, keep=eta + 1) as server,
+        Solo(server) as solo,
+        contextlib.ExitStack() as rest,
         contextlib.ExitStack() as evaluation,
     ):
         rollouts = deque[contextlib.ExitStack]()

@@ -57,7 +57,12 @@ class Bench:
 
     def connect(self):
         listener = GroupListener(
-            source=0, bind="127.0.0.1", world=2, bucket_bytes=BUCKET_BYTES, backend=self.backend, timeout_s=10.0,
+            source=0,
+            bind="127.0.0.1",
+            world=2,
+            bucket_bytes=BUCKET_BYTES,
+            backend=self.backend,
+            timeout_s=10.0,
             secret=SECRET,
         )
         thread = threading.Thread(target=self.receiver.join, args=([listener.endpoint], 1, 10.0))
@@ -176,9 +181,23 @@ def faulty(kind, version):
 @pytest.mark.parametrize(
     "kind",
     [
-        "flipped bit", "swapped gate and up", "NaN", "trailer of another version", "missing layer", "missing expert",
-        "wrong alpha", "wrong targets", "wrong shape", "tensors of rank + 1", "all of rank + 1", "file prefix",
-        "unknown tensor", "other run", "other base", "replay", "older",
+        "flipped bit",
+        "swapped gate and up",
+        "NaN",
+        "trailer of another version",
+        "missing layer",
+        "missing expert",
+        "wrong alpha",
+        "wrong targets",
+        "wrong shape",
+        "tensors of rank + 1",
+        "all of rank + 1",
+        "file prefix",
+        "unknown tensor",
+        "other run",
+        "other base",
+        "replay",
+        "older",
     ],
 )
 def test_a_broken_publish_is_refused_and_leaves_nothing(bench, kind):

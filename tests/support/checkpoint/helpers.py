@@ -52,17 +52,27 @@ def state_of(version: int, rank: int) -> AdapterState:
 
 def manifest_of(version: int, evaluations: dict[int, Evaluation] | None = None) -> Manifest:
     return Manifest(
-        run="r", version=version, spec=SPEC, base_digest="base", layout={"world_size": WORLD},
+        run="r",
+        version=version,
+        spec=SPEC,
+        base_digest="base",
+        layout={"world_size": WORLD},
         clock=Clock(step=3 * version, total_steps=9, lr=0.1, settings={"lr": 0.1, "schedule": "linear"}),
-        files=(), random=(), ledger=b"ledger %d" % version, evaluations=evaluations or {}, written_s=0.0,
-    )  # fmt: skip
+        files=(),
+        random=(),
+        ledger=b"ledger %d" % version,
+        evaluations=evaluations or {},
+        written_s=0.0,
+    )
 
 
 def snapshot_of(version: int, rank: int, evaluations: dict[int, Evaluation] | None = None) -> Snapshot:
     return Snapshot(
-        ref=AdapterRef(name=SPEC.name, version=version), state=state_of(version, rank),
-        random=RankRandom(host=b"random %d" % rank), manifest=manifest_of(version, evaluations),
-    )  # fmt: skip
+        ref=AdapterRef(name=SPEC.name, version=version),
+        state=state_of(version, rank),
+        random=RankRandom(host=b"random %d" % rank),
+        manifest=manifest_of(version, evaluations),
+    )
 
 
 def on_ranks(work: Callable[[int], R], world: int = WORLD) -> list[R | Exception]:

@@ -49,10 +49,18 @@ def main(folder: Path, rank: int, bind: str, interface: str) -> None:
         group = join_group(endpoint, 1, place.address, TIMEOUT_S, secret)
     group.start(flat, time.monotonic() + TIMEOUT_S).wait()
     heard = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    print(json.dumps({
-        "address": place.address, "interface": place.interface, "sum": total.item(), "got": flat.unique().tolist(),
-        "listeners": sorted({(at.ip, at.port) for at in heard}),
-    }), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "address": place.address,
+                "interface": place.interface,
+                "sum": total.item(),
+                "got": flat.unique().tolist(),
+                "listeners": sorted({(at.ip, at.port) for at in heard}),
+            }
+        ),
+        flush=True,
+    )
     sys.stdin.readline()
     group.close()
     dist.destroy_process_group()

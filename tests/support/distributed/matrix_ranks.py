@@ -72,10 +72,18 @@ def layouts(world: int) -> Iterator[Sizes]:
 
 def hf_config(kind: str, layers: int) -> dict[str, Any]:
     config = {
-        "model_type": kind, "num_hidden_layers": layers, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS[kind], "head_dim": HEAD_DIM, "vocab_size": VOCAB, "intermediate_size": FFN,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS[kind],
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "intermediate_size": FFN,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 64,
+    }
     if kind in EXPERTS:
         config |= {"num_experts": EXPERTS[kind], "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_FFN}
     if kind == "mixtral":
@@ -239,9 +247,14 @@ def megatron_refuses(config: TrainerConfig, hf: dict[str, Any]) -> str:
 
     stages = tuple(2 if stage == 0 and config.pp > 1 else 1 for stage in range(config.pp))
     layout = Layout(
-        world=config.world_size, tp=config.tp, pp=config.pp, ep=config.ep, etp=config.etp,
-        stage_layers=stages if config.pp > 1 else (2,), experts=hf.get("num_experts", 0),
-    )  # fmt: skip
+        world=config.world_size,
+        tp=config.tp,
+        pp=config.pp,
+        ep=config.ep,
+        etp=config.etp,
+        stage_layers=stages if config.pp > 1 else (2,),
+        experts=hf.get("num_experts", 0),
+    )
     try:
         base.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
     except (ValueError, AssertionError, RuntimeError) as error:
@@ -307,9 +320,12 @@ def matrix(folder: str, part: int = 0, parts: int = 1) -> dict[str, Any]:
                 continue
             # A world of its own: Megatron leaves its groups behind, and every gloo group has threads.
             dist.init_process_group(
-                "gloo", init_method=f"file://{Path(folder) / f'world-{world}-{index}'}", rank=rank, world_size=world,
+                "gloo",
+                init_method=f"file://{Path(folder) / f'world-{world}-{index}'}",
+                rank=rank,
+                world_size=world,
                 timeout=timedelta(seconds=60),
-            )  # fmt: skip
+            )
             found["combinations"] += one_layout(sizes, index, found["refused"], found["digests"])
             found["layouts"] += 1
             dist.barrier()

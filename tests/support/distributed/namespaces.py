@@ -39,9 +39,7 @@ def unavailable() -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    made = [
-        Host(name=f"al-{os.getpid()}-{i}", ipv4=f"10.77.0.{i}", ipv6=f"fd77::{i}") for i in (1, 2)
-    ]
+    made = [Host(name=f"al-{os.getpid()}-{i}", ipv4=f"10.77.0.{i}", ipv6=f"fd77::{i}") for i in (1, 2)]
     with ExitStack() as undo:
         for host in made:
             ip("netns", "add", host.name)

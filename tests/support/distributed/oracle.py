@@ -32,17 +32,27 @@ SHARED = "+shared"
 """Ends the kind of an adapter whose lora_A and lora_B all experts of a layer have in common."""
 
 _SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
     # Far from the usual 0.02: outputs must depend on every layer strongly enough to notice one that is wrong.
     "initializer_range": 0.15,
-}  # fmt: skip
+}
 # Short, so that positions matter much, and unlike every default.
 _ROPE = {"rope_theta": 300.0, "rope_type": "default"}
 _LLAMA3 = {
-    "rope_theta": 300.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_theta": 300.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -62,9 +72,13 @@ def config_of(kind: str) -> PreTrainedConfig:
             return MixtralConfig(**{**common, "intermediate_size": 64}, num_local_experts=EXPERTS)
         case "qwen2_moe":
             return Qwen2MoeConfig(
-                **common, **_MOE, num_experts=EXPERTS, norm_topk_prob=False, shared_expert_intermediate_size=96,
+                **common,
+                **_MOE,
+                num_experts=EXPERTS,
+                norm_topk_prob=False,
+                shared_expert_intermediate_size=96,
                 mlp_only_layers=[2],
-            )  # fmt: skip
+            )
     raise ValueError(kind)
 
 
@@ -103,9 +117,10 @@ def modules(kind: str) -> list[Module]:
     def gated(base: str, width: int, names: tuple[str, str, str], like: str, fused: str | None = None) -> None:
         gate, up, down = names
         for leaf, n_in, n_out, a_of, parameter in (
-            (gate, 128, width, gate, "gate_up_proj"), (up, 128, width, gate, "gate_up_proj"),
+            (gate, 128, width, gate, "gate_up_proj"),
+            (up, 128, width, gate, "gate_up_proj"),
             (down, width, 128, down, "down_proj"),
-        ):  # fmt: skip
+        ):
             where = f"{fused}.{parameter}" if fused else f"{base}.{leaf}.weight"
             found.append(Module(f"{base}.{leaf}", n_in, n_out, f"{like}.{a_of}", f"{like}.{leaf}", where))
 

@@ -19,8 +19,11 @@ SLOW_DISK_S = 0.05
 def run(role: str, argv: tuple[str, ...], env: dict[str, str], fault: str, folder: Path, life: int) -> None:
     """Become ``role`` of the run in ``folder``; ends this process."""
     os.setsid()
-    log = os.open(folder / "logs" / f"{role}-{env.get('RANK', argv[-1] if role == 'server' else '0')}.log",
-                  os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # fmt: skip
+    log = os.open(
+        folder / "logs" / f"{role}-{env.get('RANK', argv[-1] if role == 'server' else '0')}.log",
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+        0o600,
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
@@ -71,7 +74,9 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     def learnt(engine: Any, tenant: Any, *args: Any, **kwargs: Any) -> Any:
         report = learn(engine, tenant, *args, **kwargs)
         diary.write(
-            what="learnt", version=tenant.version, uids=[g.uid for g in groups],
+            what="learnt",
+            version=tenant.version,
+            uids=[g.uid for g in groups],
             tokens=[[v for t in g.trajectories for v in t.versions if v >= 0] for g in groups],
         )
         return report

@@ -105,8 +105,9 @@ def check_ledger(run: CrashRun, config: Config, lineage: dict[int, set[str]]) ->
 def differing(one: dict[int, set[str]], other: dict[int, set[str]]) -> dict[int, tuple[set[str], set[str]]]:
     return {
         step: (one.get(step, set()), other.get(step, set()))
-        for step in sorted({*one, *other}) if one.get(step, set()) != other.get(step, set())
-    }  # fmt: skip
+        for step in sorted({*one, *other})
+        if one.get(step, set()) != other.get(step, set())
+    }
 
 
 def check_files(run: CrashRun, config: Config) -> None:
@@ -119,7 +120,6 @@ def check_files(run: CrashRun, config: Config) -> None:
     assert (manifest["version"], manifest["clock"]["step"]) == (config.run.steps, config.run.steps)
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert {r["version"] for r in records if r["kind"] == "step"} == set(range(config.run.steps))
-
 
 
 def lost_steps(run: CrashRun, diary: Sequence[dict[str, Any]]) -> Iterator[int]:

@@ -28,14 +28,24 @@ from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"
 TRAINER_POINTS = (
-    "trainer.batch_received", "trainer.annotated", "trainer.learned", "trainer.checkpoint.files_written",
-    "trainer.checkpoint.manifest_written", "trainer.checkpoint.renamed", "trainer.committed",
-    "trainer.publish_begun", "trainer.published",
-)  # fmt: skip
+    "trainer.batch_received",
+    "trainer.annotated",
+    "trainer.learned",
+    "trainer.checkpoint.files_written",
+    "trainer.checkpoint.manifest_written",
+    "trainer.checkpoint.renamed",
+    "trainer.committed",
+    "trainer.publish_begun",
+    "trainer.published",
+)
 CONTROLLER_POINTS = (
-    "controller.issued", "controller.group_done", "controller.leased", "controller.commit_received",
-    "controller.committed", "controller.announced",
-)  # fmt: skip
+    "controller.issued",
+    "controller.group_done",
+    "controller.leased",
+    "controller.commit_received",
+    "controller.committed",
+    "controller.announced",
+)
 SERVER_POINTS = ("server.generating", "server.receiving", "server.activated")
 POINTS = {"trainer": TRAINER_POINTS, "controller": CONTROLLER_POINTS, "server": SERVER_POINTS}
 ON_EVERY_RANK = ("trainer.batch_received", "trainer.annotated", "trainer.learned")
@@ -89,16 +99,24 @@ def execute(run: CrashRun) -> CrashRun:
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
         [
-            f"run.root={run.root}", f"run.name={run.folder.name}", f"run.steps={steps}",
-            f"run.seed={run.seed}", f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}",
-            "adapters.gsm8k.sampling.n_samples=2", "adapters.gsm8k.algorithm.behaviour_cap=1e9",
-            "adapters.gsm8k.task.n_eval=8", "adapters.gsm8k.task.n_train=512", "eval.every_steps=0",
-            "weight_sync.probe_tolerance=1e9", "weight_sync.deadline_s=10", f"rollout.max_staleness={ETA}",
+            f"run.root={run.root}",
+            f"run.name={run.folder.name}",
+            f"run.steps={steps}",
+            f"run.seed={run.seed}",
+            f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}",
+            "adapters.gsm8k.sampling.n_samples=2",
+            "adapters.gsm8k.algorithm.behaviour_cap=1e9",
+            "adapters.gsm8k.task.n_eval=8",
+            "adapters.gsm8k.task.n_train=512",
+            "eval.every_steps=0",
+            "weight_sync.probe_tolerance=1e9",
+            "weight_sync.deadline_s=10",
+            f"rollout.max_staleness={ETA}",
             f"rollout.servers={2 if run.victim == 'server' else 1}",
             # Two ranks for the trainer's deaths: also one that is not rank 0 dies.
             *(() if run.victim == "trainer" else ("trainer.world_size=1", "trainer.ep=1")),
         ],
-    )  # fmt: skip
+    )
     config = resolve_targets(config, facts := gather_facts(config, runs_here=True))
     for name in ("logs", "rendezvous", "status"):
         (run.folder / name).mkdir(parents=True)
@@ -151,7 +169,8 @@ class Processes:
         for spec in self._specs if first else restarted:
             hit = fault if spec.role == victim and (spec.index == index or (not first and victim == "server")) else ""
             process = self._context.Process(
-                target=crash_child.run, daemon=True,
+                target=crash_child.run,
+                daemon=True,
                 args=(spec.role, spec.argv[3:], spec.env | self._more_env, hit, self._folder, life),
             )
             process.start()

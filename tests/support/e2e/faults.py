@@ -90,8 +90,12 @@ def poison(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
 
 
 FAULTS = {
-    "none": lambda owned, spec: (owned, spec), "flip one expert's lora_B": flip_expert,
-    "swap gate and up": swap_gate_and_up, "drop a layer": drop_layer, "wrong alpha": wrong_alpha, "nan": poison,
+    "none": lambda owned, spec: (owned, spec),
+    "flip one expert's lora_B": flip_expert,
+    "swap gate and up": swap_gate_and_up,
+    "drop a layer": drop_layer,
+    "wrong alpha": wrong_alpha,
+    "nan": poison,
 }
 
 
@@ -113,18 +117,21 @@ def shifted_mask(engine: MegatronEngine, tenant: Tenant, rows: list[list[int]], 
     learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32", lr=tenant.config.optimizer.lr)
 
 
-def small_effects(
-    config: Config, engine: MegatronEngine, tenant: Tenant, random: dict[str, Tensor]
-) -> dict[str, str]:
+def small_effects(config: Config, engine: MegatronEngine, tenant: Tenant, random: dict[str, Tensor]) -> dict[str, str]:
     """An adapter far below the tolerance of a bf16 run: what is right, then what never reaches the sampler."""
     loose = config.weight_sync.model_copy(update={"probe_tolerance": 0.05})
     coordinator = Coordinator(
-        run=config.run.name, secret=read_secret(config.run_folder),
-        servers=RendezvousWatch(config.run_folder, 1).present(), config=loose,
+        run=config.run.name,
+        secret=read_secret(config.run_folder),
+        servers=RendezvousWatch(config.run_folder, 1).present(),
+        config=loose,
     )
     publisher = Tampering(
         Publisher(
-            run=config.run.name, config=loose, exchange=SoloExchange(), coordinator=coordinator,
+            run=config.run.name,
+            config=loose,
+            exchange=SoloExchange(),
+            coordinator=coordinator,
             secret=read_secret(config.run_folder),
         )
     )
@@ -141,9 +148,11 @@ def small_effects(
 
     verdicts = {}
     for name, scale, change in (
-        ("small adapter", 0.001, FAULTS["none"]), ("small step", 0.0012, FAULTS["none"]),
-        ("small step, the version before serves", 0.0016, older), ("small adapter, the base serves", 0.002, nothing),
-    ):  # fmt: skip
+        ("small adapter", 0.001, FAULTS["none"]),
+        ("small step", 0.0012, FAULTS["none"]),
+        ("small step, the version before serves", 0.0016, older),
+        ("small adapter, the base serves", 0.002, nothing),
+    ):
         engine.load_adapter(tenant.name, scaled(scale))
         tenant.version += 1
         publisher.change = change
@@ -161,12 +170,17 @@ def main(run_folder: Path) -> None:
     engine.add_adapter(tenant.spec, tenant.config.optimizer, 1)
     wait_endpoint(run_folder, "server", 0, 120)
     coordinator = Coordinator(
-        run=config.run.name, secret=read_secret(run_folder), servers=RendezvousWatch(run_folder, 1).present(),
+        run=config.run.name,
+        secret=read_secret(run_folder),
+        servers=RendezvousWatch(run_folder, 1).present(),
         config=config.weight_sync,
     )
     publisher = Tampering(
         Publisher(
-            run=config.run.name, config=config.weight_sync, exchange=SoloExchange(), coordinator=coordinator,
+            run=config.run.name,
+            config=config.weight_sync,
+            exchange=SoloExchange(),
+            coordinator=coordinator,
             secret=read_secret(run_folder),
         )
     )

@@ -35,15 +35,19 @@ from areal_lora.run_folder.rendezvous import read_secret
 FOREIGN = "5f" * 32  # the secret of another run
 SILENCE_S = 1.0
 PROCESSES = {
-    "areal_lora.trainer.main": "trainer rank", "areal_lora.rollout.main": "controller",
-    "areal_lora.engine.vllm_ext.server": "rollout server", "areal_lora.engine.vllm_ext.stand_in": "rollout server",
-    "areal_lora.launcher.guardian": "guardian", "areal_lora.tasks.scorer_child": "scorer",
+    "areal_lora.trainer.main": "trainer rank",
+    "areal_lora.rollout.main": "controller",
+    "areal_lora.engine.vllm_ext.server": "rollout server",
+    "areal_lora.engine.vllm_ext.stand_in": "rollout server",
+    "areal_lora.launcher.guardian": "guardian",
+    "areal_lora.tasks.scorer_child": "scorer",
     "areal_lora.launch": "launcher",
-}  # fmt: skip
+}
 ROLES = {
-    "control": ("trainer", "controller"), "worker channel": ("server-worker", "server-channel"),
+    "control": ("trainer", "controller"),
+    "worker channel": ("server-worker", "server-channel"),
     "store": ("torch-store-client", "torch-store"),
-}  # fmt: skip
+}
 PATHS = {
     "admin": [("GET", "/admin/info"), ("GET", "/admin/ping"), ("POST", "/admin/retire"), ("POST", "/admin/score")],
     "data": [("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions")],
@@ -93,7 +97,11 @@ def listening(family: list[psutil.Process], published: dict[tuple[int, int], str
                 plane = published.get((process.pid, c.laddr.port), "")
                 transport = "UDP" if c.type == socket.SOCK_DGRAM else ""
                 yield Listener(
-                    process=name, pid=process.pid, plane=plane, address=c.laddr.ip, port=c.laddr.port,
+                    process=name,
+                    pid=process.pid,
+                    plane=plane,
+                    address=c.laddr.ip,
+                    port=c.laddr.port,
                     transport=transport,
                 )
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -213,9 +221,7 @@ def http_faults(host: str, listener: Listener, secret: str) -> list[str]:
     return faults
 
 
-def ask(
-    host: str, port: int, tls: ssl.SSLContext | None, method: str, path: str, headers: dict[str, str]
-) -> int:
+def ask(host: str, port: int, tls: ssl.SSLContext | None, method: str, path: str, headers: dict[str, str]) -> int:
     kind = http.client.HTTPConnection(host, port, timeout=10)
     if tls is not None:
         kind = http.client.HTTPSConnection(host, port, timeout=10, context=tls)
@@ -227,8 +233,10 @@ def ask(
 def zmq_faults(host: str, listener: Listener, secret: str) -> list[str]:
     client, server = ROLES[listener.plane]
     attempts: dict[str, tuple[str, str, str] | None] = {
-        "no key": None, "a key of another run": (FOREIGN, client, server),
-        "the key of another role": (secret, "somebody", server), "its own key": (secret, server, server),
+        "no key": None,
+        "a key of another run": (FOREIGN, client, server),
+        "the key of another role": (secret, "somebody", server),
+        "its own key": (secret, server, server),
     }
     faults = [f"admits {who}" for who, keys in attempts.items() if admitted(host, listener.port, keys)]
     if not admitted(host, listener.port, (secret, client, server)):

@@ -22,9 +22,7 @@ def main(run_folder: Path, adapter: Path, out: Path) -> None:
     config = Config.model_validate_json((run_folder / "config.json").read_text())
     entry = config.adapters[0]
     listener = socket.create_server(("127.0.0.1", 0))
-    store = dist.TCPStore(
-        "127.0.0.1", listener.getsockname()[1], 1, is_master=True, master_listen_fd=listener.detach()
-    )
+    store = dist.TCPStore("127.0.0.1", listener.getsockname()[1], 1, is_master=True, master_listen_fd=listener.detach())
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     layout = config.trainer.model_copy(update={"world_size": 1, "ep": 1})
     engine = MegatronEngine(config.model, layout, torch.device("cpu"))

@@ -16,9 +16,15 @@ def main(base: str, adapter: str, tokens: list[int]) -> None:
     from vllm.lora.request import LoRARequest
 
     engine = LLM(
-        base, dtype="float32", max_model_len=128, enforce_eager=True, enable_lora=True, max_lora_rank=8, max_loras=2,
+        base,
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=2,
         skip_tokenizer_init=True,
-    )  # fmt: skip
+    )
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     rows = []
     for request in (LoRARequest("converted", 1, adapter), None):

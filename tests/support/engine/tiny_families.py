@@ -10,27 +10,61 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _COMMON = {
-    "vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 40,
-    "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.2,
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 40,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
     # Not 10000, which every library assumes when it overlooks the key.
     "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-}  # fmt: skip
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 TINY: dict[str, dict[str, Any]] = {
     # grouped queries, a head size of its own, queries wider than the model
     "qwen3": {**_COMMON, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
-    "qwen3_moe": {**_COMMON, **_MOE, "model_type": "qwen3_moe", "num_key_value_heads": 3, "head_dim": 8,
-                  "mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3_moe": {
+        **_COMMON,
+        **_MOE,
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "qwen2": {**_COMMON, "model_type": "qwen2", "num_key_value_heads": 1},
     # as many key/value heads as queries
-    "llama": {**_COMMON, "model_type": "llama", "num_key_value_heads": 6,
-              "rope_parameters": {"rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0,
-                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
-    "mixtral": {**_COMMON, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4,
-                "num_experts_per_tok": 2},
-    "qwen2_moe": {**_COMMON, **_MOE, "model_type": "qwen2_moe", "num_key_value_heads": 2, "decoder_sparse_step": 2,
-                  "shared_expert_intermediate_size": 28},
-}  # fmt: skip
+    "llama": {
+        **_COMMON,
+        "model_type": "llama",
+        "num_key_value_heads": 6,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 300.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "mixtral": {
+        **_COMMON,
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        **_COMMON,
+        **_MOE,
+        "model_type": "qwen2_moe",
+        "num_key_value_heads": 2,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 28,
+    },
+}
 
 
 _WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 160, "initializer_range": 0.1}

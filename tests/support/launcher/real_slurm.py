@@ -80,8 +80,9 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {
-            "SLURM_CONF": str(folder / "slurm.conf"), "PATH": search_path(),
-        }  # fmt: skip
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": search_path(),
+        }
 
     def run(self, *command: str, check: bool = True, timeout_s: float = 30.0) -> str:
         done = subprocess.run(
@@ -124,8 +125,9 @@ class Slurm:
         self.until(f"job {job} to begin again", begun)
 
     def logs(self) -> str:
-        tails = [f"--- {path.name}\n" + path.read_text(errors="replace")[-1500:] 
-            for path in self.folder.glob("slurm*.log")]
+        tails = [
+            f"--- {path.name}\n" + path.read_text(errors="replace")[-1500:] for path in self.folder.glob("slurm*.log")
+        ]
         return "\n".join(tails)
 
 
@@ -139,24 +141,31 @@ def started() -> Iterator[Slurm]:
 
     def daemon(*command: str) -> None:
         log = (folder / f"{len(daemons)}-{Path(command[0]).name}.log").open("wb")
-        daemons.append(
-            subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log, start_new_session=True)
-        )
+        daemons.append(subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log, start_new_session=True))
 
     try:
         _configure(folder)
         daemon(
-            "munged", "--foreground", "--force", "--num-threads=2", f"--socket={folder}/munge.socket",
-            f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid",
-            f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed",
-        )  # fmt: skip
+            "munged",
+            "--foreground",
+            "--force",
+            "--num-threads=2",
+            f"--socket={folder}/munge.socket",
+            f"--key-file={folder}/munge.key",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munge.seed",
+        )
         slurm.until("munged", (folder / "munge.socket").exists)
         daemon("slurmctld", "-D")
         for node in range(1, NODES + 1):
             daemon("slurmd", "-D", "-N", f"n{node}")
         idle = " ".join(["idle"] * NODES)
-        slurm.until("four idle nodes", lambda: slurm.run(
-            "sinfo", "-h", "-N", "-p", "low", "-o", "%t", check=False).replace("\n", " ") == idle, START_S)
+        slurm.until(
+            "four idle nodes",
+            lambda: slurm.run("sinfo", "-h", "-N", "-p", "low", "-o", "%t", check=False).replace("\n", " ") == idle,
+            START_S,
+        )
         yield slurm
     finally:
         subprocess.run(["scancel", "--full", "--user=root"], env=slurm.environment, capture_output=True, check=False)
@@ -167,9 +176,7 @@ def started() -> Iterator[Slurm]:
 
 def _configure(folder: Path) -> None:
     ports = _free_ports(1 + NODES)
-    text = CONFIGURATION.format(
-        host=socket.gethostname(), ports=ports, last=ports[-1], folder=folder, nodes=NODES
-    )
+    text = CONFIGURATION.format(host=socket.gethostname(), ports=ports, last=ports[-1], folder=folder, nodes=NODES)
     (folder / "slurm.conf").write_text(text)
     (folder / "state").mkdir()
     key = folder / "munge.key"

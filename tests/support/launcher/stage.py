@@ -18,9 +18,15 @@ import time
 from pathlib import Path
 
 PHASES = (
-    "servers starting", "loading the base", "first publish", "waiting for rollouts", "learning",
-    "checkpoint being written", "publish under way", "closing",
-)  # fmt: skip
+    "servers starting",
+    "loading the base",
+    "first publish",
+    "waiting for rollouts",
+    "learning",
+    "checkpoint being written",
+    "publish under way",
+    "closing",
+)
 STARTING = PHASES[:2]
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 KEEPS_SHARED_MEMORY = (

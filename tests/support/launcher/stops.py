@@ -23,9 +23,12 @@ SHARED = Path("/dev/shm")
 
 def stop(process: subprocess.Popen[str], way: str) -> None:
     number = {
-        "Ctrl-C": signal.SIGINT, "Ctrl-C twice": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP,
+        "Ctrl-C": signal.SIGINT,
+        "Ctrl-C twice": signal.SIGINT,
+        "SIGTERM": signal.SIGTERM,
+        "SIGHUP": signal.SIGHUP,
         "launcher killed": signal.SIGKILL,
-    }[way]  # fmt: skip
+    }[way]
     process.send_signal(number)
     if way == "Ctrl-C twice":
         time.sleep(0.3)
@@ -107,6 +110,11 @@ def figures(seconds: Iterable[float]) -> str:
 def start(command: list[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[str]:
     with output.open("w") as file:
         return subprocess.Popen(
-            command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, text=True,
-            cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
+            command,
+            env=os.environ | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )

@@ -113,9 +113,14 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
         right = rng.random() < level
         prompt = f"Tom has {step} apples & eats <2>. How many are left?"
         record = RolloutSampleRecord(
-            step=step, prompt=prompt, completion=f"{step} - 2 = {step - 2}\n#### {step - 2}", reward=float(right),
-            adapter=ADAPTER, gold=str(step - 2), versions=[max(0, step - 1), step],
-        )  # fmt: skip
+            step=step,
+            prompt=prompt,
+            completion=f"{step} - 2 = {step - 2}\n#### {step - 2}",
+            reward=float(right),
+            adapter=ADAPTER,
+            gold=str(step - 2),
+            versions=[max(0, step - 1), step],
+        )
         writer.write(record)
 
 
@@ -140,7 +145,13 @@ def _write_eval(writer: MetricsWriter, step: int, accuracy: float) -> None:
     sample = SampleRecord(prompt="1+1?", completion="#### 2", gold="2", reward=1.0)
     writer.write(
         EvalRecord(
-            version=step, step=step, accuracy=accuracy, reward_mean=accuracy, n=200, adapter=ADAPTER, tag="",
+            version=step,
+            step=step,
+            accuracy=accuracy,
+            reward_mean=accuracy,
+            n=200,
+            adapter=ADAPTER,
+            tag="",
             samples=[sample],
         )
     )

@@ -29,9 +29,14 @@ def stream(n: int = 100, seed: int = 0, max_prompt_tokens: int = 64) -> PromptSt
 def trajectory(prompt: Prompt, version: int, index: int = 0, reward: float = 1.0) -> Trajectory:
     p = len(prompt.token_ids)
     return Trajectory(
-        uid=f"{prompt.uid}:{index}", sample=index, adapter=AdapterRef(name=NAME, version=version),
-        token_ids=[*prompt.token_ids, 7, 2], loss_mask=[0] * p + [1, 1], rollout_logprobs=[0.0] * p + [-0.5, -1.0],
-        versions=[-1] * p + [version] * 2, reward=reward,
+        uid=f"{prompt.uid}:{index}",
+        sample=index,
+        adapter=AdapterRef(name=NAME, version=version),
+        token_ids=[*prompt.token_ids, 7, 2],
+        loss_mask=[0] * p + [1, 1],
+        rollout_logprobs=[0.0] * p + [-0.5, -1.0],
+        versions=[-1] * p + [version] * 2,
+        reward=reward,
     )
 
 
@@ -49,18 +54,33 @@ class Clock:
 
 
 def feed(
-    *, eta: int = 1, b: int = 2, steps: int = 100, n: int = 100, max_running: int = 1000, clock: Clock | None = None,
-    prompts: PromptStream | None = None, version: int | None = 0, file: LedgerFile | None = None,
-    drop_uniform: bool = False, lease_s: float = 3600.0,
+    *,
+    eta: int = 1,
+    b: int = 2,
+    steps: int = 100,
+    n: int = 100,
+    max_running: int = 1000,
+    clock: Clock | None = None,
+    prompts: PromptStream | None = None,
+    version: int | None = 0,
+    file: LedgerFile | None = None,
+    drop_uniform: bool = False,
+    lease_s: float = 3600.0,
 ) -> tuple[AdapterFeed, Ledger, list[Ticket]]:
     """A feed that a trainer at ``version`` has greeted, its ledger, and the list that expired tickets go to."""
     expired = list[Ticket]()
     prompts = prompts or stream(n)
     ledger = (file or LedgerFile(":memory:", "t")).adapter(NAME, prompts.digest)
     made = AdapterFeed(
-        NAME, budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),
-        prompts=prompts, ledger=ledger, max_running=max_running, on_expire=expired.append,
-        clock=clock or Clock(), lease_s=lease_s, drop_uniform=drop_uniform,
+        NAME,
+        budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),
+        prompts=prompts,
+        ledger=ledger,
+        max_running=max_running,
+        on_expire=expired.append,
+        clock=clock or Clock(),
+        lease_s=lease_s,
+        drop_uniform=drop_uniform,
     )
     if version is not None:
         made.hello(version, trainer="first", snapshot=snapshot(ledger, version) if version else b"")
@@ -71,7 +91,13 @@ def snapshot(ledger: Ledger, version: int) -> bytes:
     """Of a run that has consumed nothing but stands at ``version``."""
     return msgspec.msgpack.encode(
         Snapshot(
-            adapter=NAME, order=ledger.head.order, version=version, next_position=0, issued=0, consumed=0, dropped={},
+            adapter=NAME,
+            order=ledger.head.order,
+            version=version,
+            next_position=0,
+            issued=0,
+            consumed=0,
+            dropped={},
             open=[],
         )
     )
@@ -89,16 +115,24 @@ SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, dea
 
 
 def config(model: str, *, servers: int = 1, steps: int = 6, eta: int = 1, b: int = 4) -> Config:
-    return Config.model_validate({
-        "run": {"name": "t", "steps": steps, "seed": 3},
-        "model": {"path": model},
-        "adapters": [{
-            "name": NAME, "rank": 4, "alpha": 4, "target_modules": ["linear_qkv"],
-            "task": {"kind": "word_problems", "n_train": 64, "n_eval": 40},
-            "algorithm": {"kind": "grpo"}, "optimizer": {"lr": 1e-3},
-            "sampling": {"prompts_per_step": b, "n_samples": 2, "max_new_tokens": 8, "deadline_s": 5.0},
-        }],
-        "trainer": {"world_size": 1},
-        "rollout": {"servers": servers, "max_staleness": eta, "max_num_seqs": 32},
-        "cluster": {"device": "cpu"},
-    })
+    return Config.model_validate(
+        {
+            "run": {"name": "t", "steps": steps, "seed": 3},
+            "model": {"path": model},
+            "adapters": [
+                {
+                    "name": NAME,
+                    "rank": 4,
+                    "alpha": 4,
+                    "target_modules": ["linear_qkv"],
+                    "task": {"kind": "word_problems", "n_train": 64, "n_eval": 40},
+                    "algorithm": {"kind": "grpo"},
+                    "optimizer": {"lr": 1e-3},
+                    "sampling": {"prompts_per_step": b, "n_samples": 2, "max_new_tokens": 8, "deadline_s": 5.0},
+                }
+            ],
+            "trainer": {"world_size": 1},
+            "rollout": {"servers": servers, "max_staleness": eta, "max_num_seqs": 32},
+            "cluster": {"device": "cpu"},
+        }
+    )

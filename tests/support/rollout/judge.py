@@ -156,8 +156,12 @@ class Judge:
     def saved(self) -> Judge:
         """For :meth:`rebuilt`: without what belongs to the lineage only."""
         return Judge(
-            eta=self.eta, next_version=self.next_version, next_position=self.next_position, issued=self.issued,
-            dropped=Counter(self.dropped), live={p: copy.copy(g) for p, g in self.live.items()},
+            eta=self.eta,
+            next_version=self.next_version,
+            next_position=self.next_position,
+            issued=self.issued,
+            dropped=Counter(self.dropped),
+            live={p: copy.copy(g) for p, g in self.live.items()},
             excused=set(self.excused),
         )
 
@@ -194,12 +198,8 @@ class Judge:
     def compare(self, feed: AdapterFeed) -> None:
         stats = feed.stats()
         states = Counter(group.state for group in self.live.values())
-        mine = (
-            self.issued, len(self.where), +self.dropped, states["waiting"], states["running"], states["ready"],
-        )
-        theirs = (
-            stats.issued, stats.consumed + stats.leased, stats.dropped, stats.waiting, stats.running, stats.ready,
-        )
+        mine = (self.issued, len(self.where), +self.dropped, states["waiting"], states["running"], states["ready"])
+        theirs = (stats.issued, stats.consumed + stats.leased, stats.dropped, stats.waiting, stats.running, stats.ready)
         assert mine == theirs, f"issued, consumed, dropped, waiting, running, ready: {mine} != {theirs}"
         held = states["waiting"] + states["running"] + states["ready"]
         assert self.issued == len(self.where) + self.dropped.total() + held

@@ -263,7 +263,13 @@ class Simulation:
         self.file = LedgerFile(self.folder / "ledger.sqlite", "t")
         self.file.execute("PRAGMA synchronous=OFF")  # no power is lost here
         self.feed, _, _ = feed(
-            eta=self.eta, b=self.b, steps=self.steps, clock=self.clock, prompts=PROMPTS, version=None, file=self.file,
+            eta=self.eta,
+            b=self.b,
+            steps=self.steps,
+            clock=self.clock,
+            prompts=PROMPTS,
+            version=None,
+            file=self.file,
             drop_uniform=True,
         )
         self.feed._on_expire = lambda ticket: self.gone.add(id(ticket))
@@ -272,8 +278,14 @@ class Simulation:
 def episode(ticket: Ticket, versions: tuple[int, ...], uniform: bool) -> Episode:
     def one(reward: float) -> Trajectory:
         return Trajectory(
-            uid=ticket.prompt.uid, sample=0, adapter=AdapterRef(name=NAME, version=versions[0]), token_ids=[1, 7, 2],
-            loss_mask=[0, 1, 1], rollout_logprobs=[0.0, -1.0, -1.0], versions=[-1, *versions], reward=reward,
+            uid=ticket.prompt.uid,
+            sample=0,
+            adapter=AdapterRef(name=NAME, version=versions[0]),
+            token_ids=[1, 7, 2],
+            loss_mask=[0, 1, 1],
+            rollout_logprobs=[0.0, -1.0, -1.0],
+            versions=[-1, *versions],
+            reward=reward,
         )
 
     half = SAMPLES // 2

@@ -1,6 +1,6 @@
 """Open, resume and finish the records of a run of many steps; print what that cost. A process of its own.
 
-``python -m tests.support.trainer.long_run FOLDER STEPS`` prints ``{"grown_bytes": .., "opened_s": .., "finished_s": ..}``
+``python -m tests.support.trainer.long_run FOLDER STEPS`` prints ``{"grown_bytes": .., "opened_s": .., ...}``
 """
 
 from __future__ import annotations
@@ -39,18 +39,51 @@ def records(steps: int) -> Iterator[Record]:
     sample = SampleRecord(prompt="1+1?", completion="#### 2 " * 300, gold="2", reward=1.0)
     for k in range(steps):
         yield StepRecord(
-            step=k, version=k, time_s=2.0 * (k + 1), adapter=ADAPTER, reward_mean=k / steps, reward_std=0.4,
-            loss=0.01, grad_norm=SPIKE if k == steps // 3 else 0.4, lr=1e-3, clip_fraction=0.01, kl=0.0, entropy=0.5,
-            behaviour_mean_abs=0.03, mismatch_fresh=1e-6, mismatch_stale=0.04, n_tokens=1000, n_sequences=32,
-            mean_answer_tokens=9.0, staleness={0: 300, 1: 700}, step_s=2.0, wait_batch_s=0.6, annotate_s=0.2,
-            train_s=0.8, rollout_tokens_per_s=4000.0 + k % 7, groups_ready=k % 6, groups_running=8, groups_leased=8,
-            groups_issued=8 * k, groups_consumed=8 * k, dropped={"stale": k // 7}, retried={"scorer": k // 9},
-            servers_idle=0.1, extra={"skipped": 0.0, "capped_fraction": 0.0},
-        )  # fmt: skip
+            step=k,
+            version=k,
+            time_s=2.0 * (k + 1),
+            adapter=ADAPTER,
+            reward_mean=k / steps,
+            reward_std=0.4,
+            loss=0.01,
+            grad_norm=SPIKE if k == steps // 3 else 0.4,
+            lr=1e-3,
+            clip_fraction=0.01,
+            kl=0.0,
+            entropy=0.5,
+            behaviour_mean_abs=0.03,
+            mismatch_fresh=1e-6,
+            mismatch_stale=0.04,
+            n_tokens=1000,
+            n_sequences=32,
+            mean_answer_tokens=9.0,
+            staleness={0: 300, 1: 700},
+            step_s=2.0,
+            wait_batch_s=0.6,
+            annotate_s=0.2,
+            train_s=0.8,
+            rollout_tokens_per_s=4000.0 + k % 7,
+            groups_ready=k % 6,
+            groups_running=8,
+            groups_leased=8,
+            groups_issued=8 * k,
+            groups_consumed=8 * k,
+            dropped={"stale": k // 7},
+            retried={"scorer": k // 9},
+            servers_idle=0.1,
+            extra={"skipped": 0.0, "capped_fraction": 0.0},
+        )
         yield PublishRecord(
-            version=k + 1, total_ms=20.0, adapter=ADAPTER, phases_ms=PHASES, nbytes=350_000, probe_mean_abs=1e-6,
-            probe_max_abs=5e-6, differs_from_base=True, servers=1,
-        )  # fmt: skip
+            version=k + 1,
+            total_ms=20.0,
+            adapter=ADAPTER,
+            phases_ms=PHASES,
+            nbytes=350_000,
+            probe_mean_abs=1e-6,
+            probe_max_abs=5e-6,
+            differs_from_base=True,
+            servers=1,
+        )
         yield CheckpointRecord(version=k + 1, write_s=0.05, adapter=ADAPTER, nbytes=3 << 20)
         if k % 50 == 0:
             yield EvalRecord(version=k, step=k, accuracy=k / steps, n=200, adapter=ADAPTER, samples=[sample] * 4)
@@ -95,9 +128,12 @@ def main(folder: Path, steps: int) -> dict[str, Any]:
     recorder.finish(folder / "adapters" / ADAPTER)
     finished = time.monotonic()
     return {
-        "grown_bytes": memory("VmHWM") - before, "opened_s": opened - began, "finished_s": finished - opened,
-        "file_bytes": (folder / METRICS_FILE).stat().st_size, "steps_done": console.view.steps_done,
-    }  # fmt: skip
+        "grown_bytes": memory("VmHWM") - before,
+        "opened_s": opened - began,
+        "finished_s": finished - opened,
+        "file_bytes": (folder / METRICS_FILE).stat().st_size,
+        "steps_done": console.view.steps_done,
+    }
 
 
 if __name__ == "__main__":

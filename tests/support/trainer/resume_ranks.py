@@ -60,7 +60,8 @@ def config_of(life: Life) -> Config:
     sizes: dict[str, int] = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, **dict(life.sizes)}
     return config.model_copy(
         update={
-            "run": config.run.model_copy(update={"steps": life.steps}), "adapters": [adapter],
+            "run": config.run.model_copy(update={"steps": life.steps}),
+            "adapters": [adapter],
             "model": config.model.model_copy(update={"path": life.model}),
             "trainer": config.trainer.model_copy(update={**sizes, "max_tokens_per_microbatch": 150}),
             "checkpoint": CheckpointConfig(keep_last=STEPS + 1),
@@ -126,8 +127,9 @@ class Controller:
             "rollout_logprobs": self._engine.logprobs(batch, adapter="a") * batch.loss_mask,
             "rewards": torch.rand(len(rows)),
             "versions": torch.where(batch.loss_mask, tenant.version, -1),
-            "group_ids": torch.arange(PROMPTS).repeat_interleave(2), "advantages": None,
-        }  # fmt: skip
+            "group_ids": torch.arange(PROMPTS).repeat_interleave(2),
+            "advantages": None,
+        }
         self.note(f"step {tenant.version} {asked}")
         return TrainBatch(**fields), {}
 
@@ -166,9 +168,11 @@ def live(life: Life) -> dict[str, Any]:
     engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
     adapter = config.adapters[0]
     tenant = Tenant(
-        config=adapter, spec=adapter.spec(life.model), probe=scoring_batch(make_rows()[:2], "a"),
+        config=adapter,
+        spec=adapter.spec(life.model),
+        probe=scoring_batch(make_rows()[:2], "a"),
         algorithm=build_algorithm(adapter.algorithm, minibatches=1),
-    )  # fmt: skip
+    )
     engine.add_adapter(tenant.spec, adapter.optimizer, seed=1)
     resume(engine, [tenant], config, folder, GroupExchange(60.0))
     begun = tenant.version
@@ -176,11 +180,15 @@ def live(life: Life) -> dict[str, Any]:
     commit = partial(_commit, controller) if engine.rank == 0 else None
     saver = Saver(store=Store(folder, GroupExchange(60.0), Disk()), config=config.checkpoint, committed=commit)
     trainer: Any = loop.Trainer(
-        config=config, run_folder=folder, engine=engine, tenants=[tenant],
+        config=config,
+        run_folder=folder,
+        engine=engine,
+        tenants=[tenant],
         recorder=controller if engine.rank == 0 else None,  # type: ignore[arg-type]
-        checkpointing=Checkpointing(config, engine, saver), publishing=Publishing(folder),  # type: ignore[arg-type]
+        checkpointing=Checkpointing(config, engine, saver),
+        publishing=Publishing(folder),  # type: ignore[arg-type]
         control=GroupExchange(60.0),
-    )  # fmt: skip
+    )
     loop.next_batch, loop.learn = controller.next_batch, controller.learn
     if life.fault:
         faults._plan = faults.parse(life.fault)

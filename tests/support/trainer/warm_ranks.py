@@ -31,9 +31,11 @@ def tenant_of(model: str, folder: str, rank: int, alpha: float) -> Tenant:
     fields = {"name": "a", "rank": rank, "alpha": alpha, "target_modules": list(TARGETS), "init_from": folder}
     adapter = load_config(EMBEDDED).adapters[0].model_copy(update=fields)
     return Tenant(
-        config=adapter, spec=adapter.spec(model), probe=scoring_batch(make_rows()[:4], "a"),
+        config=adapter,
+        spec=adapter.spec(model),
+        probe=scoring_batch(make_rows()[:4], "a"),
         algorithm=build_algorithm(adapter.algorithm, minibatches=1),
-    )  # fmt: skip
+    )
 
 
 def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> dict[str, Any]:

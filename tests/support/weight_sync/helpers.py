@@ -19,7 +19,8 @@ def ref(version: int, name: str = "a") -> AdapterRef:
 
 
 def spec(
-    rank: int = 4, alpha: float = 8.0,
+    rank: int = 4,
+    alpha: float = 8.0,
     targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
 ) -> AdapterSpec:
     return AdapterSpec(name="a", base_model="m", rank=rank, alpha=alpha, target_modules=targets)

@@ -57,8 +57,13 @@ def truth(version: int, seed: int) -> dict[str, torch.Tensor]:
 def serve(pipe: Connection, name: str, workers: int) -> None:
     torch.set_num_threads(1)
     server = MemoryServer(
-        run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, workers=workers,
-        declared={"a": spec()}, name=name,
+        run=RUN,
+        secret=SECRET,
+        base_digest=BASE,
+        shapes=shapes_of,
+        workers=workers,
+        declared={"a": spec()},
+        name=name,
         score=lambda model, ids: scores(server.tensors(AdapterRef.parse(model)) if model else None, ids),
     )
     writers = server.writers
@@ -165,16 +170,18 @@ class Rank:
         assert self.publisher is not None
         full = truth(version, seed)
         scaled = {n: t.numpy() * np.float32(2.0) for n, t in full.items() if ".lora_B." in n}
-        probe = ProbeExpectation(
-            token_ids=PROBE_IDS, base=scores(None, PROBE_IDS), logprobs=scores(scaled, PROBE_IDS)
-        )
+        probe = ProbeExpectation(token_ids=PROBE_IDS, base=scores(None, PROBE_IDS), logprobs=scores(scaled, PROBE_IDS))
         if fault == "NaN" and self.rank == 1:
             full["model.layers.1.mlp.experts.3.up_proj.lora_B.weight"][0, 0] = float("nan")
         layout = layout_of(full, self.sources, fault)
         told = ref(version + 1) if fault == "another version" and self.rank == 1 else ref(version)
         with flipped_bit(fault == "flipped bit" and self.rank == 1):
             handle = self.publisher.publish(
-                told, ref(version - 1) if version else None, layout, pack_of(layout, self.rank, full), BASE,
+                told,
+                ref(version - 1) if version else None,
+                layout,
+                pack_of(layout, self.rank, full),
+                BASE,
                 probe if self.rank == 0 else None,
             )
             for t in full.values():

@@ -34,7 +34,9 @@ def test_a_sample_of_several_trajectories_counts_once(seed: int) -> None:
     rows = [sample for sample in range(len(rewards)) for _ in range(rng.randint(1, 4))]
     rng.shuffle(rows)
     got = advantages.per_sample(
-        advantages.rloo, torch.tensor([rewards[s] for s in rows]), torch.tensor([groups[s] for s in rows]),
+        advantages.rloo,
+        torch.tensor([rewards[s] for s in rows]),
+        torch.tensor([groups[s] for s in rows]),
         torch.tensor(rows),
     )
     for i, sample in enumerate(rows):

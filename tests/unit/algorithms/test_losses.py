@@ -33,17 +33,27 @@ def _case(seed: int, n: int = 60) -> dict[str, list[float]]:
     rng = random.Random(seed)
     prox = [-rng.random() * 3 for _ in range(n)]
     return {
-        "cur": [p + rng.gauss(0, 0.3) for p in prox], "prox": prox, "roll": [p + rng.gauss(0, 0.5) for p in prox],
-        "adv": [rng.gauss(0, 1) for _ in range(n)], "wgt": [float(rng.random() < 0.7) for _ in range(n)],
-        "ref": [p + rng.gauss(0, 0.3) for p in prox], "ent": [rng.random() for _ in range(n)],
+        "cur": [p + rng.gauss(0, 0.3) for p in prox],
+        "prox": prox,
+        "roll": [p + rng.gauss(0, 0.5) for p in prox],
+        "adv": [rng.gauss(0, 1) for _ in range(n)],
+        "wgt": [float(rng.random() < 0.7) for _ in range(n)],
+        "ref": [p + rng.gauss(0, 0.3) for p in prox],
+        "ent": [rng.random() for _ in range(n)],
     }
 
 
 def _ours(case: dict[str, list[float]], logprobs: torch.Tensor) -> torch.Tensor:
     t = {k: torch.tensor(v, dtype=torch.float64) for k, v in case.items()}
     return decoupled_ppo(
-        TERMS, logprobs=logprobs, prox_logprobs=t["prox"], rollout_logprobs=t["roll"], advantages=t["adv"],
-        weights=t["wgt"], ref_logprobs=t["ref"], entropy=t["ent"],
+        TERMS,
+        logprobs=logprobs,
+        prox_logprobs=t["prox"],
+        rollout_logprobs=t["roll"],
+        advantages=t["adv"],
+        weights=t["wgt"],
+        ref_logprobs=t["ref"],
+        entropy=t["ent"],
     ).loss
 
 
@@ -73,8 +83,12 @@ def test_shifting_the_mask_by_one_changes_the_loss() -> None:
 def test_masked_tokens_may_hold_anything() -> None:
     logprobs = torch.tensor([float("-inf"), -1.0, float("nan")], requires_grad=True)
     sums = decoupled_ppo(
-        TERMS, logprobs=logprobs, prox_logprobs=None, rollout_logprobs=torch.tensor([0.0, -1.0, 7.0]),
-        advantages=torch.tensor([0.0, 2.0, 0.0]), weights=torch.tensor([0.0, 1.0, 0.0]),
+        TERMS,
+        logprobs=logprobs,
+        prox_logprobs=None,
+        rollout_logprobs=torch.tensor([0.0, -1.0, 7.0]),
+        advantages=torch.tensor([0.0, 2.0, 0.0]),
+        weights=torch.tensor([0.0, 1.0, 0.0]),
     )
     sums.loss.backward()
     assert float(sums.loss.detach()) == pytest.approx(-2.0)
@@ -84,8 +98,12 @@ def test_masked_tokens_may_hold_anything() -> None:
 def test_a_token_far_from_its_behaviour_policy_leaves_the_loss() -> None:
     logprobs = torch.tensor([-0.1, -0.1], requires_grad=True)
     sums = decoupled_ppo(
-        TERMS, logprobs=logprobs, prox_logprobs=None, rollout_logprobs=torch.tensor([-0.1, -3.0]),
-        advantages=torch.ones(2), weights=torch.ones(2),
+        TERMS,
+        logprobs=logprobs,
+        prox_logprobs=None,
+        rollout_logprobs=torch.tensor([-0.1, -3.0]),
+        advantages=torch.ones(2),
+        weights=torch.ones(2),
     )
     sums.loss.backward()
     assert logprobs.grad.tolist() == [-1.0, 0.0]
@@ -95,8 +113,12 @@ def test_a_token_far_from_its_behaviour_policy_leaves_the_loss() -> None:
 def test_without_proximal_the_current_policy_stands_in() -> None:
     logprobs = torch.tensor([-0.5, -0.7], requires_grad=True)
     sums = decoupled_ppo(
-        TERMS, logprobs=logprobs, prox_logprobs=None, rollout_logprobs=torch.tensor([-0.6, -0.6]),
-        advantages=torch.tensor([1.0, -1.0]), weights=torch.ones(2),
+        TERMS,
+        logprobs=logprobs,
+        prox_logprobs=None,
+        rollout_logprobs=torch.tensor([-0.6, -0.6]),
+        advantages=torch.tensor([1.0, -1.0]),
+        weights=torch.ones(2),
     )
     sums.loss.backward()
     want = [-math.exp(0.1), math.exp(-0.1)]
@@ -119,8 +141,13 @@ def test_a_masked_token_far_from_the_reference_leaves_no_trace_in_the_gradient(p
     """``exp(93)`` is infinite in fp32; computed before the mask it makes the gradient NaN while the loss is finite."""
     logprobs = torch.tensor([-95.0, -1.0], requires_grad=True)
     sums = decoupled_ppo(
-        TERMS, logprobs=logprobs, prox_logprobs=prox, rollout_logprobs=torch.tensor([-2.0, -1.0]),
-        advantages=torch.tensor([0.0, 1.0]), weights=torch.tensor([0.0, 1.0]), ref_logprobs=torch.tensor([-2.0, -1.5]),
+        TERMS,
+        logprobs=logprobs,
+        prox_logprobs=prox,
+        rollout_logprobs=torch.tensor([-2.0, -1.0]),
+        advantages=torch.tensor([0.0, 1.0]),
+        weights=torch.tensor([0.0, 1.0]),
+        ref_logprobs=torch.tensor([-2.0, -1.5]),
         entropy=torch.tensor([float("inf"), 0.5], requires_grad=True),
     )
     sums.loss.backward()
@@ -133,8 +160,12 @@ def test_a_masked_token_far_from_the_reference_leaves_no_trace_in_the_gradient(p
 def test_a_trained_token_that_moved_beyond_what_fp32_can_hold_has_a_finite_gradient(advantage: float) -> None:
     logprobs = torch.tensor([-2.0, -0.5], requires_grad=True)
     sums = decoupled_ppo(
-        TERMS, logprobs=logprobs, prox_logprobs=torch.tensor([-95.0, -0.5]),
-        rollout_logprobs=torch.tensor([-95.0, -0.5]), advantages=torch.full((2,), advantage), weights=torch.ones(2),
+        TERMS,
+        logprobs=logprobs,
+        prox_logprobs=torch.tensor([-95.0, -0.5]),
+        rollout_logprobs=torch.tensor([-95.0, -0.5]),
+        advantages=torch.full((2,), advantage),
+        weights=torch.ones(2),
         ref_logprobs=torch.tensor([120.0, -0.5]),
     )
     sums.loss.backward()

@@ -21,7 +21,10 @@ HIDDEN, FFN, EXPERTS, HEAD, LAYERS = 32, 16, 4, 8, 2
 
 def spec(rank=4, alpha=8.0) -> AdapterSpec:
     return AdapterSpec(
-        name="a", base_model="tiny", rank=rank, alpha=alpha,
+        name="a",
+        base_model="tiny",
+        rank=rank,
+        alpha=alpha,
         target_modules=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
     )
 
@@ -61,9 +64,20 @@ def base_folder(tmp_path_factory):
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=HIDDEN, intermediate_size=64, moe_intermediate_size=FFN, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD, num_experts=EXPERTS, num_experts_per_tok=2,
-        decoder_sparse_step=1, norm_topk_prob=True, max_position_embeddings=64, tie_word_embeddings=False,
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        moe_intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
     )
     folder = tmp_path_factory.mktemp("base") / "tiny model"
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
@@ -182,10 +196,11 @@ def test_broken_adapters_are_not_saved(tmp_path, change, word):
 @pytest.mark.parametrize(
     ("write", "word"),
     [
-        (lambda names: names[:-1], "1 tensors were not written"), (lambda names: [*names, names[0]], "comes twice"),
+        (lambda names: names[:-1], "1 tensors were not written"),
+        (lambda names: [*names, names[0]], "comes twice"),
         (lambda names: [*names[1:], "model.layers.9.x.lora_A.weight"], "announced was another"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_appears_only_when_every_tensor_was_written_once(tmp_path, write, word):
     tensors, aliases = adapter()
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -218,8 +233,11 @@ def test_the_order_of_writing_does_not_matter_and_stock_safetensors_writes_the_s
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"lora_alpha": 16}, "changed"), ({"r": 8}, "changed"), ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "peft_type"),
+        ({"lora_alpha": 16}, "changed"),
+        ({"r": 8}, "changed"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "peft_type"),
         ({"r": "4"}, "not a readable"),
     ],
 )
@@ -248,12 +266,23 @@ def test_a_folder_of_stock_peft_is_read(tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=64, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=HEAD,
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD,
     )
     model = get_peft_model(
-        Qwen3ForCausalLM(config), LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"],
-                                             task_type="CAUSAL_LM", init_lora_weights=False),
+        Qwen3ForCausalLM(config),
+        LoraConfig(
+            r=4,
+            lora_alpha=16,
+            target_modules=["q_proj", "v_proj", "down_proj"],
+            task_type="CAUSAL_LM",
+            init_lora_weights=False,
+        ),
     )
     model.save_pretrained(tmp_path / "stock")
     got, tensors = load_peft(tmp_path / "stock")

@@ -76,9 +76,13 @@ def product(tensors: dict[str, torch.Tensor], module: str, scale: float, layout:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rank=st.integers(1, 5), spare=st.integers(0, 4), alpha=st.sampled_from([1.0, 3.0, 8.0, 16.0]),
-    doublings=st.integers(-3, 3), shares=st.sets(st.sampled_from(sorted(LEADERS))), seed=st.integers(0, 99),
-)  # fmt: skip
+    rank=st.integers(1, 5),
+    spare=st.integers(0, 4),
+    alpha=st.sampled_from([1.0, 3.0, 8.0, 16.0]),
+    doublings=st.integers(-3, 3),
+    shares=st.sets(st.sampled_from(sorted(LEADERS))),
+    seed=st.integers(0, 99),
+)
 def test_no_product_changes(rank, spare, alpha, doublings, shares, seed) -> None:
     """Exact where the scales differ by a power of two: in float64 a rounded fp32 number would show at 1e-8."""
     tensors = folder(rank, seed)
@@ -134,9 +138,9 @@ def test_what_fits_is_not_touched(expert_layout: ExpertLayout) -> None:
     if expert_layout is ExpertLayout.SHARED:
         other = layout_of(spec(3, 6.0))
         spread = fused(tensors, declared, other, initial)
-        assert all(
-            torch.equal(product(spread, m, 2.0, other), product(tensors, m, 2.0)) for m in modules()
-        ), "one adapter for all experts is also one each"
+        assert all(torch.equal(product(spread, m, 2.0, other), product(tensors, m, 2.0)) for m in modules()), (
+            "one adapter for all experts is also one each"
+        )
         tensors["model.layers.1.mlp.experts.1.down_proj.lora_B.weight"] += 1e-3
         with pytest.raises(AdapterError, match=r"layers.1.mlp.experts.1.down_proj.*per_expert"):
             fused(tensors, declared, layout, initial)

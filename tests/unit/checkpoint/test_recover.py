@@ -138,8 +138,11 @@ def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
 
 def adapter_like(**changes: object) -> AdapterConfig:
     fields: dict[str, object] = {
-        "name": SPEC.name, "rank": SPEC.rank, "alpha": SPEC.alpha, "target_modules": list(SPEC.target_modules)
-    }  # fmt: skip
+        "name": SPEC.name,
+        "rank": SPEC.rank,
+        "alpha": SPEC.alpha,
+        "target_modules": list(SPEC.target_modules),
+    }
     return CONFIG.adapters[0].model_copy(update=fields | changes)
 
 
@@ -153,9 +156,7 @@ def adapter_like(**changes: object) -> AdapterConfig:
         ({}, "model.path", "another base model"),
     ],
 )
-def test_another_adapter_or_base_is_refused(
-    tmp_path: Path, changes: dict[str, object], path: str, reason: str
-) -> None:
+def test_another_adapter_or_base_is_refused(tmp_path: Path, changes: dict[str, object], path: str, reason: str) -> None:
     written(tmp_path, 0)
     found = find(tmp_path, SPEC.name).newest
     assert found is not None

@@ -24,11 +24,20 @@ def shape_of(name: str) -> ModelShape:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("Qwen/Qwen3-0.6B", 0.60), ("Qwen/Qwen3-8B", 8.19), ("Qwen/Qwen3-32B", 32.76), ("Qwen/Qwen3-30B-A3B-Base", 30.53),
-     ("Qwen/Qwen3-235B-A22B", 235.09), ("Qwen/Qwen2.5-7B-Instruct", 7.62), ("Qwen/Qwen1.5-MoE-A2.7B", 14.32),
-     ("meta-llama/Llama-2-7b-hf", 6.74), ("meta-llama/Llama-3.1-70B", 70.55), ("mistralai/Mixtral-8x7B-v0.1", 46.70),
-     ("mistralai/Mixtral-8x22B-v0.1", 140.62)],
-)  # fmt: skip
+    [
+        ("Qwen/Qwen3-0.6B", 0.60),
+        ("Qwen/Qwen3-8B", 8.19),
+        ("Qwen/Qwen3-32B", 32.76),
+        ("Qwen/Qwen3-30B-A3B-Base", 30.53),
+        ("Qwen/Qwen3-235B-A22B", 235.09),
+        ("Qwen/Qwen2.5-7B-Instruct", 7.62),
+        ("Qwen/Qwen1.5-MoE-A2.7B", 14.32),
+        ("meta-llama/Llama-2-7b-hf", 6.74),
+        ("meta-llama/Llama-3.1-70B", 70.55),
+        ("mistralai/Mixtral-8x7B-v0.1", 46.70),
+        ("mistralai/Mixtral-8x22B-v0.1", 140.62),
+    ],
+)
 def test_base_sizes_are_the_published_ones(name: str, billions: float) -> None:
     assert shape_of(name).parameters / 1e9 == pytest.approx(billions, abs=0.005)
 

@@ -106,9 +106,13 @@ def test_warnings_are_not_errors_and_come_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [["trainer.pp=3", "trainer.world_size=6", "trainer.ep=2"], ["adapters.0.rank=3"],
-                  ["adapters.0.expert_layout=shared"]],
-)  # fmt: skip
+    "overrides",
+    [
+        ["trainer.pp=3", "trainer.world_size=6", "trainer.ep=2"],
+        ["adapters.0.rank=3"],
+        ["adapters.0.expert_layout=shared"],
+    ],
+)
 def test_allowed(overrides: list[str]) -> None:
     """Stages of unequal length, ranks that vLLM has no size for, one adapter for all experts."""
     assert check(load_config(EMBEDDED, overrides), FACTS["embedded"]) == ()

@@ -49,8 +49,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["Environment", "agent", "system", "sqrt", "constant", "one", "two", "rest", "missing_package", "fallback",
-     "branch"],
+    [
+        "Environment",
+        "agent",
+        "system",
+        "sqrt",
+        "constant",
+        "one",
+        "two",
+        "rest",
+        "missing_package",
+        "fallback",
+        "branch",
+    ],
 )
 def test_every_way_to_bind_a_name_is_seen(folder: Path, name: str) -> None:
     check_import_path(f"user_package.sub.code:{name}", "key")

@@ -44,12 +44,15 @@ def test_code_that_is_there_passes_and_is_not_run(package: Path, path: str) -> N
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("pack.mine:rewrad", "defines no 'rewrad' (fix: did you mean reward)"), ("pack.yours:reward", "'pack.yours'"),
-        ("nothing.like.it:reward", "there is no module 'nothing'"), ("yours.py:reward", "there is no file yours.py"),
-        ("pack.mine", "names no object"), ("mine.py:a b", "names no object"),
+        ("pack.mine:rewrad", "defines no 'rewrad' (fix: did you mean reward)"),
+        ("pack.yours:reward", "'pack.yours'"),
+        ("nothing.like.it:reward", "there is no module 'nothing'"),
+        ("yours.py:reward", "there is no file yours.py"),
+        ("pack.mine", "names no object"),
+        ("mine.py:a b", "names no object"),
         ("outer.none.mine:reward", "'outer.none'"),
     ],
-)  # fmt: skip
+)
 def test_code_that_is_not_there_is_one_line(package: Path, path: str, line: str) -> None:
     [problem] = problems(package, path)
     assert problem.startswith("adapters.0.reward.path: ")

@@ -12,16 +12,18 @@ from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 
 
-def _trajectory(
-    uid: str, n_prompt: int, n_answer: int, version: int, reward: float, sample: int = 0
-) -> Trajectory:
+def _trajectory(uid: str, n_prompt: int, n_answer: int, version: int, reward: float, sample: int = 0) -> Trajectory:
     total = n_prompt + n_answer
     base = 100 * (ord(uid) - 96)
     return Trajectory(
-        uid=uid, sample=sample, adapter=AdapterRef(name="math", version=version),
-        token_ids=[base + i for i in range(total)], loss_mask=[0] * n_prompt + [1] * n_answer,
+        uid=uid,
+        sample=sample,
+        adapter=AdapterRef(name="math", version=version),
+        token_ids=[base + i for i in range(total)],
+        loss_mask=[0] * n_prompt + [1] * n_answer,
         rollout_logprobs=[0.0] * n_prompt + [-(base + i) / 1000 for i in range(n_prompt, total)],
-        versions=[-1] * n_prompt + [version] * n_answer, reward=reward,
+        versions=[-1] * n_prompt + [version] * n_answer,
+        reward=reward,
     )
 
 
@@ -54,8 +56,10 @@ def test_select_moves_whole_sequences() -> None:
 def test_trajectories_of_one_sample_have_one_id_and_one_reward() -> None:
     first, second = _trajectory("a", 2, 3, 4, 1.0, 1), _trajectory("b", 2, 1, 5, 1.0, 1)
     third, other = _trajectory("c", 1, 1, 5, 0.0, 0), _trajectory("d", 1, 1, 5, 0.0, 1)
-    groups = [TrajectoryGroup(uid="0:x", trajectories=(first, third, second)),
-              TrajectoryGroup(uid="0:y", trajectories=(other,))]
+    groups = [
+        TrajectoryGroup(uid="0:x", trajectories=(first, third, second)),
+        TrajectoryGroup(uid="0:y", trajectories=(other,)),
+    ]
     assert collate(groups).sample_ids.tolist() == [0, 1, 0, 2]
     differs = TrajectoryGroup(uid="0:x", trajectories=(first, third, replace(second, reward=0.5)))
     with pytest.raises(AlignmentError, match=r"trajectory b: reward 0\.5, another one of its sample has 1\.0"):

@@ -46,24 +46,41 @@ def script(store):
             return type(error).__name__
 
     return [
-        run("set", "k", "v"), run("get", "k"), run("set", "k", b"\x00\xff"), run("get", "k"),
-        run("add", "n", 3), run("add", "n", -5), run("get", "n"), run("check", ["k", "n"]), run("check", ["k", "z"]),
-        run("compare_set", "c", "", "first"), run("compare_set", "c", "other", "second"),
-        run("compare_set", "c", "first", "second"), run("get", "c"), run("compare_set", "none", "old", "new"),
-        run("append", "a", "x"), run("append", "a", "yz"), run("multi_set", ["p", "q"], ["1", "2"]),
-        run("multi_get", ["a", "p", "q"]), run("wait", ["a", "q"]), run("wait", ["z"], timedelta(seconds=0.05)),
-        run("delete_key", "p"), run("delete_key", "p"), run("has_extended_api"),
-        run("set_timeout", timedelta(seconds=0.05)), run("get", "z"), run("multi_get", ["a", "z"]),
-    ]  # fmt: skip
+        run("set", "k", "v"),
+        run("get", "k"),
+        run("set", "k", b"\x00\xff"),
+        run("get", "k"),
+        run("add", "n", 3),
+        run("add", "n", -5),
+        run("get", "n"),
+        run("check", ["k", "n"]),
+        run("check", ["k", "z"]),
+        run("compare_set", "c", "", "first"),
+        run("compare_set", "c", "other", "second"),
+        run("compare_set", "c", "first", "second"),
+        run("get", "c"),
+        run("compare_set", "none", "old", "new"),
+        run("append", "a", "x"),
+        run("append", "a", "yz"),
+        run("multi_set", ["p", "q"], ["1", "2"]),
+        run("multi_get", ["a", "p", "q"]),
+        run("wait", ["a", "q"]),
+        run("wait", ["z"], timedelta(seconds=0.05)),
+        run("delete_key", "p"),
+        run("delete_key", "p"),
+        run("has_extended_api"),
+        run("set_timeout", timedelta(seconds=0.05)),
+        run("get", "z"),
+        run("multi_get", ["a", "z"]),
+    ]
 
 
 def test_it_answers_as_torchs_own(server):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         own = dist.TCPStore(
-            "127.0.0.1", port, 1, True, timedelta(seconds=5), wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+            "127.0.0.1", port, 1, True, timedelta(seconds=5), wait_for_workers=False, master_listen_fd=listener.detach()
+        )
     with client(server) as store:
         assert script(dist.PrefixStore("x", store)) == script(dist.PrefixStore("x", own))
         assert store.num_keys() == 5  # k, n, c, a, q

@@ -41,10 +41,19 @@ def arguments(tmp_path: Path, *more: str, model: str = NAME) -> list[str]:
     program.chmod(0o755)
     files = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
     return [
-        sys.executable, "-m", "areal_lora.launch", "--config", str(files[0]), "--config", str(files[1]),
-        f"run.root={tmp_path / 'runs'}", f"rollout.python={program}", f"trainer.python={program}",
-        f"model.path={model}", *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "areal_lora.launch",
+        "--config",
+        str(files[0]),
+        "--config",
+        str(files[1]),
+        f"run.root={tmp_path / 'runs'}",
+        f"rollout.python={program}",
+        f"trainer.python={program}",
+        f"model.path={model}",
+        *more,
+    ]
 
 
 def environment(cache: Path, hub: FakeHub | None, **more: str) -> dict[str, str]:
@@ -56,9 +65,14 @@ def launch(
     tmp_path: Path, hub: FakeHub | None, *more: str, model: str = NAME, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        arguments(tmp_path, *more, model=model), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        arguments(tmp_path, *more, model=model),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         env=environment(tmp_path / "cache", hub, **variables),
-    )  # fmt: skip
+    )
 
 
 def model_of(tmp_path: Path) -> dict[str, Any]:
@@ -79,9 +93,7 @@ def test_a_cached_name_becomes_its_snapshot_folder_without_a_hub(tmp_path: Path)
     done = launch(tmp_path, None)
     assert done.returncode == 70, done.stderr
     model = model_of(tmp_path)
-    assert model == {
-        "path": NAME, "revision": None, "dtype": "float32", "commit": FIRST, "snapshot": str(snapshot),
-    }  # fmt: skip
+    assert model == {"path": NAME, "revision": None, "dtype": "float32", "commit": FIRST, "snapshot": str(snapshot)}
     assert f"Base model: {NAME} at {FIRST}, in {snapshot}" in done.stdout
     assert base_digest(model["snapshot"]) == base_digest(TINY_MODEL)
 
@@ -111,8 +123,12 @@ def test_a_folder_wins_over_a_hub_name(tmp_path: Path) -> None:
     )
     assert done.returncode == 70, done.stderr
     assert model_of(tmp_path) == {
-        "path": str(folder), "revision": None, "dtype": "float32", "commit": None, "snapshot": None,
-    }  # fmt: skip
+        "path": str(folder),
+        "revision": None,
+        "dtype": "float32",
+        "commit": None,
+        "snapshot": None,
+    }
     with_revision = launch(tmp_path, None, "model.revision=v2", "run.name=other", model=str(folder))
     refused(with_revision, 64, "model.revision", "is a folder")
 
@@ -168,9 +184,13 @@ def test_what_a_snapshot_lacks(tmp_path: Path, left_out: str, lacks: str) -> Non
 # --- the hub -----------------------------------------------------------------------------
 
 EXTRA = {
-    "pytorch_model.bin": b"x" * 1000, "consolidated.00.pth": b"x", "consolidated.safetensors": b"x",
-    "original/params.json": b"{}", "README.md": b"#", "modeling.py": b"",
-}  # fmt: skip
+    "pytorch_model.bin": b"x" * 1000,
+    "consolidated.00.pth": b"x",
+    "consolidated.safetensors": b"x",
+    "original/params.json": b"{}",
+    "README.md": b"#",
+    "modeling.py": b"",
+}
 
 
 def test_the_needed_files_are_downloaded_and_nothing_else(tmp_path: Path, hub: FakeHub) -> None:
@@ -203,16 +223,30 @@ def test_a_partial_snapshot_is_completed(tmp_path: Path, hub: FakeHub) -> None:
     ("models", "more", "words"),
     [
         ({}, [], ["model.path", "no folder", "no model of this name", "hf auth login"]),
-        ({NAME: HubModel(commits={FIRST: tiny_files()}, refs={"main": FIRST}, gated=True)}, [],
-         ["is gated", "accept its terms", f"/{NAME}", "HF_TOKEN"]),
-        ({NAME: HubModel(commits={FIRST: tiny_files()}, refs={"main": FIRST})}, ["model.revision=v9"],
-         ["model.revision", "no revision 'v9'"]),
+        (
+            {NAME: HubModel(commits={FIRST: tiny_files()}, refs={"main": FIRST}, gated=True)},
+            [],
+            ["is gated", "accept its terms", f"/{NAME}", "HF_TOKEN"],
+        ),
+        (
+            {NAME: HubModel(commits={FIRST: tiny_files()}, refs={"main": FIRST})},
+            ["model.revision=v9"],
+            ["model.revision", "no revision 'v9'"],
+        ),
         ({NAME: HubModel(commits={FIRST: {"README.md": b""}}, refs={"main": FIRST})}, [], ["no config.json"]),
-        ({NAME: HubModel(commits={FIRST: {k: v for k, v in tiny_files().items() if "safet" not in k} | EXTRA},
-                         refs={"main": FIRST})}, [], ["no model.safetensors"]),
+        (
+            {
+                NAME: HubModel(
+                    commits={FIRST: {k: v for k, v in tiny_files().items() if "safet" not in k} | EXTRA},
+                    refs={"main": FIRST},
+                )
+            },
+            [],
+            ["no model.safetensors"],
+        ),
     ],
     ids=["unknown", "gated", "revision", "config", "weights"],
-)  # fmt: skip
+)
 def test_what_the_hub_refuses_is_one_line(
     tmp_path: Path, hub: FakeHub, models: dict[str, HubModel], more: list[str], words: list[str]
 ) -> None:

@@ -38,12 +38,20 @@ class Run:
         name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "tests.support.launcher.drive", str(folder), str(grace_s), json.dumps(processes),
+                sys.executable,
+                "-m",
+                "tests.support.launcher.drive",
+                str(folder),
+                str(grace_s),
+                json.dumps(processes),
                 *overrides,
             ],
-            env=os.environ | {name: value}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             cwd=ROOT,
-        )  # fmt: skip
+        )
 
     def alive(self) -> list[psutil.Process]:
         """Processes of this run, found by their environment: also those that no parent knows any more."""
@@ -114,9 +122,10 @@ def test_first_failure_is_reported_with_its_last_lines(begin: Callable[..., Run]
 
 def test_process_killed_from_outside_is_named(begin: Callable[..., Run]) -> None:
     run = begin(
-        ("server", 0, "import os; print(os.getpid()); import time; time.sleep(600)"), ("trainer", 0, FOREVER),
+        ("server", 0, "import os; print(os.getpid()); import time; time.sleep(600)"),
+        ("trainer", 0, FOREVER),
         overrides=["rollout.max_restarts=0"],
-    )  # fmt: skip
+    )
     run.wait_for(lambda: run.log("server-0").strip().isdecimal())
     os.kill(int(run.log("server-0")), signal.SIGKILL)
     code, output = run.end()
@@ -262,9 +271,7 @@ def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
     begin: Callable[..., Run], tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "run")
-    run = begin(
-        ("server", 0, SERVES_ONCE.format(folder=folder)), ("trainer", 0, WAITS_FOR_TWO.format(folder=folder))
-    )
+    run = begin(("server", 0, SERVES_ONCE.format(folder=folder)), ("trainer", 0, WAITS_FOR_TWO.format(folder=folder)))
     code, output = run.end()
     assert code == 0, output
     assert "server-0 was killed by SIGKILL; it is started again in 1 s (1 of 3)" in output
@@ -335,9 +342,11 @@ def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
     role, index, code = rank(tmp_path, "controller", 0)
     loads = f"import pathlib, time; m = pathlib.Path({str(mark)!r}); time.sleep(4 * m.exists()); m.touch()\n"
     run = begin(
-        rank(tmp_path, "server", 0), (role, index, loads + code), rank(tmp_path, "trainer", 0, steps=80),
+        rank(tmp_path, "server", 0),
+        (role, index, loads + code),
+        rank(tmp_path, "trainer", 0, steps=80),
         overrides=["run.stall_s=2", "run.heartbeat_timeout_s=2"],
-    )  # fmt: skip
+    )
     code, output = run.end(timeout_s=40)
     assert code == 0, output
     assert "no sign of life" not in output
@@ -364,10 +373,11 @@ def test_all_trainer_ranks_end_with_one_and_start_together(
     set_fault(monkeypatch, tmp_path, f"trainer-{dead}.step:5:kill")
     waits = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif step < 20: time.sleep(600)"
     run = begin(
-        rank(tmp_path, "server", 0), rank(tmp_path, "trainer", 0, steps=25),
+        rank(tmp_path, "server", 0),
+        rank(tmp_path, "trainer", 0, steps=25),
         rank(tmp_path, "trainer", 1, beats=False, steps=10 if dead == 0 else 30, last=waits if dead == 0 else ""),
         grace_s=0.5,
-    )  # fmt: skip
+    )
     code, output = run.end()
     assert code == 0, output
     line = f"trainer-{dead} was killed by SIGKILL; all trainer ranks are started again in 1 s (1 of 3)"
@@ -387,9 +397,10 @@ def test_an_error_that_would_repeat_ends_the_run_with_its_code(begin: Callable[.
 
 def test_restarts_run_out(begin: Callable[..., Run], tmp_path: Path) -> None:
     run = begin(
-        rank(tmp_path, "server", 0), rank(tmp_path, "trainer", 0, steps=2, last="sys.exit('out of luck')"),
+        rank(tmp_path, "server", 0),
+        rank(tmp_path, "trainer", 0, steps=2, last="sys.exit('out of luck')"),
         overrides=["run.max_restarts=1"],
-    )  # fmt: skip
+    )
     code, output = run.end()
     assert code == 70, output
     assert "trainer-0 exited with code 1; all trainer ranks are started again in 1 s (1 of 1)" in output
@@ -402,9 +413,12 @@ def test_a_stuck_process_leads_to_stacks_of_all_and_is_started_again(
 ) -> None:
     set_fault(monkeypatch, tmp_path, "trainer-0.step:5:hang")
     run = begin(
-        rank(tmp_path, "server", 0), rank(tmp_path, "controller", 0), rank(tmp_path, "trainer", 0, steps=25),
-        rank(tmp_path, "trainer", 1, beats=False), overrides=["run.stall_s=2"],
-    )  # fmt: skip
+        rank(tmp_path, "server", 0),
+        rank(tmp_path, "controller", 0),
+        rank(tmp_path, "trainer", 0, steps=25),
+        rank(tmp_path, "trainer", 1, beats=False),
+        overrides=["run.stall_s=2"],
+    )
     code, output = run.end(timeout_s=40)
     assert code == 0, output
     file = tmp_path / "run" / "stacks" / "stall-1.txt"

@@ -31,9 +31,13 @@ def plan_of(paths: list[Path], *overrides: str) -> JobPlan:
 def test_embedded_processes() -> None:
     plan = plan_of(EMBEDDED)
     common = {
-        "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1",
-    }  # fmt: skip
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
 
     def trainer(rank: int) -> dict[str, str]:
         return common | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
@@ -81,8 +85,10 @@ def test_server_does_not_straddle_nodes() -> None:
     overrides = ["trainer.world_size=3", "trainer.tp=1", "trainer.ep=1", "rollout.tp=4", "rollout.servers=3"]
     plan = plan_of(MOE, *overrides, "cluster.nodes=2")
     assert [(p.node, p.devices) for p in plan.role("server")] == [
-        (0, (3, 4, 5, 6)), (1, (0, 1, 2, 3)), (1, (4, 5, 6, 7)),
-    ]  # fmt: skip
+        (0, (3, 4, 5, 6)),
+        (1, (0, 1, 2, 3)),
+        (1, (4, 5, 6, 7)),
+    ]
     with pytest.raises(ConfigError, match="no room"):
         plan_of(MOE, *overrides, "cluster.nodes=1")
 

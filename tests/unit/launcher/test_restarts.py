@@ -88,11 +88,15 @@ def test_without_any_server_left_the_run_fails() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ConfigError("a", "b"), EnvironmentError_("x"), ParityError("x"), StalenessError("x"), AlignmentError("x"),
+        ConfigError("a", "b"),
+        EnvironmentError_("x"),
+        ParityError("x"),
+        StalenessError("x"),
+        AlignmentError("x"),
         ManifestError("a", "b"),
     ],
     ids=lambda e: type(e).__name__,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("role", [SERVER, CONTROLLER, TRAINER])
 def test_what_would_end_the_same_way_is_not_started_again(role: str, error: Exception) -> None:
     assert restarts().take(ended(error.exit_code, role), 0.0, 100.0).ends_run

@@ -19,15 +19,30 @@ def config(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     "change",
     [
-        "run.steps=99", "trainer.world_size=1", "trainer.ep=1", "trainer.tp=2", "rollout.servers=3", "rollout.tp=2",
-        "rollout.max_staleness=0", "rollout.in_flight=interrupt", "adapters.gsm8k.optimizer.lr=3.0e-4",
-        "adapters.gsm8k.optimizer.schedule=cosine", "adapters.gsm8k.minibatches=2",
-        "adapters.gsm8k.sampling.prompts_per_step=7", "adapters.gsm8k.sampling.n_samples=3",
-        "adapters.gsm8k.sampling.max_new_tokens=9", "adapters.gsm8k.algorithm.kl_coef=0.1",
-        "adapters.gsm8k.task.n_eval=11", "eval.every_steps=0", "checkpoint.every_steps=4", "run.max_restarts=0",
-        "adapters.gsm8k.reward.workers=2", "weight_sync.bucket_mib=1", "cluster.kind=slurm",
+        "run.steps=99",
+        "trainer.world_size=1",
+        "trainer.ep=1",
+        "trainer.tp=2",
+        "rollout.servers=3",
+        "rollout.tp=2",
+        "rollout.max_staleness=0",
+        "rollout.in_flight=interrupt",
+        "adapters.gsm8k.optimizer.lr=3.0e-4",
+        "adapters.gsm8k.optimizer.schedule=cosine",
+        "adapters.gsm8k.minibatches=2",
+        "adapters.gsm8k.sampling.prompts_per_step=7",
+        "adapters.gsm8k.sampling.n_samples=3",
+        "adapters.gsm8k.sampling.max_new_tokens=9",
+        "adapters.gsm8k.algorithm.kl_coef=0.1",
+        "adapters.gsm8k.task.n_eval=11",
+        "eval.every_steps=0",
+        "checkpoint.every_steps=4",
+        "run.max_restarts=0",
+        "adapters.gsm8k.reward.workers=2",
+        "weight_sync.bucket_mib=1",
+        "cluster.kind=slurm",
     ],
-)  # fmt: skip
+)
 def test_may_change(change: str) -> None:
     assert conflict(config(), config(change)) is None
     assert changes(config(), config()) == []

@@ -35,9 +35,16 @@ def test_directives(tmp_path: Path) -> None:
     )
     directives = re.findall(r"^#SBATCH (.*)$", script, flags=re.M)
     assert {
-        "--job-name=my-run", "--nodes=3", "--gres=gpu:8", "--time=24:00:00", "--partition=gpu", "--account=me",
-        "--requeue", "--exclusive", "--signal=B:USR1@60",
-    } <= set(directives)  # fmt: skip
+        "--job-name=my-run",
+        "--nodes=3",
+        "--gres=gpu:8",
+        "--time=24:00:00",
+        "--partition=gpu",
+        "--account=me",
+        "--requeue",
+        "--exclusive",
+        "--signal=B:USR1@60",
+    } <= set(directives)
     assert script.index("#SBATCH") < script.index("set -u"), "sbatch reads directives up to the first command"
 
 
@@ -70,8 +77,13 @@ STAND_INS = {
 
 
 def run_script(
-    tmp_path: Path, trainer: str, server: str = "exec sleep 60", controller: str = "exec sleep 60",
-    failures: int | None = None, before: Callable[[Path], None] = lambda _: None, state: str = "RUNNING",
+    tmp_path: Path,
+    trainer: str,
+    server: str = "exec sleep 60",
+    controller: str = "exec sleep 60",
+    failures: int | None = None,
+    before: Callable[[Path], None] = lambda _: None,
+    state: str = "RUNNING",
 ) -> tuple[subprocess.CompletedProcess, Path]:
     """Run the job's script with stand-ins for srun, scontrol and the roles' interpreters."""
     bin_folder = tmp_path / "bin"
@@ -86,7 +98,9 @@ def run_script(
         program.write_text(f"#!/bin/bash\n{text}\n")
         program.chmod(0o755)
     config, plan = job(
-        tmp_path, f"trainer.python={bin_folder}/trainer-python", f"rollout.python={bin_folder}/server-python",
+        tmp_path,
+        f"trainer.python={bin_folder}/trainer-python",
+        f"rollout.python={bin_folder}/server-python",
         "run.stop_grace_s=3",
     )
     own_python = plan.role("controller")[0].argv[0]
@@ -98,9 +112,12 @@ def run_script(
     if failures is not None:
         (plan.run_folder / "job.failures").write_text(f"{failures}\n")
     env = os.environ | {
-        "PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "17",
-        "CALLS": str(tmp_path / "calls"), "STATE": str(tmp_path / "state"),
-    }  # fmt: skip
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "SLURM_JOB_ID": "17",
+        "CALLS": str(tmp_path / "calls"),
+        "STATE": str(tmp_path / "state"),
+    }
     (tmp_path / "state").write_text(f"{state}\n")
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60, check=False)
     return done, plan.run_folder
@@ -272,7 +289,10 @@ def test_a_job_that_cannot_be_released_is_cancelled(tmp_path: Path, monkeypatch:
     config, plan = job(tmp_path)
     calls = tmp_path / "calls"
     with_programs(
-        tmp_path, monkeypatch, sbatch="echo 42", scontrol="echo 'no controller' >&2; exit 1",
+        tmp_path,
+        monkeypatch,
+        sbatch="echo 42",
+        scontrol="echo 'no controller' >&2; exit 1",
         scancel=f'echo "$@" > {calls}',
     )
     with pytest.raises(EnvironmentError_, match="scontrol refused the job: no controller"):

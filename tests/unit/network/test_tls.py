@@ -45,9 +45,10 @@ def echo(secret: str, plane: Plane, bind: str = "127.0.0.1") -> Iterator[int]:
 
 
 def answer(port: int, context: ssl.SSLContext, name: str = "localhost") -> bytes:
-    with create_connection(("127.0.0.1", port), timeout=5) as raw, context.wrap_socket(
-        raw, server_hostname=name
-    ) as connection:
+    with (
+        create_connection(("127.0.0.1", port), timeout=5) as raw,
+        context.wrap_socket(raw, server_hostname=name) as connection,
+    ):
         assert connection.version() == "TLSv1.3"
         connection.sendall(b"hello")
         return connection.recv(100)
@@ -118,8 +119,16 @@ def _target(link: Path) -> str:
 
 @pytest.mark.parametrize(
     ("bind", "expected"),
-    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
-     ("10.0.0.1", False), ("node7", False)],
-)  # fmt: skip
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("node7", False),
+    ],
+)
 def test_what_is_loopback(bind: str, expected: bool) -> None:
     assert on_loopback(bind) is expected

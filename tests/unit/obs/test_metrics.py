@@ -29,14 +29,28 @@ from areal_lora.obs.samples import sample_files, sample_lines
 from areal_lora.run_folder.jsonl import BLOCK_BYTES, JsonlSink
 
 STEP = StepRecord(
-    step=3, version=3, time_s=9.5, adapter="toy", reward_mean=0.5, rollout_tokens_per_s=4000.0, train_s=0.8,
-    staleness={0: 7, 2: 1}, dropped={"stale": 2}, extra={"capped_fraction": 0.25},
-)  # fmt: skip
+    step=3,
+    version=3,
+    time_s=9.5,
+    adapter="toy",
+    reward_mean=0.5,
+    rollout_tokens_per_s=4000.0,
+    train_s=0.8,
+    staleness={0: 7, 2: 1},
+    dropped={"stale": 2},
+    extra={"capped_fraction": 0.25},
+)
 PUBLISH = PublishRecord(version=4, total_ms=20.0, adapter="toy", phases_ms={"pack": 1.5, "wire": 2.5, "ack": 18.0})
 EVAL = EvalRecord(
-    version=4, step=4, accuracy=0.75, n=8, reward_mean=0.5, unscored=1, adapter="toy",
+    version=4,
+    step=4,
+    accuracy=0.75,
+    n=8,
+    reward_mean=0.5,
+    unscored=1,
+    adapter="toy",
     samples=[SampleRecord(prompt="p\n", completion="é\u2028", gold="1", reward=1.0)],
-)  # fmt: skip
+)
 SAMPLE = RolloutSampleRecord(
     step=3, prompt="a\r\nb", completion="</script>", reward=0.0, adapter="toy", versions=[2, 3]
 )
@@ -95,8 +109,10 @@ def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: 
         writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.9))
         writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.4, adapter="other"))
     assert [(s.adapter, s.step, s.reward_mean) for s in read_metrics(tmp_path).steps] == [
-        ("", 0, 0.1), ("", 1, 0.9), ("other", 1, 0.4),
-    ]  # fmt: skip
+        ("", 0, 0.1),
+        ("", 1, 0.9),
+        ("other", 1, 0.4),
+    ]
 
 
 @pytest.mark.parametrize("torn", [1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])
@@ -189,8 +205,15 @@ def test_a_resume_undoes_what_was_recorded_beyond_its_version(tmp_path: Path) ->
 
 def test_the_trainers_idle_fraction_is_what_it_waited_for() -> None:
     step = StepRecord(
-        step=0, version=0, time_s=1.0, step_s=4.0, wait_batch_s=1.0, checkpoint_join_s=0.5, publish_join_s=0.5,
-        train_s=1.5, publish_pack_s=0.5,
-    )  # fmt: skip
+        step=0,
+        version=0,
+        time_s=1.0,
+        step_s=4.0,
+        wait_batch_s=1.0,
+        checkpoint_join_s=0.5,
+        publish_join_s=0.5,
+        train_s=1.5,
+        publish_pack_s=0.5,
+    )
     assert step.trainer_idle == 0.5
     assert StepRecord(step=0, version=0, time_s=1.0).trainer_idle is None

@@ -49,9 +49,22 @@ def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
     assert "url(" not in html
     assert "@import" not in html
-    for shown in ("0.250 → 0.850", "Staleness", "Publish by phase", "commit_wait", "Parity probe", "Early", "Late",
-                  "same version (numerics)", "re-issued", "late duplicates", "stale 5, timeout 1", "3.0 MiB",
-                  "was killed by signal 9", "Resumed from a checkpoint"):  # fmt: skip
+    for shown in (
+        "0.250 → 0.850",
+        "Staleness",
+        "Publish by phase",
+        "commit_wait",
+        "Parity probe",
+        "Early",
+        "Late",
+        "same version (numerics)",
+        "re-issued",
+        "late duplicates",
+        "stale 5, timeout 1",
+        "3.0 MiB",
+        "was killed by signal 9",
+        "Resumed from a checkpoint",
+    ):
         assert shown in page.text, shown
     assert '"world_size": 2' in page.text
     assert "nothing recorded" not in page.text

@@ -130,8 +130,10 @@ def test_a_resume_record_voids_samples_too(tmp_path: Path) -> None:
         writer.write(ResumeRecord(version=2, time_s=1.0, adapter="a"))
         writer.write(RolloutSampleRecord(step=2, prompt="p", completion="after", reward=0.0, adapter="a"))
     assert [(s.step, s.completion) for s in read_metrics(tmp_path).samples] == [
-        (0, "before"), (1, "before"), (2, "after"),
-    ]  # fmt: skip
+        (0, "before"),
+        (1, "before"),
+        (2, "after"),
+    ]
 
 
 def test_a_torn_line_is_not_read_and_cut_when_the_run_is_resumed(tmp_path: Path) -> None:
@@ -149,8 +151,10 @@ def test_a_torn_line_is_not_read_and_cut_when_the_run_is_resumed(tmp_path: Path)
 
 
 def test_samples_of_older_versions_inside_the_metrics_file_are_read(tmp_path: Path) -> None:
-    rows = [{"kind": "sample", "step": k, "prompt": "p", "completion": str(k), "reward": 0, "adapter": "a"}
-            for k in (0, 1, 2)]  # fmt: skip
+    rows = [
+        {"kind": "sample", "step": k, "prompt": "p", "completion": str(k), "reward": 0, "adapter": "a"}
+        for k in (0, 1, 2)
+    ]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with MetricsWriter(tmp_path) as writer:
         writer.write(ResumeRecord(version=2, time_s=1.0, adapter="a"))
@@ -204,8 +208,11 @@ def test_a_kill_at_any_operation_of_rotation_and_resume_loses_no_newest_sample(t
         before = [step for step in steps_in(tmp_path) if step < resumed]
         done = subprocess.run(
             [sys.executable, "-c", CRASHING, str(tmp_path), str(kill_at), str(resumed)],
-            env=environment, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode in (0, -9), done.stderr
         completed = done.returncode == 0
         written = [int(text) for text in done.stdout.split()]

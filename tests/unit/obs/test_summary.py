@@ -28,7 +28,14 @@ def small_run(folder: Path) -> Path:
         writer.write(PublishRecord(version=2, total_ms=9.0))
         writer.write(
             EvalRecord(
-                version=2, step=2, accuracy=0.5, reward_mean=0.75, n=200, unscored=3, left_out=2, tag="after",
+                version=2,
+                step=2,
+                accuracy=0.5,
+                reward_mean=0.75,
+                n=200,
+                unscored=3,
+                left_out=2,
+                tag="after",
                 samples=[SampleRecord(prompt="p", completion="c", gold="g", reward=None)],
             )
         )
@@ -47,14 +54,30 @@ def test_figures(tmp_path: Path) -> None:
     digest = values.pop("config_sha256")
     assert len(digest) == 64
     assert values == {
-        "run": "fake", "model": "tiny/model", "seed": 7, "steps": 2, "wall_s": 12.346,
-        "eval_before": 0.25, "eval_after": 0.5, "eval_reward_before": 0.5, "eval_reward_after": 0.75,
-        "eval_problems": 200, "eval_unscored": 3, "eval_left_out": 2, "publishes": 3, "publishes_probed": 2,
-        "probe_max_abs_dlogp": 4e-6, "probe_mean_abs_dlogp": 3e-7,
-        "staleness_histogram": {"0": 10, "1": 4, "2": 0}, "max_staleness": 1, "max_staleness_allowed": 2,
-        "dropped": {"stale": 3}, "restarts": {"server-0": 2, "trainer": 1},
-        "adapter_path": str(tmp_path / "adapters" / "toy"), "report_path": "r.html",
-    }  # fmt: skip
+        "run": "fake",
+        "model": "tiny/model",
+        "seed": 7,
+        "steps": 2,
+        "wall_s": 12.346,
+        "eval_before": 0.25,
+        "eval_after": 0.5,
+        "eval_reward_before": 0.5,
+        "eval_reward_after": 0.75,
+        "eval_problems": 200,
+        "eval_unscored": 3,
+        "eval_left_out": 2,
+        "publishes": 3,
+        "publishes_probed": 2,
+        "probe_max_abs_dlogp": 4e-6,
+        "probe_mean_abs_dlogp": 3e-7,
+        "staleness_histogram": {"0": 10, "1": 4, "2": 0},
+        "max_staleness": 1,
+        "max_staleness_allowed": 2,
+        "dropped": {"stale": 3},
+        "restarts": {"server-0": 2, "trainer": 1},
+        "adapter_path": str(tmp_path / "adapters" / "toy"),
+        "report_path": "r.html",
+    }
 
 
 def test_closing_ends_with_the_summary_and_nothing_wraps(tmp_path: Path) -> None:
@@ -102,7 +125,13 @@ def test_commands_name_the_interpreters_of_the_roles_and_existing_files(tmp_path
     assert commands["vllm."][:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert commands["vllm."][commands["vllm."].index("--model") + 1] == "/hub/snapshots/abc"
     trainer = "/opt/train er/bin/python"
-    assert commands["tensorboard.main"] == ["TensorBoard", trainer, "-m", "tensorboard.main", "--logdir",
-                                            str(folder / "tensorboard")]  # fmt: skip
+    assert commands["tensorboard.main"] == [
+        "TensorBoard",
+        trainer,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(folder / "tensorboard"),
+    ]
     python, script, run = commands["evaluate.py"]
     assert (python, Path(script).is_file(), run) == (trainer, True, str(folder))

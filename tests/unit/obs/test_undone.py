@@ -34,9 +34,10 @@ def table(records: list[Record]) -> dict[object, Record]:
     for record in records:
         if isinstance(record, ResumeRecord):
             found = {
-                key: r for key, r in found.items()
+                key: r
+                for key, r in found.items()
                 if r.adapter != record.adapter or place(r) <= record.version - isinstance(r, StepRecord)
-            }  # fmt: skip
+            }
             continue
         found[type(record), record.adapter, place(record), getattr(record, "tag", "")] = record
     return found

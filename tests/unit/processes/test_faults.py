@@ -60,8 +60,10 @@ def test_the_first_of_several_points_wins() -> None:
 def test_once_in_all_processes(tmp_path: Path) -> None:
     fault = f"once={tmp_path}:a.one:1:kill,a.two:1:kill"
     assert [run(fault)[:2] for _ in range(3)] == [
-        (["a.one"], -signal.SIGKILL), (["a.one", "a.two"], -signal.SIGKILL), (["a.one", "a.two"] * 3 + ["end"], 0),
-    ]  # fmt: skip
+        (["a.one"], -signal.SIGKILL),
+        (["a.one", "a.two"], -signal.SIGKILL),
+        (["a.one", "a.two"] * 3 + ["end"], 0),
+    ]
 
 
 def test_a_hang_lasts() -> None:

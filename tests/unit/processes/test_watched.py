@@ -20,9 +20,18 @@ from areal_lora.processes.watched import watched_task, watched_thread
 PACKAGE = Path(areal_lora.__file__).parent
 TABLE = PACKAGE.parent / "docs" / "en" / "threads.md"
 STARTERS = {
-    "Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ProcessPoolExecutor", "create_task",
-    "ensure_future", "run_in_executor", "to_thread", "run_coroutine_threadsafe", "AsyncioAuthenticator",
-}  # fmt: skip
+    "Thread",
+    "Timer",
+    "start_new_thread",
+    "ThreadPoolExecutor",
+    "ProcessPoolExecutor",
+    "create_task",
+    "ensure_future",
+    "run_in_executor",
+    "to_thread",
+    "run_coroutine_threadsafe",
+    "AsyncioAuthenticator",
+}
 SHORT = {
     "processes/watched.py:end_process": "the mechanism itself",
     "processes/watched.py:watched_thread": "the mechanism itself",

@@ -36,7 +36,11 @@ def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
 
 
 def run(
-    agent: Agent, *, server: FakeServer | None = None, scorer: Graded | None = None, deadline_s: float = 5.0,
+    agent: Agent,
+    *,
+    server: FakeServer | None = None,
+    scorer: Graded | None = None,
+    deadline_s: float = 5.0,
     n_samples: int = 2,
 ) -> Episode:
     async def main() -> Episode:

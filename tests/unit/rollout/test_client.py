@@ -35,10 +35,19 @@ def edited(edit: Callable[[dict[str, Any]], None]) -> FakeServer:
 def test_request_and_answer() -> None:
     server = FakeServer()
     first, second = asyncio.run(ask(server))
-    assert server.requests == [{
-        "model": "math@v3", "prompt": [5, 6], "n": 2, "max_tokens": 8, "temperature": 0.7, "top_p": 0.9,
-        "logprobs": 0, "return_token_ids": True, "seed": 11,
-    }]
+    assert server.requests == [
+        {
+            "model": "math@v3",
+            "prompt": [5, 6],
+            "n": 2,
+            "max_tokens": 8,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "seed": 11,
+        }
+    ]
     assert (first.token_ids, second.token_ids) == ([1000, 2], [1001, 2])
     assert first.logprobs == [-0.5, -1.0]
     assert first.versions == [3, 3]

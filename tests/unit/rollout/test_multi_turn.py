@@ -55,8 +55,14 @@ def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
 
 
 def run(
-    environment: Callable[..., Any], *, server: FakeServer | None = None, scorer: Graded | None = None,
-    max_turns: int = 8, deadline_s: float = 5.0, stop: Sequence[str] = (), **arguments: Any,
+    environment: Callable[..., Any],
+    *,
+    server: FakeServer | None = None,
+    scorer: Graded | None = None,
+    max_turns: int = 8,
+    deadline_s: float = 5.0,
+    stop: Sequence[str] = (),
+    **arguments: Any,
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
@@ -129,7 +135,9 @@ def test_each_turn_asks_for_the_newest_version() -> None:
                     return super().step(text)
 
             workflow = MultiTurnWorkflow(
-                context=context, environment=lambda: Publishing([Reply(text="x"), Reply(done=True)]), arguments={},
+                context=context,
+                environment=lambda: Publishing([Reply(text="x"), Reply(done=True)]),
+                arguments={},
                 max_turns=8,
             )
             return await workflow.run(PROMPT, V1, seed=7)

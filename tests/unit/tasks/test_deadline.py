@@ -44,7 +44,8 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [(DEAF, -signal.SIGKILL), (ASLEEP, -signal.SIGKILL), (IN_TIME, 0), (AGAIN, -signal.SIGKILL)],
+    ("code", "status"),
+    [(DEAF, -signal.SIGKILL), (ASLEEP, -signal.SIGKILL), (IN_TIME, 0), (AGAIN, -signal.SIGKILL)],
     ids=["deaf", "asleep", "in time", "again"],
 )
 def test_what_takes_too_long_ends_and_nothing_else(code: str, status: int) -> None:

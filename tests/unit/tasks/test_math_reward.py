@@ -16,14 +16,24 @@ math_verify = reward_function("math_verify")
 @pytest.mark.parametrize(
     ("completion", "gold"),
     [
-        (" 3*4=12 12-5=7 #### 7", "She has 3*4=12 and loses 5.\n#### 7"), ("#### 7.0", "#### 7"),
-        (r"so it is \boxed{7}", "#### 7"), ("The answer is 7.", "#### 7"), ("#### 1234", "#### 1,234"),
-        ("#### $5.00", "#### 5"), ("#### 7\nQ: and now?\n#### 9", "#### 7"), ("#### 7 apples", "#### 7"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("$0.5$", r"$\frac{1}{2}$"), (r"#### \frac{2}{4}", "1/2"),
-        (r"hence $x^2+2x+1$", "(x+1)^2"), (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"), (r"$\{1,2\}$", r"$\{2,1\}$"),
-        (r"\boxed{(1,2)}", r"\boxed{(1,2)}"), (r"\boxed{x=3}", "3"),
+        (" 3*4=12 12-5=7 #### 7", "She has 3*4=12 and loses 5.\n#### 7"),
+        ("#### 7.0", "#### 7"),
+        (r"so it is \boxed{7}", "#### 7"),
+        ("The answer is 7.", "#### 7"),
+        ("#### 1234", "#### 1,234"),
+        ("#### $5.00", "#### 5"),
+        ("#### 7\nQ: and now?\n#### 9", "#### 7"),
+        ("#### 7 apples", "#### 7"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("$0.5$", r"$\frac{1}{2}$"),
+        (r"#### \frac{2}{4}", "1/2"),
+        (r"hence $x^2+2x+1$", "(x+1)^2"),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
+        (r"$\{1,2\}$", r"$\{2,1\}$"),
+        (r"\boxed{(1,2)}", r"\boxed{(1,2)}"),
+        (r"\boxed{x=3}", "3"),
     ],
-)  # fmt: skip
+)
 def test_equal(completion, gold):
     assert math_verify(completion, gold) == 1.0
 
@@ -31,10 +41,16 @@ def test_equal(completion, gold):
 @pytest.mark.parametrize(
     ("completion", "gold"),
     [
-        ("#### 8", "3+4=7\n#### 7"), ("7 #### 8", "#### 7"), ("", "#### 7"), ("no idea", "#### 7"),
-        (r"\boxed{", r"\frac{1}{2}"), ("$x^2$", "x^3"), (r"\boxed{(1,2)}", r"\boxed{(2,1)}"), ("$$$ \\frac{{{", "1"),
+        ("#### 8", "3+4=7\n#### 7"),
+        ("7 #### 8", "#### 7"),
+        ("", "#### 7"),
+        ("no idea", "#### 7"),
+        (r"\boxed{", r"\frac{1}{2}"),
+        ("$x^2$", "x^3"),
+        (r"\boxed{(1,2)}", r"\boxed{(2,1)}"),
+        ("$$$ \\frac{{{", "1"),
     ],
-)  # fmt: skip
+)
 def test_not_equal(completion, gold):
     assert math_verify(completion, gold) == 0.0
 

@@ -61,13 +61,20 @@ def test_rewards_come_back_in_order():
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("exit", "ended with status 3"), ("segfault", "ended with status -11"), ("exit_quietly", "ended with status 0"),
-        ("native_segfault", "ended with status -11"), ("kill_self", "ended with status -9"),
-        ("allocate", "MemoryError"), ("allocate_slowly", "MemoryError"), ("thread", "still running"),
-        ("flood_pipes", "reply pipe"), ("forge", "reply pipe"), ("close", "ended with status 1"),
+        ("exit", "ended with status 3"),
+        ("segfault", "ended with status -11"),
+        ("exit_quietly", "ended with status 0"),
+        ("native_segfault", "ended with status -11"),
+        ("kill_self", "ended with status -9"),
+        ("allocate", "MemoryError"),
+        ("allocate_slowly", "MemoryError"),
+        ("thread", "still running"),
+        ("flood_pipes", "reply pipe"),
+        ("forge", "reply pipe"),
+        ("close", "ended with status 1"),
         ("close_and_sleep", "closed its pipes"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fault, words):
     batch = [item("pid"), item("7", "7"), item(fault), item("7", "7"), item("pid")]
     [scores, after] = score(batch, [item("pid")])
@@ -82,13 +89,23 @@ def test_a_fault_is_an_error_without_a_reward_and_the_child_is_replaced(fault, w
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("nan", "nan"), ("inf", "inf"), ("none", "TypeError"), ("raise", "broken on purpose"), ("raise_nasty", "Nasty"),
-        ("recurse", "RecursionError"), ("fork_bomb", "other processes"), ("subprocess", "other processes"),
-        ("connect", "no network"), ("connect_natively", "no socket"), ("kill_parent", "not permitted"),
-        ("kill_group", "not permitted"), ("limit_parent", "not permitted"), ("raise_limit", "not allowed"),
+        ("nan", "nan"),
+        ("inf", "inf"),
+        ("none", "TypeError"),
+        ("raise", "broken on purpose"),
+        ("raise_nasty", "Nasty"),
+        ("recurse", "RecursionError"),
+        ("fork_bomb", "other processes"),
+        ("subprocess", "other processes"),
+        ("connect", "no network"),
+        ("connect_natively", "no socket"),
+        ("kill_parent", "not permitted"),
+        ("kill_group", "not permitted"),
+        ("limit_parent", "not permitted"),
+        ("raise_limit", "not allowed"),
         ("read_parent", "ermission"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_is_an_error_of_that_answer_and_hurts_nothing(fault, words):
     [scores] = score([item("pid"), item(fault, "1"), item("pid")])
     assert [s.outcome for s in scores] == [Outcome.OK, Outcome.ERROR, Outcome.OK]
@@ -282,9 +299,7 @@ def test_a_machine_without_protections_is_warned_of_once(monkeypatch):
     for _ in range(3):
         scorer._warn_of(("Landlock", "seccomp"))
         scorer._warn_of(())
-    assert warned == [
-        "scorer processes are less fenced in than they should be, this machine lacks: Landlock; seccomp"
-    ]
+    assert warned == ["scorer processes are less fenced in than they should be, this machine lacks: Landlock; seccomp"]
     scorer._warn_of.cache_clear()
 
 
@@ -373,11 +388,15 @@ def test_a_child_that_was_killed_from_outside_is_replaced():
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (None, "No such file"), ("import nothing_like_it", "ModuleNotFoundError"), ("reward = 3", "of type int"),
-        ("async def reward(c, a): ...", "is a coroutine function"), ("def reward(c): ...", "too many positional"),
-        ("1/0", "ZeroDivisionError"), ("def other(c, a): ...", "has no 'reward'"),
+        (None, "No such file"),
+        ("import nothing_like_it", "ModuleNotFoundError"),
+        ("reward = 3", "of type int"),
+        ("async def reward(c, a): ...", "is a coroutine function"),
+        ("def reward(c): ...", "too many positional"),
+        ("1/0", "ZeroDivisionError"),
+        ("def other(c, a): ...", "has no 'reward'"),
     ],
-)  # fmt: skip
+)
 def test_a_reward_that_cannot_be_loaded_is_found_at_the_start(tmp_path, source, words):
     path = tmp_path / "mine.py"
     if source is not None:
@@ -406,8 +425,12 @@ def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not
     path.write_text(RULES)
     good = ["right", "wrong", "number", "whole", "dict", "unsure", "none", "bool", "zero"]
     bad = {
-        "empty": "this one has nothing", "typo": "'corect'", "maybe": "neither true nor false", "list": "TypeError",
-        "text": "could not convert", "nan": "not a finite number",
+        "empty": "this one has nothing",
+        "typo": "'corect'",
+        "maybe": "neither true nor false",
+        "list": "TypeError",
+        "text": "could not convert",
+        "nan": "not a finite number",
     }
     reward = FunctionReward(path=f"{path}:reward")
     [scores] = score([item(x) for x in (*good, *bad)], reward=reward)

@@ -31,6 +31,9 @@ def test_what_scores_add_up_to(
     scores: list[Score], n: int, unscored: int, ungraded: int, accuracy: float | None, reward_mean: float | None
 ) -> None:
     assert tally(scores) == Tally(
-        n=n, unscored=unscored, ungraded=ungraded, accuracy=accuracy,
+        n=n,
+        unscored=unscored,
+        ungraded=ungraded,
+        accuracy=accuracy,
         reward_mean=None if reward_mean is None else pytest.approx(reward_mean),
     )

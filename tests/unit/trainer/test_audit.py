@@ -36,12 +36,15 @@ def server(noise: float, held: range = range(NOW + 1), down: bool = False) -> au
         if down or ref.version not in held:
             raise PublishError(f"{ref} is not here")
         return [
-            [0.0, *(
-                logprob(ref.version, row[: t + 1]) + random.Random(f"n{row[max(0, t - 4): t + 1]}").gauss(0, noise)
-                for t in range(1, len(row))
-            )]
+            [
+                0.0,
+                *(
+                    logprob(ref.version, row[: t + 1]) + random.Random(f"n{row[max(0, t - 4) : t + 1]}").gauss(0, noise)
+                    for t in range(1, len(row))
+                ),
+            ]
             for row in rows
-        ]  # fmt: skip
+        ]
 
     return score
 
@@ -99,8 +102,13 @@ def all_but_tokens(b: TrainBatch, by: int) -> TrainBatch:
 
 
 SHIFTS: list[Callable[[TrainBatch, int], TrainBatch]] = [
-    logprobs_rolled, logprobs_rolled_within, tokens_rolled, mask_rolled, versions_rolled, all_but_tokens,
-]  # fmt: skip
+    logprobs_rolled,
+    logprobs_rolled_within,
+    tokens_rolled,
+    mask_rolled,
+    versions_rolled,
+    all_but_tokens,
+]
 
 
 def found(b: TrainBatch, score: auditing.Score, limit: float, seed: int) -> Audit:

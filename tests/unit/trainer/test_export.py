@@ -28,13 +28,20 @@ from tests.support.trainer.export_ranks import LARGE, SMALL, export_all, lose_a_
 
 PER_EXPERT, SHARED = ExpertLayout.PER_EXPERT, ExpertLayout.SHARED
 SIZES = {
-    "dp4": {}, "tp2_ep2": {"tp": 2, "ep": 2}, "tp4": {"tp": 4}, "etp2_ep2": {"etp": 2, "ep": 2},
-    "tp2_etp2_pp2": {"tp": 2, "etp": 2, "pp": 2}, "pp4": {"pp": 4}, "ep4": {"ep": 4}, "pp2_ep2": {"pp": 2, "ep": 2},
-}  # fmt: skip
+    "dp4": {},
+    "tp2_ep2": {"tp": 2, "ep": 2},
+    "tp4": {"tp": 4},
+    "etp2_ep2": {"etp": 2, "ep": 2},
+    "tp2_etp2_pp2": {"tp": 2, "etp": 2, "pp": 2},
+    "pp4": {"pp": 4},
+    "ep4": {"ep": 4},
+    "pp2_ep2": {"pp": 2, "ep": 2},
+}
 CASES = [
     (f"{name}_{experts.value}", SMALL, {"world_size": 4, **sizes}, 3, experts)
-    for name, sizes in SIZES.items() for experts in (PER_EXPERT, SHARED)
-]  # fmt: skip
+    for name, sizes in SIZES.items()
+    for experts in (PER_EXPERT, SHARED)
+]
 LARGE_CASE = ("large", LARGE, {"world_size": 4, "tp": 2, "ep": 2}, 64, PER_EXPERT)
 BEYOND_BYTES = 64 << 20
 """What an export may hold beyond the trained state."""

@@ -33,7 +33,10 @@ def _tenant(**algorithm: object) -> Tenant:
     adapter = config.adapters[0]
     adapter = adapter.model_copy(update={"algorithm": adapter.algorithm.model_copy(update=algorithm)})
     return Tenant(
-        config=adapter, spec=adapter.spec("x"), probe=scoring_batch([[1, 2]], adapter.name), version=4,
+        config=adapter,
+        spec=adapter.spec("x"),
+        probe=scoring_batch([[1, 2]], adapter.name),
+        version=4,
         algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
     )
 
@@ -52,8 +55,11 @@ def _batch() -> TrainBatch:
     batch = scoring_batch([[5, 6, 7], [8, 9], [3, 4, 5, 6], [2, 1]], "gsm8k")
     logprobs = -torch.rand(batch.n_tokens, generator=torch.Generator().manual_seed(7)) * batch.loss_mask
     return replace(
-        batch, rollout_logprobs=logprobs, versions=torch.where(batch.loss_mask, 4, -1),
-        rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 1, 1]),
+        batch,
+        rollout_logprobs=logprobs,
+        versions=torch.where(batch.loss_mask, 4, -1),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        group_ids=torch.tensor([0, 0, 1, 1]),
     )
 
 
@@ -215,9 +221,13 @@ def _long(seed: int, version: int) -> TrainBatch:
     batch = scoring_batch(rows, "gsm8k")
     mask = (torch.arange(24) >= 4).repeat(32)
     return replace(
-        batch, loss_mask=mask, rollout_logprobs=-2 * torch.rand(mask.numel(), generator=draw) * mask,
-        versions=torch.where(mask, version, -1), rewards=torch.rand(32, generator=draw),
-        group_ids=torch.arange(8).repeat_interleave(4), sample_ids=torch.arange(32),
+        batch,
+        loss_mask=mask,
+        rollout_logprobs=-2 * torch.rand(mask.numel(), generator=draw) * mask,
+        versions=torch.where(mask, version, -1),
+        rewards=torch.rand(32, generator=draw),
+        group_ids=torch.arange(8).repeat_interleave(4),
+        sample_ids=torch.arange(32),
     )
 
 

@@ -79,15 +79,27 @@ def test_a_long_run_is_opened_resumed_and_finished_in_little_memory(tmp_path: Pa
     norms = [float(point.split(",")[1]) for point in chart.split('points="')[2].split('"')[0].split()]
     assert min(norms) < svg.TOP + 30
     assert sum(norm < 150 for norm in norms) == 1
+
+
 @pytest.mark.parametrize(
     ("version", "asked", "every_steps", "due"),
     [
-        (0, -1, 20, True), (0, -1, 0, True), (1, 0, 20, False), (19, 0, 20, False), (20, 0, 20, True),
-        (21, 20, 20, False), (23, 0, 20, True),  # 20 was passed over
-        (40, 23, 20, True), (39, 23, 20, False), (7, -1, 0, False), (99, 0, 0, False), (100, 0, 0, True),
-        (100, 100, 20, True), (97, 80, 20, False),
+        (0, -1, 20, True),
+        (0, -1, 0, True),
+        (1, 0, 20, False),
+        (19, 0, 20, False),
+        (20, 0, 20, True),
+        (21, 20, 20, False),
+        (23, 0, 20, True),  # 20 was passed over
+        (40, 23, 20, True),
+        (39, 23, 20, False),
+        (7, -1, 0, False),
+        (99, 0, 0, False),
+        (100, 0, 0, True),
+        (100, 100, 20, True),
+        (97, 80, 20, False),
     ],
-)  # fmt: skip
+)
 def test_when_an_evaluation_is_due(version: int, asked: int, every_steps: int, due: bool) -> None:
     assert evaluation_due(version, asked, every_steps=every_steps, last=100) is due
 
@@ -105,7 +117,11 @@ def held_out(tenant: Tenant, **figures: Any) -> EvalResult:
         uid="s0", prompt="1+1=", completion="?", answer="2", reward=None, correct=None, version=tenant.version
     )
     return EvalResult(
-        adapter=NAME, version=min(tenant.awaited), tag="held-out", wall_s=1.0, samples=(sample,),
+        adapter=NAME,
+        version=min(tenant.awaited),
+        tag="held-out",
+        wall_s=1.0,
+        samples=(sample,),
         **{"accuracy": 0.5, "reward_mean": 0.4, "n": 8, **figures},
     )
 
@@ -138,5 +154,6 @@ def test_an_evaluation_is_recorded_with_all_that_it_could_not_judge(tmp_path: Pa
     assert second.figures() == "accuracy 0.500, mean reward 0.400 over 8 problems"
     assert first.samples[0].reward is None, "an example that could not be scored can be read back"
     assert tenant.evaluations == {
-        2: Evaluation(accuracy=None, reward_mean=0.4), 3: Evaluation(accuracy=0.5, reward_mean=0.4)
+        2: Evaluation(accuracy=None, reward_mean=0.4),
+        3: Evaluation(accuracy=0.5, reward_mean=0.4),
     }

@@ -27,9 +27,13 @@ def as_torch(raw: np.ndarray, dtype: str) -> torch.Tensor:
 @settings(max_examples=150, deadline=None)
 @given(
     kinds=st.tuples(st.sampled_from(sorted(ITEM)), st.sampled_from(sorted(ITEM))),
-    rows=st.integers(1, 5), cols=st.integers(1, 150), gaps=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    scale=st.sampled_from([1.0, 2.0, 0.3]), slot=st.integers(0, 2), seed=st.integers(0, 1000),
-)  # fmt: skip
+    rows=st.integers(1, 5),
+    cols=st.integers(1, 150),
+    gaps=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    scale=st.sampled_from([1.0, 2.0, 0.3]),
+    slot=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+)
 def test_a_block_equals_a_torch_copy(kinds, rows, cols, gaps, scale, slot, seed):
     src_dtype, dst_dtype = kinds
     values = torch.randn(rows * (cols + gaps[0]) + 7, generator=torch.Generator().manual_seed(seed))
@@ -39,10 +43,23 @@ def test_a_block_equals_a_torch_copy(kinds, rows, cols, gaps, scale, slot, seed)
     before = as_torch(target.copy(), dst_dtype)
     a, b = ITEM[src_dtype], ITEM[dst_dtype]
     plan = TensorBlocks.of(
-        [[Block(src=7 * a, src_pitch=(cols + gaps[0]) * a, dst=5 * b, dst_pitch=(cols + gaps[1]) * b, rows=rows,
-                cols=cols, dst_step=size * b, scale=scale)]],
-        src_dtype, dst_dtype,
-    )  # fmt: skip
+        [
+            [
+                Block(
+                    src=7 * a,
+                    src_pitch=(cols + gaps[0]) * a,
+                    dst=5 * b,
+                    dst_pitch=(cols + gaps[1]) * b,
+                    rows=rows,
+                    cols=cols,
+                    dst_step=size * b,
+                    scale=scale,
+                )
+            ]
+        ],
+        src_dtype,
+        dst_dtype,
+    )
     plan.check(src_bytes=source.nbytes, dst_bytes=target.nbytes, slots=3)
     plan.copy(source.ctypes.data, target.ctypes.data, slot=slot)
     part = as_torch(source, src_dtype)[7:].view(rows, cols + gaps[0])[:, :cols].float()
@@ -69,6 +86,7 @@ def test_bfloat16_rounds_like_torch_at_the_edges():
 def test_tensors_are_copied_by_range_and_the_rest_stays():
     source = np.arange(12, dtype=np.float32)
     target = np.zeros(12, dtype=np.float32)
+
     def place(i: int) -> Block:
         return Block(src=16 * i, src_pitch=0, dst=32 - 16 * i, dst_pitch=0, rows=1, cols=4)
 
@@ -84,8 +102,9 @@ def test_tensors_are_copied_by_range_and_the_rest_stays():
     plan.check(src_bytes=48, dst_bytes=48)
     with pytest.raises(ValueError, match="source"):
         plan.check(src_bytes=47, dst_bytes=48)
-    scaled = TensorBlocks.of([[Block(src=0, src_pitch=0, dst=0, dst_pitch=0, rows=1, cols=1, scale=2.0)]], "float32",
-                             "float32")
+    scaled = TensorBlocks.of(
+        [[Block(src=0, src_pitch=0, dst=0, dst_pitch=0, rows=1, cols=1, scale=2.0)]], "float32", "float32"
+    )
     with pytest.raises(ValueError, match="inverse"):
         scaled.reversed()
 

@@ -81,9 +81,11 @@ def test_wrong_parts_are_refused(owned, dtype, aliases, reason):
 def test_everything_that_matters_changes_the_digest():
     owned, aliases = share(values(0))
     digests = {
-        layout_of(owned, aliases).digest, layout_of(owned, aliases, dtype="bfloat16").digest,
-        layout_of(owned, aliases, s=spec(alpha=1.0)).digest, layout_of(owned[::-1], aliases).digest,
+        layout_of(owned, aliases).digest,
+        layout_of(owned, aliases, dtype="bfloat16").digest,
+        layout_of(owned, aliases, s=spec(alpha=1.0)).digest,
+        layout_of(owned[::-1], aliases).digest,
         layout_of(owned, aliases, source=1).digest,
-    }  # fmt: skip
+    }
     assert len(digests) == 5
     assert layout_of(owned, aliases).digest in digests

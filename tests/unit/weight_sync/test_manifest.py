@@ -101,7 +101,8 @@ def test_wrong_cover_is_refused(layout, reason, change):
     end = max(t.offset + 4 * math.prod(t.shape) for t in broken.shards[0].tensors)
     if reason == Refusal.MISSING_TENSOR:
         broken = msgspec.structs.replace(
-            broken, shards=(msgspec.structs.replace(broken.shards[0], nbytes=end),),
+            broken,
+            shards=(msgspec.structs.replace(broken.shards[0], nbytes=end),),
             aliases={a: w for a, w in broken.aliases.items() if w in {t.name for t in broken.shards[0].tensors}},
         )
     with pytest.raises(ManifestError) as e:

@@ -92,7 +92,9 @@ def test_a_manifest_that_cannot_be_read_is_a_refusal(server):
 
 def test_messages_are_strict():
     request = tp.JoinRequest(
-        run="r", ranks=[1, 2], timeout_s=3.0,
+        run="r",
+        ranks=[1, 2],
+        timeout_s=3.0,
         endpoints=[tp.SourceEndpoint(source=0, host="h", port=1, world=3, token="t", bucket_bytes=9)],
     )
     assert tp.decode_message(tp.encode_message(request), tp.JoinRequest) == request
@@ -213,9 +215,12 @@ def test_what_was_given_up_while_the_server_was_busy_is_not_done_late():
 
 def test_what_crosses_the_network_holds_no_secret_and_does_nothing_when_it_is_sent_again():
     shutdowns = []
-    with MemoryServer(
-        run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, on_shutdown=lambda: shutdowns.append(1)
-    ) as s, Wiretap(("127.0.0.1", s.endpoint.admin_port)) as tap:
+    with (
+        MemoryServer(
+            run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of, on_shutdown=lambda: shutdowns.append(1)
+        ) as s,
+        Wiretap(("127.0.0.1", s.endpoint.admin_port)) as tap,
+    ):
         client = tp.AdminClient(msgspec.structs.replace(s.endpoint, admin_port=tap.port), SECRET)
         assert client.info(5.0).run == RUN
         client.shutdown(5.0)

@@ -86,8 +86,12 @@ class Case:
             return plus(self.server, shifts[what], drawn(self.rng, self.jitter))
 
         expected = ProbeExpectation(
-            token_ids=[[1] * 32] * 4, logprobs=trainer("v"), base=trainer("base"), parent=ref(2) if parent else None,
-            before=trainer("before") if parent else None, noise=3 * self.wobble,
+            token_ids=[[1] * 32] * 4,
+            logprobs=trainer("v"),
+            base=trainer("base"),
+            parent=ref(2) if parent else None,
+            before=trainer("before") if parent else None,
+            noise=3 * self.wobble,
         )
         return check_probe(ref(3), "s:1", expected, server(serves), server("base"), tolerance, server("before"))
 
@@ -104,13 +108,25 @@ def test_an_adapter_far_below_the_tolerance_that_does_not_arrive_is_found_at_onc
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"jitter": 1e-6}, {"jitter": 3e-4}, {"jitter": 1e-3}, {"jitter": 1e-2}, {"effect": 1e-5, "jitter": 1e-5},
-        {"effect": 1e-7, "jitter": 0.0}, {"effect": 1e-7, "jitter": 1e-2}, {"effect": 0.0}, {"effect": 3e-2},
-        {"effect": 0.0, "wobble": 1e-2}, {"effect": 1e-3, "wobble": 1e-2}, {"effect": 1e-2, "wobble": 1e-2},
-        {"step": 0.01}, {"step": 0.01, "jitter": 1e-5}, {"step": 0.01, "jitter": 1e-3, "wobble": 1e-3},
+        {},
+        {"jitter": 1e-6},
+        {"jitter": 3e-4},
+        {"jitter": 1e-3},
+        {"jitter": 1e-2},
+        {"effect": 1e-5, "jitter": 1e-5},
+        {"effect": 1e-7, "jitter": 0.0},
+        {"effect": 1e-7, "jitter": 1e-2},
+        {"effect": 0.0},
+        {"effect": 3e-2},
+        {"effect": 0.0, "wobble": 1e-2},
+        {"effect": 1e-3, "wobble": 1e-2},
+        {"effect": 1e-2, "wobble": 1e-2},
+        {"step": 0.01},
+        {"step": 0.01, "jitter": 1e-5},
+        {"step": 0.01, "jitter": 1e-3, "wobble": 1e-3},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_right_server_is_never_called_wrong(options):
     for seed in range(400):
         assert Case(seed, **options).check("v").mean_abs < 0.05, f"seed {seed}"

@@ -49,8 +49,14 @@ class Dims:
         """From a Hugging Face ``config.json``. Raises KeyError naming a size that is missing."""
         shape = ModelShape.from_hf(hf)
         return cls(
-            hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-            ffn=shape.ffn, moe_ffn=shape.expert_ffn, experts=shape.experts, shared_ffn=shape.shared_ffn,
+            hidden=shape.hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            ffn=shape.ffn,
+            moe_ffn=shape.expert_ffn,
+            experts=shape.experts,
+            shared_ffn=shape.shared_ffn,
             dense_layers=frozenset(range(shape.layers)) - frozenset(shape.sparse_layers),
         )
 

@@ -87,7 +87,8 @@ class CellCosts:
         kind = torch.float32 if dtype == torch.float32 else torch.bfloat16
         moved = (2 * hidden + 5 * inter) * dtype.itemsize  # gather, gate, up, their product
         return cls(
-            call_s=6 * CALL_S[kind], row_s=2 * parameters / LORA_FLOPS[kind] + moved / BYTES_PER_S,
+            call_s=6 * CALL_S[kind],
+            row_s=2 * parameters / LORA_FLOPS[kind] + moved / BYTES_PER_S,
             # With one cell per expert the padding is at the end, where the base product stops before it.
             base_s=6 * hidden * inter / BASE_FLOPS[kind] if n_groups > 1 else 0.0,
             read_s=parameters * dtype.itemsize / BYTES_PER_S,
@@ -198,7 +199,9 @@ def lay_out(
             first, n = begin[group::n_groups][own], runs[group::n_groups][own]
             cells.append(CellRuns(slot=slot, spans=Spans.at(own, first, first + n, len(source))))
     return Layout(
-        source=source, row_of=row_of, cells=cells,
+        source=source,
+        row_of=row_of,
+        cells=cells,
         spans=_expert_spans(begin, np.where(in_block, counts, 0), runs, n_groups, len(source)),
     )
 

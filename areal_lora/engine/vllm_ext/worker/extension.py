@@ -32,16 +32,7 @@ from areal_lora.engine.vllm_ext.compat import (
     shared_memory_prefix,
 )
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
-from areal_lora.engine.vllm_ext.worker_channel import (
-    Begin,
-    Command,
-    CommandThread,
-    Done,
-    Join,
-    Ping,
-    Respond,
-    Staged,
-)
+from areal_lora.engine.vllm_ext.worker_channel import Begin, Command, CommandThread, Done, Join, Ping, Respond, Staged
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes import stacks
 from areal_lora.processes.log import setup_logging
@@ -95,9 +86,15 @@ class _WorkerAdapters:
         self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
         secret = read_secret(setup.run_folder)
         self._receiver = AdapterReceiver(
-            self.writer, run=setup.run, secret=secret, base_digest=setup.base_digest, on_staged=self._staged,
-            declared=setup.declared, bind=setup.bind, device=self.writer.device,
-        )  # fmt: skip
+            self.writer,
+            run=setup.run,
+            secret=secret,
+            base_digest=setup.base_digest,
+            on_staged=self._staged,
+            declared=setup.declared,
+            bind=setup.bind,
+            device=self.writer.device,
+        )
         self._asked: Respond | None = None  # who waits for the staging under way
         self._last_staged: AdapterRef | None = None
         self._joining = False

@@ -22,11 +22,15 @@ from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.served import LORA_A, LORA_B, covered, served_shapes
 
 _VLLM_MODULES = {
-    ("linear_qkv", Scope.ATTENTION): "qkv_proj", ("linear_proj", Scope.ATTENTION): "o_proj",
-    ("linear_fc1", Scope.MLP): "gate_up_proj", ("linear_fc2", Scope.MLP): "down_proj",
-    ("linear_fc1", Scope.SHARED_EXPERT): "gate_up_proj", ("linear_fc2", Scope.SHARED_EXPERT): "down_proj",
-    ("linear_fc1", Scope.EXPERT): "experts", ("linear_fc2", Scope.EXPERT): "experts",
-}  # fmt: skip
+    ("linear_qkv", Scope.ATTENTION): "qkv_proj",
+    ("linear_proj", Scope.ATTENTION): "o_proj",
+    ("linear_fc1", Scope.MLP): "gate_up_proj",
+    ("linear_fc2", Scope.MLP): "down_proj",
+    ("linear_fc1", Scope.SHARED_EXPERT): "gate_up_proj",
+    ("linear_fc2", Scope.SHARED_EXPERT): "down_proj",
+    ("linear_fc1", Scope.EXPERT): "experts",
+    ("linear_fc2", Scope.EXPERT): "experts",
+}
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _NOTHING = ""  # a slot of zeros: nothing of it can show through another layout
 
@@ -74,8 +78,10 @@ class StackedSlotWriter:
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
         dtypes = {t.dtype for t in stacks.values()}
         if not stacks or len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
-            raise AdapterError(f"this worker keeps its adapters as {sorted(map(str, dtypes))}; areal_lora writes "
-                               f"one of {sorted(_DTYPES.values())}: choose model.dtype among them")  # fmt: skip
+            raise AdapterError(
+                f"this worker keeps its adapters as {sorted(map(str, dtypes))}; areal_lora writes "
+                f"one of {sorted(_DTYPES.values())}: choose model.dtype among them"
+            )
         self._dtype = _DTYPES[dtypes.pop()]
         self._stacks = list(stacks.values())
         self._n_slots = self._stacks[0].shape[0]
@@ -93,9 +99,10 @@ class StackedSlotWriter:
         """Full names and shapes for ``spec``. Raises ManifestError (``rank``, ``targets``)."""
         if spec.rank > self._max_rank:
             raise ManifestError(
-                Refusal.RANK, f"{spec.name} has rank {spec.rank}, this server holds up to {self._max_rank}; "
+                Refusal.RANK,
+                f"{spec.name} has rank {spec.rank}, this server holds up to {self._max_rank}; "
                 "raise rollout.max_lora_rank",
-            )  # fmt: skip
+            )
         targets = spec.target_modules
         ignored = [t for t in targets if not any(covered(module, [t]) for module in self.modules)]
         if ignored or not targets:
@@ -180,10 +187,15 @@ def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, l
         )
     pitch = tensor.shape[1] * item
     return Block(
-        src=tensor.offset + matrix.begin * (item if matrix.is_a else pitch), src_pitch=pitch,
-        dst=0, dst_pitch=place.stride(0) * place.element_size(), dst_step=step,
-        rows=rows, cols=cols, scale=1.0 if matrix.is_a else layout.spec.scale,
-    )  # fmt: skip
+        src=tensor.offset + matrix.begin * (item if matrix.is_a else pitch),
+        src_pitch=pitch,
+        dst=0,
+        dst_pitch=place.stride(0) * place.element_size(),
+        dst_step=step,
+        rows=rows,
+        cols=cols,
+        scale=1.0 if matrix.is_a else layout.spec.scale,
+    )
 
 
 def _extent_bytes(place: torch.Tensor) -> int:

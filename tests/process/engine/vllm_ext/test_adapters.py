@@ -118,7 +118,10 @@ def body(version: int, name: str = "a", timeout_s: float = 1.0) -> bytes:
 
 @asynccontextmanager
 async def bench(
-    resident: int = 3, names: int = 1, deadline_s: float = 1.0, spare: int = 0,
+    resident: int = 3,
+    names: int = 1,
+    deadline_s: float = 1.0,
+    spare: int = 0,
     generating: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[Bench]:
     channel = ch.WorkerChannel(SECRET)
@@ -126,7 +129,7 @@ async def bench(
     await channel.connect(WORKERS)
     engine = Engine()
     served = ServedAdapters(
-        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, generating=generating,
+        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, generating=generating
     )
     try:
         made = Bench(engine, workers, served)

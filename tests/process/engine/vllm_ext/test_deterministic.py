@@ -17,10 +17,17 @@ from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, connect
 pytestmark = pytest.mark.slow
 
 REQUESTS: list[dict[str, Any]] = [
-    {"prompt": PROMPT[: 5 + 3 * k], "seed": 100 + k, "n": 1 + k % 3, "max_tokens": 12 + 3 * k, "logprobs": 0,
-     "return_token_ids": True, "temperature": 0.0 if k == 3 else 0.9}
+    {
+        "prompt": PROMPT[: 5 + 3 * k],
+        "seed": 100 + k,
+        "n": 1 + k % 3,
+        "max_tokens": 12 + 3 * k,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "temperature": 0.0 if k == 3 else 0.9,
+    }
     for k in range(8)
-]  # fmt: skip
+]
 
 
 async def ask(server: RunningServer, order: list[int], at_once: bool) -> dict[int, Any]:

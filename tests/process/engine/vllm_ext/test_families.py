@@ -72,8 +72,10 @@ def test_an_adapter_scores_like_merged_hugging_face(served: RunningServer) -> No
     assert largest(served.score(None), base) < 1e-6
 
 
-@pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj", "gate_proj|w1",
-                                  "up_proj|w3", "down_proj|w2", "shared_expert", r"layers\.1\."])  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    ["q_proj", "v_proj", "o_proj", "gate_proj|w1", "up_proj|w3", "down_proj|w2", "shared_expert", r"layers\.1\."],
+)
 def test_every_part_shows(served: RunningServer, part: str) -> None:
     """The comparison above can fail: without a part of the adapter the scores are others, on both sides the same."""
     tensors = served.adapter(1)

@@ -91,8 +91,13 @@ def versions(server: RunningServer) -> Versions:
 
 def body(model: str = "math", **more: Any) -> dict[str, Any]:
     return {
-        "model": model, "prompt": PROMPT, "max_tokens": LONG, "ignore_eos": True, "logprobs": 0,
-        "return_token_ids": True, "seed": 7,
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": LONG,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "seed": 7,
     } | more
 
 
@@ -115,9 +120,7 @@ def test_every_token_is_of_the_version_it_claims(server: RunningServer, versions
     counts = []
     for _, answer in answers:
         assert [c["index"] for c in answer["choices"]] == [0, 1]
-        assert answer["usage"] == {
-            "prompt_tokens": 4, "completion_tokens": 2 * LONG, "total_tokens": 4 + 2 * LONG
-        }
+        assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 2 * LONG, "total_tokens": 4 + 2 * LONG}
         newest = max(v for c in answer["choices"] for v in c["versions"])
         assert answer["model"] == f"math@v{newest}"
         for choice in answer["choices"]:

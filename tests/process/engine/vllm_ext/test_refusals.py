@@ -59,8 +59,9 @@ def poisoned(tensors: Tensors) -> Tensors:
 
 def wider(tensors: Tensors) -> Tensors:
     """The adapter at rank + 1."""
-    return {n: t.new_zeros((RANK + 1, t.shape[1]) if "lora_A" in n else (t.shape[0], RANK + 1))
-            for n, t in tensors.items()}  # fmt: skip
+    return {
+        n: t.new_zeros((RANK + 1, t.shape[1]) if "lora_A" in n else (t.shape[0], RANK + 1)) for n, t in tensors.items()
+    }
 
 
 CORRUPTIONS = {
@@ -74,9 +75,7 @@ CORRUPTIONS = {
         reason="alpha", how=lambda server: {"spec": replace(server.spec, alpha=2 * server.spec.alpha)}
     ),
     "wrong shape": Corruption(reason="shape", tensors=lambda ts: ts | {NAME: ts[NAME][:, :-1]}),
-    "wrong prefix": Corruption(
-        reason="prefix", tensors=lambda ts: {f"base_model.model.{n}": t for n, t in ts.items()}
-    ),
+    "wrong prefix": Corruption(reason="prefix", tensors=lambda ts: {f"base_model.model.{n}": t for n, t in ts.items()}),
     "rank + 1": Corruption(
         reason="rank", tensors=wider, how=lambda server: {"spec": replace(server.spec, rank=RANK + 1)}
     ),

@@ -67,9 +67,15 @@ def test_one_flipped_tensor_shows(server: RunningServer, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("temperature", "truncation"),
-    [(1.0, {}), (0.7, {}), (0.7, {"top_p": 0.5}), (1.3, {"top_p": 0.9}), (1.3, {"top_k": 3}),
-     (0.7, {"top_p": 0.6, "top_k": 5})],
-)  # fmt: skip
+    [
+        (1.0, {}),
+        (0.7, {}),
+        (0.7, {"top_p": 0.5}),
+        (1.3, {"top_p": 0.9}),
+        (1.3, {"top_k": 3}),
+        (0.7, {"top_p": 0.6, "top_k": 5}),
+    ],
+)
 def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
     server: RunningServer, temperature: float, truncation: dict[str, Any]
 ) -> None:
@@ -80,8 +86,16 @@ def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
     async def sample() -> Any:
         async with aiohttp.ClientSession() as session:
             return await server.post(
-                session, model="math", prompt=PROMPT, n=3, max_tokens=12, temperature=temperature, logprobs=0, seed=5,
-                return_token_ids=True, **truncation,
+                session,
+                model="math",
+                prompt=PROMPT,
+                n=3,
+                max_tokens=12,
+                temperature=temperature,
+                logprobs=0,
+                seed=5,
+                return_token_ids=True,
+                **truncation,
             )
 
     status, answer = asyncio.run(sample())
@@ -94,8 +108,8 @@ def test_sampled_logprobs_are_those_of_the_policy_at_its_temperature(
         assert choice["versions"] == [ref.version] * len(ids)
         assert choice["finish_reason"] in ("stop", "length")
         want = server.logprobs(tensors, PROMPT + ids, temperature)
-        assert largest(logprobs, want[len(PROMPT):]) < 1e-4
-        assert largest(server.score(ref, PROMPT + ids, temperature)[len(PROMPT):], logprobs) < 1e-4
+        assert largest(logprobs, want[len(PROMPT) :]) < 1e-4
+        assert largest(server.score(ref, PROMPT + ids, temperature)[len(PROMPT) :], logprobs) < 1e-4
 
 
 def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: RunningServer) -> None:
@@ -112,10 +126,18 @@ def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: R
 
 @pytest.mark.parametrize(
     "setting",
-    [{"min_p": 0.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2},
-     {"logit_bias": {"5": 2.0}}, {"bad_words": ["a"]}, {"min_tokens": 3}, {"guided_regex": "a+"}],
+    [
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {"5": 2.0}},
+        {"bad_words": ["a"]},
+        {"min_tokens": 3},
+        {"guided_regex": "a+"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_what_would_change_the_distribution_is_refused(
     server: RunningServer, path: str, setting: dict[str, Any]
@@ -193,8 +215,15 @@ def test_every_answer_is_of_one_version_while_versions_come_and_go(server: Runni
             while not stop.is_set():
                 prompt = [10 + k, 20, 30 + i % 50]
                 status, answer = await server.post(
-                    session, model="math", prompt=prompt, max_tokens=20 + 8 * k, temperature=1.0, logprobs=0, seed=i,
-                    return_token_ids=True, ignore_eos=True,
+                    session,
+                    model="math",
+                    prompt=prompt,
+                    max_tokens=20 + 8 * k,
+                    temperature=1.0,
+                    logprobs=0,
+                    seed=i,
+                    return_token_ids=True,
+                    ignore_eos=True,
                 )
                 assert status == 200, answer
                 answers.append((prompt, answer))
@@ -268,10 +297,16 @@ def test_unknown_models_are_404_never_the_base(server: RunningServer, model: str
 
 
 BAD_REQUESTS = {
-    "empty": {"prompt": []}, "empty text": {"prompt": ""}, "too long": {"prompt": [5] * 250, "max_tokens": 16},
-    "outside": {"prompt": [288]}, "negative": {"prompt": [-1]}, "mixed": {"prompt": ["a", 5]},
-    "unknown field": {"prompt": "a", "best_of": 4}, "no prompt": {},
-    "temperature": {"prompt": "a", "temperature": -1.0}, "n": {"prompt": "a", "n": 0},
+    "empty": {"prompt": []},
+    "empty text": {"prompt": ""},
+    "too long": {"prompt": [5] * 250, "max_tokens": 16},
+    "outside": {"prompt": [288]},
+    "negative": {"prompt": [-1]},
+    "mixed": {"prompt": ["a", 5]},
+    "unknown field": {"prompt": "a", "best_of": 4},
+    "no prompt": {},
+    "temperature": {"prompt": "a", "temperature": -1.0},
+    "n": {"prompt": "a", "n": 0},
     "stream two": {"prompt": ["a", "b"], "stream": True},
 }
 
@@ -309,8 +344,13 @@ def test_forms_of_prompts_and_answers(server: RunningServer) -> None:
             _, top = await server.post(session, model="math", prompt="1+1=", max_tokens=2, temperature=0.0, logprobs=3)
             assert len(top["choices"][0]["logprobs"]["top_logprobs"]) == 2
             _, chat = await server.post(
-                session, "/v1/chat/completions", model="math", messages=[{"role": "user", "content": "hi"}],
-                max_tokens=5, logprobs=True, temperature=0.0,
+                session,
+                "/v1/chat/completions",
+                model="math",
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=5,
+                logprobs=True,
+                temperature=0.0,
             )
             assert chat["choices"][0]["message"]["role"] == "assistant"
             assert len(chat["choices"][0]["logprobs"]["content"]) == 5
@@ -353,10 +393,16 @@ def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
 
 
 ADMIN_PATHS = [
-    ("GET", transport.INFO_PATH), ("GET", transport.MODULES_PATH), ("GET", transport.PING_PATH),
-    ("POST", transport.JOIN_PATH), ("POST", transport.PUBLISH_PATH), ("POST", transport.SCORE_PATH),
-    ("POST", admin_routes.RETIRE_PATH), ("POST", admin_routes.DRAIN_PATH),
-    ("POST", transport.SHUTDOWN_PATH), ("GET", "/openapi.json"),
+    ("GET", transport.INFO_PATH),
+    ("GET", transport.MODULES_PATH),
+    ("GET", transport.PING_PATH),
+    ("POST", transport.JOIN_PATH),
+    ("POST", transport.PUBLISH_PATH),
+    ("POST", transport.SCORE_PATH),
+    ("POST", admin_routes.RETIRE_PATH),
+    ("POST", admin_routes.DRAIN_PATH),
+    ("POST", transport.SHUTDOWN_PATH),
+    ("GET", "/openapi.json"),
 ]
 
 
@@ -405,8 +451,11 @@ def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Pat
     group = running.source.connect()  # a member, so that the announced version waits for its bytes
     layout = running.layout(running.adapter(2))
     manifest = ShardManifest(
-        run="test", ref=AdapterRef(name="math", version=1), parent=running.newest,
-        base_digest=base_digest(tiny_model), layout=layout.digest,
+        run="test",
+        ref=AdapterRef(name="math", version=1),
+        parent=running.newest,
+        base_digest=base_digest(tiny_model),
+        layout=layout.digest,
     )
     raised: list[Exception] = []
 

@@ -56,7 +56,12 @@ async def endless(server: RunningServer, model: str, stop: asyncio.Event) -> lis
     async with aiohttp.ClientSession() as session:
         while not stop.is_set():
             status, answer = await server.post(
-                session, model=model, prompt=PROMPT, max_tokens=150, temperature=0.0, ignore_eos=True,
+                session,
+                model=model,
+                prompt=PROMPT,
+                max_tokens=150,
+                temperature=0.0,
+                ignore_eos=True,
                 return_token_ids=True,
             )
             assert status == 200, answer

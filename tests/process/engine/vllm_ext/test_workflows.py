@@ -47,8 +47,11 @@ async def context_of(server: RunningServer, ref: AdapterRef) -> AsyncIterator[Wo
     router.announce(ref, {"server-0": f"http://127.0.0.1:{server.endpoint.ports['data']}"})
     async with CompletionClient(router, "no secret") as client:
         yield WorkflowContext(
-            client=client, scorer=NoScorer(), sampling=SAMPLING,
-            tokenizer=AutoTokenizer.from_pretrained(server.model), max_model_len=server.config.rollout.max_model_len,
+            client=client,
+            scorer=NoScorer(),
+            sampling=SAMPLING,
+            tokenizer=AutoTokenizer.from_pretrained(server.model),
+            max_model_len=server.config.rollout.max_model_len,
         )
 
 

@@ -34,20 +34,35 @@ from areal_lora.weight_sync.wire import PackedShard
 HIDDEN, RANK, ALPHA, VOCAB = 128, 8, 16.0, 288
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 ADAPTER = {
-    "name": "math", "rank": RANK, "alpha": ALPHA, "target_modules": TARGETS,
-    "task": {"kind": "word_problems"}, "algorithm": {"kind": "grpo"}, "optimizer": {"lr": 1e-3},
+    "name": "math",
+    "rank": RANK,
+    "alpha": ALPHA,
+    "target_modules": TARGETS,
+    "task": {"kind": "word_problems"},
+    "algorithm": {"kind": "grpo"},
+    "optimizer": {"lr": 1e-3},
     "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
-}  # fmt: skip
+}
 PROMPT = [(37 * i) % 251 + 5 for i in range(48)]  # long enough to reach every expert
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-                  "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-                  "shared_expert_intermediate_size": 96, "mlp_only_layers": [0]},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "mlp_only_layers": [0],
+    },
     "llama": {},
     "qwen2": {},
-}  # fmt: skip
+}
 SERVER = (sys.executable, "-m", "areal_lora.engine.vllm_ext.server")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Tensors = dict[str, torch.Tensor]
@@ -64,10 +79,19 @@ def make_model(folder: Path, family: str = "qwen3_moe") -> Path:
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
     tokenizer.save_pretrained(folder)
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
-        "tie_word_embeddings": False, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
     config = CONFIG_MAPPING[family](**(sizes | FAMILIES[family]))
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
@@ -125,8 +149,13 @@ class Source:
         if self._group is None:
             workers = self.admin.server.workers
             listener = GroupListener(
-                source=0, bind="127.0.0.1", world=1 + workers, bucket_bytes=self.bucket_bytes,
-                backend=self.backend, timeout_s=timeout_s, secret=self.secret,
+                source=0,
+                bind="127.0.0.1",
+                world=1 + workers,
+                bucket_bytes=self.bucket_bytes,
+                backend=self.backend,
+                timeout_s=timeout_s,
+                secret=self.secret,
             )
             endpoint = msgspec.structs.replace(listener.endpoint, backend="gloo")
             request = JoinRequest(
@@ -145,9 +174,16 @@ class Source:
         self._told = set()
 
     def publish(
-        self, ref: AdapterRef, layout: AdapterLayout, tensors: Mapping[str, torch.Tensor], *,
-        parent: AdapterRef | None = None, base: str, run: str | None = None,
-        damage: Callable[[PackedShard], None] | None = None, deadline_s: float = 10.0,
+        self,
+        ref: AdapterRef,
+        layout: AdapterLayout,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        parent: AdapterRef | None = None,
+        base: str,
+        run: str | None = None,
+        damage: Callable[[PackedShard], None] | None = None,
+        deadline_s: float = 10.0,
     ) -> PublishReply:
         """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers."""
         group = self.connect()
@@ -155,9 +191,7 @@ class Source:
         shard.pack(ref, pack_of(layout, 0, tensors))
         if damage is not None:
             damage(shard)
-        manifest = ShardManifest(
-            run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest
-        )
+        manifest = ShardManifest(run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest)
         body = encode(
             Announcement(
                 manifest=manifest, layout=None if layout.digest in self._told else layout, timeout_s=deadline_s
@@ -205,9 +239,7 @@ class RunningServer:
         """What Hugging Face says. [T]"""
         return token_logprobs(hf_logits(self.model, tensors, token_ids, self.spec.scale), token_ids, temperature)
 
-    def score(
-        self, ref: AdapterRef | None, token_ids: list[int] = PROMPT, temperature: float = 1.0
-    ) -> list[float]:
+    def score(self, ref: AdapterRef | None, token_ids: list[int] = PROMPT, temperature: float = 1.0) -> list[float]:
         """What the server says. [T]"""
         return self.admin.score(str(ref) if ref else None, [token_ids], 10.0, temperature)[0]
 
@@ -238,8 +270,14 @@ class RunningServer:
     async def greedy(self, session: aiohttp.ClientSession, model: str, prompt: list[int], max_tokens: int = 24) -> Any:
         """(token ids, logprobs) of one greedy answer."""
         status, answer = await self.post(
-            session, model=model, prompt=prompt, max_tokens=max_tokens, temperature=0.0, logprobs=0,
-            return_token_ids=True, ignore_eos=True,
+            session,
+            model=model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            logprobs=0,
+            return_token_ids=True,
+            ignore_eos=True,
         )
         assert status == 200, answer
         choice = answer["choices"][0]
@@ -250,15 +288,17 @@ def start(
     folder: Path, model: Path, command: Sequence[str] = SERVER, env: Mapping[str, str] | None = None, **rollout: Any
 ) -> subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves."""
-    config = Config.model_validate({
-        "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
-        "model": {"path": str(model), "dtype": "float32"},
-        "adapters": [ADAPTER],
-        "trainer": {"world_size": 1},
-        "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
-        "weight_sync": {"deadline_s": 20.0},
-        "cluster": {"device": "cpu", "devices_per_node": 2},
-    })
+    config = Config.model_validate(
+        {
+            "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
+            "model": {"path": str(model), "dtype": "float32"},
+            "adapters": [ADAPTER],
+            "trainer": {"world_size": 1},
+            "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
+            "weight_sync": {"deadline_s": 20.0},
+            "cluster": {"device": "cpu", "devices_per_node": 2},
+        }
+    )
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(folder)
@@ -273,13 +313,21 @@ def connect(folder: Path, model: Path, process: subprocess.Popen[bytes], backend
     endpoint = wait_endpoint(folder, "server", 0, 300.0, still_alive=lambda: process.poll() is None)
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     server = ServerEndpoint(
-        name="server-0", host=endpoint.host, admin_port=endpoint.ports["admin"], data_port=endpoint.ports["data"],
+        name="server-0",
+        host=endpoint.host,
+        admin_port=endpoint.ports["admin"],
+        data_port=endpoint.ports["data"],
         workers=config.rollout.tp,
     )
     secret = read_secret(folder)
     admin = AdminClient(server, secret)
     return RunningServer(
-        folder=folder, model=model, config=config, process=process, endpoint=endpoint, admin=admin,
+        folder=folder,
+        model=model,
+        config=config,
+        process=process,
+        endpoint=endpoint,
+        admin=admin,
         source=Source(admin, secret, backend=backend),
     )
 
@@ -289,4 +337,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
         time.sleep(0.05)
-

@@ -53,8 +53,7 @@ def main(folder: Path) -> None:
         run=config.run.name, secret=read_secret(folder), servers=watch.present(), config=sync, watch=watch
     )
     publisher = Publisher(
-        run=config.run.name, config=sync, exchange=SoloExchange(), coordinator=coordinator,
-        secret=read_secret(folder),
+        run=config.run.name, config=sync, exchange=SoloExchange(), coordinator=coordinator, secret=read_secret(folder)
     )
     print("ready", flush=True)
     for line in sys.stdin:

@@ -103,8 +103,9 @@ def another_layer(tensors: Tensors) -> Tensors:
 def fused_layers(tensors: Tensors) -> Tensors:
     """As areal_lora writes them."""
     for leaf, first in (("k_", "q_"), ("v_", "q_"), ("up_", "gate_")):
-        tensors = {n: (tensors[n.replace(leaf, first)] if f"{leaf}proj.lora_A" in n else t).clone()
-                   for n, t in tensors.items()}  # fmt: skip
+        tensors = {
+            n: (tensors[n.replace(leaf, first)] if f"{leaf}proj.lora_A" in n else t).clone() for n, t in tensors.items()
+        }
     return tensors
 
 
@@ -113,14 +114,19 @@ RULES: list[tuple[str, Callable[[Tensors], Tensors], tuple[str, ...], str, list[
     ("three lora_A", SAME, ("adapters.0.rank=5",), "adapters.0.rank", ["rank 2", "3 of its lora_A", "at least 6"]),
     ("two lora_A", without("self_attn"), ("adapters.0.rank=3",), "adapters.0.rank", ["2 of its", "at least 4"]),
     ("one lora_A", fused_layers, ("adapters.0.rank=1",), "adapters.0.rank", ["has rank 2 (fix", "at least 2"]),
-    ("more targets", SAME, ("adapters.0.target_modules=[attention]",), "adapters.0.target_modules",
-     ["layers.*.mlp.experts.*.", "linear_fc"]),
+    (
+        "more targets",
+        SAME,
+        ("adapters.0.target_modules=[attention]",),
+        "adapters.0.target_modules",
+        ["layers.*.mlp.experts.*.", "linear_fc"],
+    ),
     ("a layer less", without("layers.2.self_attn.o_proj"), (), "adapters.0.init_from", ["layers.2.self_attn.o_proj"]),
     ("an expert less", without("layers.1.mlp.experts.7."), (), "adapters.0.init_from", ["not model.layers.1.mlp"]),
     ("a layer more", another_layer, (), "adapters.0.init_from", ["layers.9", "does not have"]),
     ("other sizes", other_sizes, (), "adapters.0.init_from", ["96 inputs", "128 outputs"]),
     ("shared", SAME, ("adapters.0.expert_layout=shared",), "adapters.0.expert_layout", ["differ", "per_expert"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "overrides", "key", "words"), [r[1:] for r in RULES], ids=[r[0] for r in RULES])
@@ -138,11 +144,14 @@ def test_rule(
 @pytest.mark.parametrize(
     ("change", "overrides"),
     [
-        (SAME, ()), (SAME, ("adapters.0.rank=6", "adapters.0.alpha=5")), (without("k_proj", "experts"), ()),
+        (SAME, ()),
+        (SAME, ("adapters.0.rank=6", "adapters.0.alpha=5")),
+        (without("k_proj", "experts"), ()),
         (fused_layers, ("adapters.0.rank=2",)),
-        (one_expert_for_all, ("adapters.0.expert_layout=shared",)), (one_expert_for_all, ()),
+        (one_expert_for_all, ("adapters.0.expert_layout=shared",)),
+        (one_expert_for_all, ()),
     ],
-)  # fmt: skip
+)
 def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides: tuple[str, ...]) -> None:
     folder = write(tmp_path / "sft", change(stock()))
     assert lines(folder, *overrides) == []
@@ -152,12 +161,21 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ("absent", "No such file"), ("no config", "No such file"), ("no tensors", "No such file"),
-        ("torn", "not whole"), ("garbage", "not a readable"), ("empty", "not a readable"), ("ia3", "peft_type"),
-        ("rslora", "use_rslora"), ("prefix", "lacks the prefix"), ("partner", "lacks its partner"),
-        ("rank", "does not fit rank 4"), ("target", "'embed_tokens' is none of"), ("alora", "alora_invocation_tokens"),
+        ("absent", "No such file"),
+        ("no config", "No such file"),
+        ("no tensors", "No such file"),
+        ("torn", "not whole"),
+        ("garbage", "not a readable"),
+        ("empty", "not a readable"),
+        ("ia3", "peft_type"),
+        ("rslora", "use_rslora"),
+        ("prefix", "lacks the prefix"),
+        ("partner", "lacks its partner"),
+        ("rank", "does not fit rank 4"),
+        ("target", "'embed_tokens' is none of"),
+        ("alora", "alora_invocation_tokens"),
     ],
-)  # fmt: skip
+)
 def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) -> None:
     path, tensors, fields = tmp_path / "sft", stock(), {}
     match broken:

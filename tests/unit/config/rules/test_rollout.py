@@ -27,10 +27,12 @@ def test_the_embedded_run_can_be_deterministic() -> None:
 @pytest.mark.parametrize(
     ("override", "fix"),
     [
-        ("rollout.max_staleness=1", "rollout.max_staleness=0"), ("rollout.in_flight=interrupt", "in_flight=finish"),
-        ("model.dtype=bfloat16", "model.dtype=float32"), ("cluster.device=cuda", "cluster.device=cpu"),
+        ("rollout.max_staleness=1", "rollout.max_staleness=0"),
+        ("rollout.in_flight=interrupt", "in_flight=finish"),
+        ("model.dtype=bfloat16", "model.dtype=float32"),
+        ("cluster.device=cuda", "cluster.device=cpu"),
     ],
-)  # fmt: skip
+)
 def test_each_thing_that_would_break_it_is_named(override: str, fix: str) -> None:
     (line,) = found(*DETERMINISTIC, override)
     assert override.replace("=", " = ") in line

@@ -22,12 +22,7 @@ from areal_lora.config.architectures import (
 )
 from areal_lora.config.targets import resolve
 from areal_lora.engine.megatron_utils.convert import FAMILIES
-from areal_lora.engine.megatron_utils.convert.registry import (
-    Dims,
-    SiteKey,
-    spec_covers,
-    wire_names,
-)
+from areal_lora.engine.megatron_utils.convert.registry import Dims, SiteKey, spec_covers, wire_names
 from areal_lora.types import ExpertLayout
 from tests.support.engine.conversion import to_hf, to_megatron
 from tests.support.engine.tiny_families import TINY, save
@@ -85,8 +80,11 @@ def test_targets_of_names_agree_with_the_sites(checkpoint: tuple[str, Path], lay
                 found = target_of(name)
                 assert found == (key.linear, Scope.EXPERT if key.scope is Scope.ALL_EXPERTS else key.scope)
                 for choice in choices:
-                    if {"experts": dims.experts, "mlp": len(dims.dense_layers) or not dims.experts,
-                        "shared_expert": dims.shared_ffn}.get(choice[0], 1):  # fmt: skip
+                    if {
+                        "experts": dims.experts,
+                        "mlp": len(dims.dense_layers) or not dims.experts,
+                        "shared_expert": dims.shared_ffn,
+                    }.get(choice[0], 1):
                         targets = resolve(choice, [], shape)
                         assert covers(targets, *found) == spec_covers(targets, key)
 
@@ -120,11 +118,16 @@ def test_there_and_back_is_exact(kind: str, data: Any) -> None:
     group, kv_heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     experts = draw(st.integers(1, 4)) if "num_experts_per_tok" in TINY[kind] else 0
     dims = Dims(
-        hidden=draw(st.integers(1, 9)), heads=group * kv_heads, kv_heads=kv_heads, head_dim=draw(st.integers(1, 5)),
-        ffn=draw(st.integers(1, 9)), moe_ffn=draw(st.integers(1, 9)), experts=experts,
+        hidden=draw(st.integers(1, 9)),
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 5)),
+        ffn=draw(st.integers(1, 9)),
+        moe_ffn=draw(st.integers(1, 9)),
+        experts=experts,
         shared_ffn=draw(st.integers(0, 5)) if kind == "qwen2_moe" else 0,
         dense_layers=frozenset(draw(st.sets(st.integers(0, 2)))) if experts and kind != "mixtral" else frozenset(),
-    )  # fmt: skip
+    )
     torch.manual_seed(seed := draw(st.integers(0, 2**31)))
     print(f"seed {seed}")
     rank, wire = draw(st.integers(1, 4)), {}

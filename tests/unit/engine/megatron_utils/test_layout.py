@@ -12,10 +12,7 @@ from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
 
-SIZES = [
-    dict(zip(("tp", "pp", "ep", "etp"), sizes, strict=True))
-    for sizes in itertools.product((1, 2), repeat=4)
-]
+SIZES = [dict(zip(("tp", "pp", "ep", "etp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=4)]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
@@ -52,10 +49,13 @@ def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: i
 @pytest.mark.parametrize(
     ("layers", "pp", "chosen", "expected"),
     [
-        (4, 2, None, (2, 2)), (5, 2, None, (3, 2)), (7, 4, None, (2, 2, 2, 1)), (3, 3, None, (1, 1, 1)),
+        (4, 2, None, (2, 2)),
+        (5, 2, None, (3, 2)),
+        (7, 4, None, (2, 2, 2, 1)),
+        (3, 3, None, (1, 1, 1)),
         (7, 3, [1, 4, 2], (1, 4, 2)),
     ],
-)  # fmt: skip
+)
 def test_stages_may_be_uneven(layers: int, pp: int, chosen: list[int] | None, expected: tuple[int, ...]) -> None:
     layout = Layout.of(TrainerConfig(world_size=2 * pp, pp=pp, pp_layers=chosen), layers=layers, experts=0)
     assert layout.stage_layers == expected
@@ -72,22 +72,31 @@ def test_stages_that_do_not_add_up_are_refused(chosen: list[int]) -> None:
 
 
 MOE = {
-    "model_type": "qwen2_moe", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 8,
-    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 80, "vocab_size": 320,
-}  # fmt: skip
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 80,
+    "vocab_size": 320,
+}
 
 
 @pytest.mark.parametrize(
     ("sizes", "model", "key"),
     [
-        ({"tp": 2}, {"vocab_size": 321}, "trainer.tp"), ({"tp": 8}, {"num_attention_heads": 4}, "trainer.tp"),
+        ({"tp": 2}, {"vocab_size": 321}, "trainer.tp"),
+        ({"tp": 8}, {"num_attention_heads": 4}, "trainer.tp"),
         ({"tp": 4}, {"num_key_value_heads": 6, "num_attention_heads": 12, "hidden_size": 96}, "trainer.tp"),
         ({"tp": 2}, {"shared_expert_intermediate_size": 81}, "trainer.tp"),
         ({"tp": 2}, {"mlp_only_layers": [0], "intermediate_size": 97}, "trainer.tp"),
         ({"etp": 2}, {"moe_intermediate_size": 63}, "trainer.etp"),
     ],
-)  # fmt: skip
+)
 def test_widths_that_do_not_divide_are_refused(sizes: dict[str, int], model: dict[str, Any], key: str) -> None:
     check_widths(TrainerConfig(world_size=8, tp=8, etp=8), ModelShape.from_hf(MOE))
     with pytest.raises(ConfigError, match=key):

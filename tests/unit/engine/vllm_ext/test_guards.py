@@ -45,9 +45,9 @@ class Echo:
         self.reached = 0
 
     def app(self) -> Starlette:
-        return Starlette(routes=[
-            Route("/v1/completions", self.answer, methods=["POST"]), Route("/v1/models", self.answer),
-        ])
+        return Starlette(
+            routes=[Route("/v1/completions", self.answer, methods=["POST"]), Route("/v1/models", self.answer)]
+        )
 
     async def answer(self, request: Request) -> Response:
         body = await request.body()
@@ -90,9 +90,10 @@ def ask(port: int, headers: dict[str, str], body=b"hello", **options) -> int:
 
 
 @pytest.mark.parametrize(
-    "key", ["", SECRET, bearer_key(SECRET, Plane.ADMIN), bearer_key("5f" * 32, Plane.DATA)],
+    "key",
+    ["", SECRET, bearer_key(SECRET, Plane.ADMIN), bearer_key("5f" * 32, Plane.DATA)],
     ids=["none", "the secret", "other plane", "other run"],
-)  # fmt: skip
+)
 def test_a_wrong_key_is_401_before_the_body_is_looked_at(echo: tuple[Echo, int], key: str) -> None:
     before = echo[0].reached
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -167,7 +167,10 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
 
             async with CompletionClient(router, "") as client:
                 evaluator = Evaluator(
-                    client=client, scorer=Counting(), sampling=server.config.adapters[0].sampling, held_out=held_out,
+                    client=client,
+                    scorer=Counting(),
+                    sampling=server.config.adapters[0].sampling,
+                    held_out=held_out,
                     max_chunks=1,
                 )
                 for _ in range(2):

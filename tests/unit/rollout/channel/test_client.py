@@ -21,9 +21,23 @@ from tests.support.rollout.helpers import NAME, episode, stream
 
 SECRET = "5" * 64
 STATS = m.Stats(
-    newest_version=1, waiting=0, ready=0, running=3, leased=0, leased_steps=0, issued=3, consumed=0,
-    dropped={"stale": 1}, reissued=0, rolled_back=0, retried={}, late=0, staleness={0: 2}, tokens_generated=0,
-    idle_s=0.0, generation_s=0.0,
+    newest_version=1,
+    waiting=0,
+    ready=0,
+    running=3,
+    leased=0,
+    leased_steps=0,
+    issued=3,
+    consumed=0,
+    dropped={"stale": 1},
+    reissued=0,
+    rolled_back=0,
+    retried={},
+    late=0,
+    staleness={0: 2},
+    tokens_generated=0,
+    idle_s=0.0,
+    generation_s=0.0,
 )
 Handler = Callable[[m.Request], Awaitable[m.Reply]]
 
@@ -80,8 +94,7 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClie
     async def handler(request: m.Request) -> m.Reply:
         assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.SHORT_POLL_S, life="1")
         return m.Batch(
-            adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s",
-            events=(result(3, "during"),),
+            adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s", events=(result(3, "during"),)
         )
 
     client = connect(handler)
@@ -241,7 +254,12 @@ def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() ->
                     polled.set()
                     await asyncio.sleep(60)
                 return m.Batch(
-                    adapter=NAME, step=request.step, groups=(), stats=STATS, samples=(), events=(),
+                    adapter=NAME,
+                    step=request.step,
+                    groups=(),
+                    stats=STATS,
+                    samples=(),
+                    events=(),
                     snapshot=b"after %d" % request.step,
                 )
             return m.Done()

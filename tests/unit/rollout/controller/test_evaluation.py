@@ -59,8 +59,11 @@ def evaluate(
             router.announce(V2, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 evaluator = Evaluator(
-                    client=client, scorer=scorer or ExactMatch(), sampling=SAMPLING,
-                    held_out=held_out or held_out_of(PROBLEMS, 64), max_chunks=max_chunks,
+                    client=client,
+                    scorer=scorer or ExactMatch(),
+                    sampling=SAMPLING,
+                    held_out=held_out or held_out_of(PROBLEMS, 64),
+                    max_chunks=max_chunks,
                 )
                 return await evaluator.run(V2, "after")
 

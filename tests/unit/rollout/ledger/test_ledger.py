@@ -208,9 +208,7 @@ def test_the_ledger_of_another_run_or_other_prompts_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", ["text", "torn", "page"])
-def test_a_damaged_file_is_moved_aside_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_a_damaged_file_is_moved_aside_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     path = tmp_path / "ledger.sqlite"
     file, book = ledger(path)
     for position in range(2000):

@@ -14,7 +14,15 @@ S = GroupState
 
 def row(seq: int, state: GroupState, *, step: int = -1, version: int = -1, newest: int = -1) -> Row:
     return Row(
-        seq=seq, position=seq, issue=1, stale=0, state=state, failed=0, resampled=0, version=version, newest=newest,
+        seq=seq,
+        position=seq,
+        issue=1,
+        stale=0,
+        state=state,
+        failed=0,
+        resampled=0,
+        version=version,
+        newest=newest,
         step=step,
     )
 

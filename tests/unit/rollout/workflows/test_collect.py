@@ -10,7 +10,9 @@ from areal_lora.types import Generation, Outcome
 
 def answer(*tokens: int, version: int = 3, finish: str = "stop") -> Generation:
     return Generation(
-        token_ids=list(tokens), logprobs=[-t / 100 for t in tokens], versions=[version] * len(tokens),
+        token_ids=list(tokens),
+        logprobs=[-t / 100 for t in tokens],
+        versions=[version] * len(tokens),
         finish_reason=finish,
     )
 

@@ -64,12 +64,19 @@ class Changed:
         if self.change == "text":
             return "an answer"  # type: ignore[return-value]
         changed: dict[str, Any] = {
-            "": {}, "reward": {"reward": self.value}, "numpy": {"token_ids": list(np.array(first.token_ids))},
-            "no array": {"versions": None}, "short": {"versions": first.versions[1:]}, "nothing sampled": {
-                "loss_mask": [0] * n, "versions": [-1] * n, "rollout_logprobs": [0.0] * n},
+            "": {},
+            "reward": {"reward": self.value},
+            "numpy": {"token_ids": list(np.array(first.token_ids))},
+            "no array": {"versions": None},
+            "short": {"versions": first.versions[1:]},
+            "nothing sampled": {"loss_mask": [0] * n, "versions": [-1] * n, "rollout_logprobs": [0.0] * n},
             "adapter": {"adapter": AdapterRef(name="other", version=1)},
-            "long": {"token_ids": [5] * 65, "loss_mask": [0] * 64 + [1], "versions": [-1] * 64 + [1],
-                     "rollout_logprobs": [0.0] * 64 + [-1.0]},
+            "long": {
+                "token_ids": [5] * 65,
+                "loss_mask": [0] * 64 + [1],
+                "versions": [-1] * 64 + [1],
+                "rollout_logprobs": [0.0] * 64 + [-1.0],
+            },
         }[self.change]
         group = replace(episode.group, trajectories=(replace(first, **changed), *others))
         return replace(episode, group=group)

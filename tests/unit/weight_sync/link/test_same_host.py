@@ -136,9 +136,7 @@ def test_of_another_machine_or_container_nothing_is_opened(monkeypatch, what):
     card = segment.card()
     read, link = Path.read_bytes, os.readlink
     monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + (b"other" if what == "boot" else b""))
-    monkeypatch.setattr(
-        os, "readlink", lambda p: "pid:[1]" if what == "namespace" and "/ns/" in str(p) else link(p)
-    )
+    monkeypatch.setattr(os, "readlink", lambda p: "pid:[1]" if what == "namespace" and "/ns/" in str(p) else link(p))
     paths = opened(monkeypatch)
     assert not readable(card)
     assert paths == []

@@ -49,7 +49,9 @@ def test_a_silent_server_is_lost_and_the_rest_goes_on(retried):
     assert judged(Finding(server=A), silent, retried=retried) == (["server-0"], ["server-1"], True)
     waiting = Finding(server=C, error=BROKEN)  # an effect, not a cause
     assert judged(Finding(server=A), silent, waiting, retried=retried) == (
-        ["server-0", "server-2"], ["server-1"], False
+        ["server-0", "server-2"],
+        ["server-1"],
+        False,
     )
 
 
@@ -69,7 +71,9 @@ def test_a_member_that_refuses_ends_the_publish_and_a_newcomer_itself(error):
     with pytest.raises(type(error)):
         judged(Finding(server=A), Finding(server=B, error=error), Finding(server=C, error=SILENT, alive=False))
     assert judged(Finding(server=A), Finding(server=B, error=error, newcomer=True)) == (
-        ["server-0"], ["server-1"], True
+        ["server-0"],
+        ["server-1"],
+        True,
     )
 
 
@@ -126,7 +130,9 @@ def test_a_new_life_replaces_a_member_and_a_new_name_joins():
 
 def test_members_are_in_the_order_of_their_numbers():
     assert [s.name for s in Membership([server(10), server(9), server(1)]).members] == [
-        "server-1", "server-9", "server-10"
+        "server-1",
+        "server-9",
+        "server-10",
     ]
 
 

@@ -32,8 +32,12 @@ def make(seed: int, dtype: torch.dtype, n_tokens: int, top_k: int, experts: int 
         return (torch.randn(*shape, generator=g) * 0.3).to(dtype)
 
     adapters = ExpertAdapters(
-        gate_a=rand(SLOTS, E, RANK, H), up_a=rand(SLOTS, E, RANK, H), gate_b=rand(SLOTS, E, INTER, RANK),
-        up_b=rand(SLOTS, E, INTER, RANK), down_a=rand(SLOTS, E, RANK, INTER), down_b=rand(SLOTS, E, H, RANK),
+        gate_a=rand(SLOTS, E, RANK, H),
+        up_a=rand(SLOTS, E, RANK, H),
+        gate_b=rand(SLOTS, E, INTER, RANK),
+        up_b=rand(SLOTS, E, INTER, RANK),
+        down_a=rand(SLOTS, E, RANK, INTER),
+        down_b=rand(SLOTS, E, H, RANK),
     )
     ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(n_tokens)])
     routing = torch.rand(n_tokens, top_k, generator=g)
@@ -173,8 +177,12 @@ def test_adapter_of_smaller_rank() -> None:
     for up in (a.gate_b, a.up_b, a.down_b):
         up[1, ..., 2:] = 0
     small = ExpertAdapters(
-        gate_a=a.gate_a[:, :, :2], up_a=a.up_a[:, :, :2], down_a=a.down_a[:, :, :2], gate_b=a.gate_b[..., :2],
-        up_b=a.up_b[..., :2], down_b=a.down_b[..., :2],
+        gate_a=a.gate_a[:, :, :2],
+        up_a=a.up_a[:, :, :2],
+        down_a=a.down_a[:, :, :2],
+        gate_b=a.gate_b[..., :2],
+        up_b=a.up_b[..., :2],
+        down_b=a.down_b[..., :2],
     )
     got = run(x, w1, w2, routing, ids, a, slots)
     torch.testing.assert_close(got.double(), oracle(x, w1, w2, routing, ids, a, slots), atol=2e-5, rtol=1e-5)
@@ -187,9 +195,12 @@ def test_many_experts_sort_with_wide_keys() -> None:
     n_experts, rank, hidden, inter = 3000, 1, 4, 2
     slots = np.arange(24) % 12
     a = ExpertAdapters(
-        gate_a=torch.randn(12, 1, rank, hidden), up_a=torch.randn(12, 1, rank, hidden),
-        gate_b=torch.randn(12, n_experts, inter, rank), up_b=torch.randn(12, n_experts, inter, rank),
-        down_a=torch.randn(12, n_experts, rank, inter), down_b=torch.randn(12, 1, hidden, rank),
+        gate_a=torch.randn(12, 1, rank, hidden),
+        up_a=torch.randn(12, 1, rank, hidden),
+        gate_b=torch.randn(12, n_experts, inter, rank),
+        up_b=torch.randn(12, n_experts, inter, rank),
+        down_a=torch.randn(12, n_experts, rank, inter),
+        down_b=torch.randn(12, 1, hidden, rank),
     )
     ids = torch.arange(24 * 2).view(24, 2) * 60
     groups, group_of = np.unique(slots, return_inverse=True)
@@ -241,12 +252,20 @@ def test_shared_expert_factors(monkeypatch: pytest.MonkeyPatch, form: str) -> No
     costs(monkeypatch, form)
     x, w1, w2, routing, ids, a = make(13, torch.float32, 25, 2)
     shared = ExpertAdapters(
-        gate_a=a.gate_a[:, :1], up_a=a.up_a[:, :1], gate_b=a.gate_b, up_b=a.up_b, down_a=a.down_a,
+        gate_a=a.gate_a[:, :1],
+        up_a=a.up_a[:, :1],
+        gate_b=a.gate_b,
+        up_b=a.up_b,
+        down_a=a.down_a,
         down_b=a.down_b[:, :1],
     )
     full = ExpertAdapters(
-        gate_a=shared.gate_a.expand(-1, E, -1, -1), up_a=shared.up_a.expand(-1, E, -1, -1), gate_b=a.gate_b,
-        up_b=a.up_b, down_a=a.down_a, down_b=shared.down_b.expand(-1, E, -1, -1),
+        gate_a=shared.gate_a.expand(-1, E, -1, -1),
+        up_a=shared.up_a.expand(-1, E, -1, -1),
+        gate_b=a.gate_b,
+        up_b=a.up_b,
+        down_a=a.down_a,
+        down_b=shared.down_b.expand(-1, E, -1, -1),
     )
     slots = MIXTURES["all"](25)
     want = oracle(x, w1, w2, routing, ids, full, slots)

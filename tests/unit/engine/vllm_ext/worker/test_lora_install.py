@@ -76,8 +76,10 @@ def install(
 def test_expected_lists_the_targets_at_the_rank_asked_for() -> None:
     writer, _ = worker(0)
     assert writer.expected(spec()) == {
-        ATTENTION + "q_proj.lora_A.weight": (4, 10), ATTENTION + "q_proj.lora_B.weight": (12, 4),
-        ATTENTION + "o_proj.lora_A.weight": (4, 12), ATTENTION + "o_proj.lora_B.weight": (10, 4),
+        ATTENTION + "q_proj.lora_A.weight": (4, 10),
+        ATTENTION + "q_proj.lora_B.weight": (12, 4),
+        ATTENTION + "o_proj.lora_A.weight": (4, 12),
+        ATTENTION + "o_proj.lora_B.weight": (10, 4),
     }
     for targets in (("linear_proj",), ("attention.linear_proj",)):
         only_proj = writer.expected(spec(targets=targets))
@@ -86,8 +88,13 @@ def test_expected_lists_the_targets_at_the_rank_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
-    [(spec(rank=9), "rank"), (spec(targets=("linear_fc1",)), "targets"), (spec(targets=("linear_typo",)), "targets"),
-     (spec(targets=("linear_qkv", "expert.linear_fc1")), "targets"), (spec(targets=()), "targets")],
+    [
+        (spec(rank=9), "rank"),
+        (spec(targets=("linear_fc1",)), "targets"),
+        (spec(targets=("linear_typo",)), "targets"),
+        (spec(targets=("linear_qkv", "expert.linear_fc1")), "targets"),
+        (spec(targets=()), "targets"),
+    ],
 )
 def test_what_cannot_be_served_is_refused(bad: AdapterSpec, reason: str) -> None:
     with pytest.raises(ManifestError) as e:
@@ -188,9 +195,12 @@ def test_a_layout_that_does_not_fit_is_no_plan() -> None:
         assert e.value.reason == reason
     layout = layout_of(full, spec())
     shard = layout.shards[0]
-    cut = AdapterLayout(spec=spec(), dtype="float32", shards=(
-        type(shard)(source=0, tensors=shard.tensors, nbytes=shard.nbytes - 4),
-    ), aliases={})
+    cut = AdapterLayout(
+        spec=spec(),
+        dtype="float32",
+        shards=(type(shard)(source=0, tensors=shard.tensors, nbytes=shard.nbytes - 4),),
+        aliases={},
+    )
     with pytest.raises(ValueError, match="leaves its source"):
         writer.plan(cut)
 
