@@ -106,7 +106,7 @@ class Saver:
             job, snapshot = next_one
             try:
                 self._run(job, snapshot)
-            except Exception as e:  # fault boundary: whatever it was, the main thread raises it
+            except Exception as e:  # fault boundary: whatever it was, the main thread raises it  # noqa: BLE001
                 job.error, job.in_doubt = e, not job.settled.is_set()
             job.settled.set()
             job.ended.set()

@@ -53,7 +53,7 @@ def watched_thread(name: str, target: Callable[[], object], on_death: OnDeath = 
     def run() -> None:
         try:
             target()
-        except BaseException as error:  # fault boundary: nobody else would hear of it
+        except BaseException as error:  # fault boundary: nobody else would hear of it  # noqa: BLE001
             if not sys.is_finalizing():
                 on_death(_failed(f"thread {name}", error))
 

@@ -129,7 +129,7 @@ def judge(
     try:
         graded = grade(reward(item.completion, item.gold), correct_threshold)
         value, correct = graded.reward, graded.correct
-    except Exception as error:  # fault boundary: a reward function may fail in any way on a model's text
+    except Exception as error:  # fault boundary: a reward function may fail in any way on a model's text  # noqa: BLE001
         detail, tainted = describe(error), isinstance(error, MemoryError)
     if threads() - before:
         value, correct, detail, tainted = None, None, "a thread that it started is still running", True
@@ -147,7 +147,7 @@ def judge(
 def describe(error: Exception) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:500]
-    except Exception:  # fault boundary: even the message of a user's exception is user code
+    except Exception:  # fault boundary: even the message of a user's exception is user code  # noqa: BLE001
         return type(error).__name__
 
 

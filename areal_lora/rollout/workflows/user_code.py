@@ -67,7 +67,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             outcome = partial(_settle, future, work(), None)
-        except BaseException as error:  # fault boundary: raised again by whoever awaits the future
+        except BaseException as error:  # fault boundary: raised again by whoever awaits the future  # noqa: BLE001
             outcome = partial(_settle, future, None, error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(outcome)

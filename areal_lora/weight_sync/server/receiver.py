@@ -175,7 +175,7 @@ class AdapterReceiver:
             deadline = time.monotonic() + deadline_s
             reception = Reception(known.tables, groups, deadline, clock, Pace(share, deadline))
             begun = _Begun(known, reception)
-        except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are
+        except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             begun = e
         if self._thread is None:
             self._thread = watched_thread("stage", self._stage_all)
@@ -237,7 +237,7 @@ class AdapterReceiver:
             for group in groups.values():
                 group.close()  # tells the other members at once; the trainer connects anew
             result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
-        except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered
+        except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
             result = clock.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
         if not result.ok and written and slot is not None:
             self._writer.zero(slot)

@@ -82,7 +82,7 @@ def on_ranks(work: Callable[[int], R], world: int = WORLD) -> list[R | Exception
     def run(rank: int) -> None:
         try:
             results[rank] = work(rank)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001
             results[rank] = e
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]

@@ -32,7 +32,7 @@ def _child(
         )
         pipe.send((True, target(*args)))
         dist.destroy_process_group()
-    except Exception:  # fault boundary: the parent must see what any rank raised
+    except Exception:  # fault boundary: the parent must see what any rank raised  # noqa: BLE001
         pipe.send((False, traceback.format_exc()))
 
 

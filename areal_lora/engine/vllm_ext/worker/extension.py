@@ -151,7 +151,7 @@ class _WorkerAdapters:
             self._receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s)
         except PublishError as e:
             error = str(e)
-        except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only
+        except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only  # noqa: BLE001
             error = repr(e)
         self._joining = False  # before the answer: the trainer publishes as soon as it has it
         respond(Done(error=error))

@@ -202,7 +202,7 @@ class Source:
         def post() -> None:
             try:
                 answer.append(self.admin.publish(body, deadline_s + 15.0))
-            except Exception as e:
+            except Exception as e:  # noqa: BLE001
                 answer.append(e)
 
         thread = threading.Thread(target=post)
