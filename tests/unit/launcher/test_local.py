@@ -286,7 +286,7 @@ def test_a_server_that_was_killed_is_started_again_and_the_run_goes_on(
 RANK = """
 import fcntl, os, pathlib, signal, sys, time
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_endpoint
-from areal_lora.obs import stacks
+from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.processes.log import set_status

@@ -148,7 +148,7 @@ def test_the_exit_code_is_that_of_the_error_and_an_unread_log_does_not_hold_up_t
     code = """
 import os, sys, threading
 from areal_lora.errors import RecordError
-from areal_lora.obs import watched
+from areal_lora.processes import watched
 from areal_lora.processes.log import setup_logging
 reading, writing = os.pipe()
 os.set_blocking(writing, False)

@@ -78,7 +78,7 @@ def test_each_part_has_its_own_limit(
 
 LOOP = """
 import asyncio, sys, time
-from areal_lora.obs import heartbeat
+from areal_lora.run_folder import heartbeat
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
 from areal_lora.processes.log import setup_logging
 setup_logging("controller", 0)
@@ -121,7 +121,7 @@ def test_user_code_that_blocks_the_event_loop_does_not_stop_the_heart_until_its_
 
 STUCK = """
 import sys, threading, time
-from areal_lora.obs import stacks
+from areal_lora.processes import stacks
 if len(sys.argv) > 1:
     stacks.install(sys.argv[1], "trainer", 3)
 def waits_for_a_peer():

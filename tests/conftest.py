@@ -1,4 +1,4 @@
-"""One real server for all tests of this folder."""
+"""What all tests share: a tiny model, and one real server that serves it. torch and vLLM are imported on first use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.engine.vllm_ext.serving import RunningServer, connect, make_model, start
+if TYPE_CHECKING:
+    from tests.support.engine.vllm_ext.serving import RunningServer
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.engine.vllm_ext.serving import make_model
+
     return make_model(tmp_path_factory.mktemp("tiny model"))
 
 
@@ -32,6 +36,8 @@ def even_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    from tests.support.engine.vllm_ext.serving import connect, start
+
     folder = tmp_path_factory.mktemp("server") / "run folder"
     process = start(folder, tiny_model)
     try:
