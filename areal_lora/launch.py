@@ -24,8 +24,8 @@ from areal_lora.launcher.explain import explain_resume
 from areal_lora.launcher.hub import Download, download, resolve
 from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.run_folder import Earlier, RunFolder, recorded_model
 from areal_lora.launcher.slurm import submit
+from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
 from areal_lora.obs.summary import print_closing
 
 
@@ -95,15 +95,15 @@ def report_findings(config: Config, facts: Facts, err: Console) -> bool:
 
 def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, needed: Download | None = None) -> int:
     """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm."""
-    with RunFolder(config, fresh) as folder:
+    with RunStart(config, fresh) as folder:
         if folder.moved is not None:
             say(out, f"A previous run was in {plan.run_folder}; it is now {folder.moved.name}.")
-        if folder.earlier is not None and folder.earlier.finished(config):
-            return say_finished(folder.earlier, plan, out)
+        if folder.previous is not None and folder.previous.finished(config):
+            return say_finished(folder.previous, plan, out)
         say(out, f"Run folder: {plan.run_folder}")
-        if folder.earlier is not None:
+        if folder.previous is not None:
             check_present(plan.run_folder, config)
-            say(out, going_on(folder.earlier))
+            say(out, going_on(folder.previous))
         if config.model.commit is not None:
             say(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
         if needed is not None:
@@ -118,18 +118,18 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, need
     return code
 
 
-def going_on(earlier: Earlier) -> str:
+def going_on(previous: PreviousRun) -> str:
     """What the run that is in the folder already goes on from, in words."""
-    newest = [f"{name}@v{max(versions)}" for name, versions in earlier.versions.items() if versions]
+    newest = [f"{name}@v{max(versions)}" for name, versions in previous.versions.items() if versions]
     if not newest:
         return "A run in it ended before its first checkpoint: it begins again at step 0."
     return f"The run in it goes on; its newest checkpoints: {', '.join(newest)}."
 
 
-def say_finished(earlier: Earlier, plan: JobPlan, out: Console) -> int:
+def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> int:
     """A run without anything left to do is a success, shown again."""
-    more = f"more steps, such as run.steps={2 * earlier.steps_done}"
-    say(out, f"This run is done: {earlier.steps_done} steps. Go on with {more}, or start over with --fresh.")
+    more = f"more steps, such as run.steps={2 * previous.steps_done}"
+    say(out, f"This run is done: {previous.steps_done} steps. Go on with {more}, or start over with --fresh.")
     print_closing(plan.run_folder, out)
     return ExitCode.DONE
 

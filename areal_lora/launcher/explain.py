@@ -10,7 +10,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.snapshot import missing_files
 from areal_lora.launcher.dry_run import human_bytes
 from areal_lora.launcher.resume import changes, conflict
-from areal_lora.launcher.run_folder import look, with_absolute_root
+from areal_lora.launcher.start import previous_run, with_absolute_root
 from areal_lora.obs.console import duration
 from areal_lora.rollout.ledger.peek import reconciliations
 
@@ -22,7 +22,7 @@ def explain_resume(config: Config) -> Iterator[str]:
     """
     config = with_absolute_root(config)
     folder, steps = config.run_folder, config.run.steps
-    earlier = look(folder)
+    earlier = previous_run(folder)
     if earlier is None:
         yield f"{folder} holds no run: a start would begin a new one. Nothing was started."
         return

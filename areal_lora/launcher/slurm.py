@@ -21,7 +21,7 @@ from pathlib import Path
 from areal_lora.config.models import Config
 from areal_lora.errors import SAME_AGAIN, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.run_folder import ANEW, JOB_FILE, RunFolder
+from areal_lora.launcher.start import ANEW, JOB_FILE, RunStart
 from areal_lora.network.addresses import NODES_VARIABLE
 
 SCRIPT_NAME = "job.sbatch"
@@ -60,15 +60,15 @@ def sbatch_script(config: Config, plan: JobPlan) -> str:
     return "\n".join([*parts, _WAIT])
 
 
-def submit(config: Config, plan: JobPlan, folder: RunFolder) -> str:
-    """Submit the job, prepare ``folder`` for it, let it start. Returns the job id; raises EnvironmentError_.
+def submit(config: Config, plan: JobPlan, start: RunStart) -> str:
+    """Submit the job, prepare its run folder, let it start. Returns the job id; raises EnvironmentError_.
 
     A job that Slurm refuses leaves the folder as it was.
     """
     text = sbatch_script(config, plan)
     script = plan.run_folder / SCRIPT_NAME
     if shutil.which("sbatch") is None:
-        folder.prepare()
+        start.prepare()
         script.write_text(text, encoding="utf-8")
         raise EnvironmentError_(
             f"sbatch is not on this machine (fix: run `sbatch {script}` where it is, or set cluster.kind=local)"
@@ -76,7 +76,7 @@ def submit(config: Config, plan: JobPlan, folder: RunFolder) -> str:
     # Held, because it would begin with the folder as it is now.
     job = _slurm("sbatch", "--parsable", "--hold", stdin=text, fix="see cluster.slurm").partition(";")[0]
     try:
-        folder.prepare()
+        start.prepare()
         script.write_text(text, encoding="utf-8")
         (plan.run_folder / JOB_FILE).write_text(f"{job}\n", encoding="ascii")
         (plan.run_folder / FAILURES_FILE).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.launcher.run_folder import RunFolder
+from areal_lora.launcher.start import RunStart
 from areal_lora.obs.metrics import MetricsWriter, StepRecord
 from areal_lora.obs.summary import write_summary
 from tests.support.paths import ROOT
@@ -161,7 +161,7 @@ def finished_run(tmp_path: Path, steps: int) -> Path:
     """The folder of a run that went well."""
     folder = tmp_path / "runs" / "x"
     config = load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x", f"run.steps={steps}"])
-    with RunFolder(config) as run:
+    with RunStart(config) as run:
         run.prepare()
     with MetricsWriter(folder) as metrics:
         for step in range(steps):
@@ -270,7 +270,7 @@ def test_two_launchers_in_one_folder_without_flock(tmp_path: Path) -> None:
 
 
 def test_folder_of_a_running_run_is_left_alone(tmp_path: Path) -> None:
-    with RunFolder(load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x"])):
+    with RunStart(load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x"])):
         done = launch(tmp_path, failing_python(tmp_path), "run.name=x")
     assert done.returncode == 64
     assert "still going" in done.stderr

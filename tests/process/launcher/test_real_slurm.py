@@ -18,8 +18,8 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.run_folder import RunFolder
 from areal_lora.launcher.slurm import submit
+from areal_lora.launcher.start import RunStart
 from tests.support.launcher import real_slurm
 from tests.support.launcher.real_slurm import Slurm
 from tests.support.paths import ROOT
@@ -79,7 +79,7 @@ def submitted(slurm: Slurm, folder: Path, trainer: str, *overrides: str) -> Job:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SLURM_CONF", "PATH"):
             patch.setenv(name, slurm.environment[name])
-        with RunFolder(config) as run:
+        with RunStart(config) as run:
             return Job(id=submit(config, plan, run), folder=plan.run_folder, config=config)
 
 
@@ -168,14 +168,14 @@ def test_a_second_start_leaves_a_running_job_alone(
     before = {path: path.read_bytes() for path in job.folder.rglob("*") if path.is_file()}
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, slurm.environment[name])
-    with pytest.raises(ConfigError, match=f"Slurm job {job.id} works in"), RunFolder(job.config):
+    with pytest.raises(ConfigError, match=f"Slurm job {job.id} works in"), RunStart(job.config):
         pass
     dead = tmp_path / "slurm.conf"
     text = Path(slurm.environment["SLURM_CONF"]).read_text()
     dead.write_text(text.replace("SlurmctldPort=", "MessageTimeout=2\nSlurmctldPort=1"))
     monkeypatch.setenv("SLURM_CONF", str(dead))
     unknown = rf"Slurm job {job.id} may still work in .*Unable to contact"
-    with pytest.raises(ConfigError, match=unknown), RunFolder(job.config):
+    with pytest.raises(ConfigError, match=unknown), RunStart(job.config):
         pass
     assert {path: path.read_bytes() for path in job.folder.rglob("*") if path.is_file()} == before
     slurm.run("scancel", job.id)

@@ -17,8 +17,8 @@ from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.run_folder import RunFolder
 from areal_lora.launcher.slurm import sbatch_script, submit
+from areal_lora.launcher.start import RunStart
 from tests.support.paths import ROOT, SUPPORT
 
 MOE = ROOT / "examples" / "math" / "gsm8k_grpo_megatron_lora_moe.yaml"
@@ -253,7 +253,7 @@ def test_submitting_without_slurm_says_what_to_do(tmp_path: Path, monkeypatch: p
     config, plan = job(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentError_, match=r"sbatch is not on this machine .*job\.sbatch"):
-        submit(config, plan, RunFolder(config))
+        submit(config, plan, RunStart(config))
     assert (plan.run_folder / "job.sbatch").read_text() == sbatch_script(config, plan)
     assert (plan.run_folder / "config.json").is_file()
 
@@ -268,7 +268,7 @@ def test_the_job_is_submitted_before_the_folder_is_touched_and_begins_afterwards
     (plan.run_folder / "job.failures").write_text("3\n")
     see = f'echo "$0 $*: $(cat {secret})" >> {calls}'
     with_programs(tmp_path, monkeypatch, sbatch=f"{see}; cat > {tmp_path}/got; echo '42;cluster'", scontrol=see)
-    assert submit(config, plan, RunFolder(config)) == "42"
+    assert submit(config, plan, RunStart(config)) == "42"
     assert (tmp_path / "got").read_text() == (plan.run_folder / "job.sbatch").read_text() == sbatch_script(config, plan)
     assert (plan.run_folder / "job.id").read_text() == "42\n"
     assert not (plan.run_folder / "job.failures").exists(), "who submits again begins to count again"
@@ -281,7 +281,7 @@ def test_a_refused_job_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: 
     config, plan = job(tmp_path)
     with_programs(tmp_path, monkeypatch, sbatch="echo 'invalid partition' >&2; exit 1")
     with pytest.raises(EnvironmentError_, match=r"sbatch refused .*: invalid partition"):
-        submit(config, plan, RunFolder(config))
+        submit(config, plan, RunStart(config))
     assert not plan.run_folder.exists()
 
 
@@ -296,7 +296,7 @@ def test_a_job_that_cannot_be_released_is_cancelled(tmp_path: Path, monkeypatch:
         scancel=f'echo "$@" > {calls}',
     )
     with pytest.raises(EnvironmentError_, match="scontrol refused the job: no controller"):
-        submit(config, plan, RunFolder(config))
+        submit(config, plan, RunStart(config))
     assert calls.read_text() == "42\n"
 
 
@@ -311,11 +311,11 @@ def entered(tmp_path: Path) -> Path:
     """Start beside job 17, whose folder has a secret and ports."""
     config, plan = job(tmp_path)
     if not plan.run_folder.exists():
-        with RunFolder(config) as folder:
+        with RunStart(config) as folder:
             folder.prepare()
         (plan.run_folder / "job.id").write_text("17\n")
         (plan.run_folder / "rendezvous" / "trainer-0.json").write_text("{}")
-    with RunFolder(config):
+    with RunStart(config):
         return plan.run_folder
 
 

@@ -29,7 +29,7 @@ ANEW = ("rendezvous", "status", heartbeat.FOLDER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Earlier:
+class PreviousRun:
     """The run that a folder holds. ``versions`` are those with a checkpoint, by adapter, whole or not."""
 
     config: Config
@@ -41,7 +41,7 @@ class Earlier:
         return self.steps_done >= config.run.steps
 
 
-def look(folder: Path) -> Earlier | None:
+def previous_run(folder: Path) -> PreviousRun | None:
     """The run in ``folder``, None where there is none. Raises ConfigError for a folder of something else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
@@ -57,13 +57,13 @@ def look(folder: Path) -> Earlier | None:
             "set another run.name, or start over with --fresh",
         ) from None
     versions = {a.name: versions_in(adapter_folder(folder, a.name)) for a in config.adapters}
-    return Earlier(config=config, steps_done=_steps_done(folder), versions=versions)
+    return PreviousRun(config=config, steps_done=_steps_done(folder), versions=versions)
 
 
 def recorded_model(config: Config) -> ModelConfig | None:
     """The base model of the run that ``config`` would resume; None where there is none."""
-    earlier = look(with_absolute_root(config).run_folder)
-    return earlier.config.model if earlier else None
+    previous = previous_run(with_absolute_root(config).run_folder)
+    return previous.config.model if previous else None
 
 
 def _steps_done(folder: Path) -> int:
@@ -79,10 +79,10 @@ def with_absolute_root(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"root": config.run.root.absolute()})})
 
 
-class RunFolder:
+class RunStart:
     """The run folder, held while the launcher lives.
 
-    Entering takes the lock and, with ``fresh``, moves an earlier run aside (``moved``). ``earlier`` is
+    Entering takes the lock and, with ``fresh``, moves an earlier run aside (``moved``). ``previous`` is
     the run that would go on; ``prepare`` then makes the folder ready for processes to start.
 
     Raises ConfigError where a launcher or a job is using the folder, it holds something else, or
@@ -92,12 +92,12 @@ class RunFolder:
     def __init__(self, config: Config, fresh: bool = False) -> None:
         self.config = with_absolute_root(config)
         self.path = self.config.run_folder
-        self.earlier: Earlier | None = None
+        self.previous: PreviousRun | None = None
         self.moved: Path | None = None
         self._fresh = fresh
         self._lock = RunLock(self.path)
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> RunStart:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock.take()
         try:
@@ -114,8 +114,8 @@ class RunFolder:
         check_no_job(self.path)
         if self._fresh:
             self.moved = move_aside(self.path)
-        self.earlier = look(self.path)
-        if self.earlier is not None and (error := conflict(self.earlier.config, self.config)) is not None:
+        self.previous = previous_run(self.path)
+        if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
             raise error
 
     def prepare(self) -> None:
@@ -131,7 +131,7 @@ class RunFolder:
         temporary.write_text(self.config.model_dump_json(indent=2), encoding="utf-8")
         temporary.replace(self.path / CONFIG_FILE)
         create_secret(self.path)
-        write_event(self.path, StartEvent(at=now_utc(), resumes=self.earlier is not None))
+        write_event(self.path, StartEvent(at=now_utc(), resumes=self.previous is not None))
 
 
 def move_aside(folder: Path) -> Path | None:
