@@ -55,7 +55,7 @@ class AdapterSpec:
 
     ``target_modules`` are Megatron spellings (``linear_qkv``, ``linear_proj``, ``linear_fc1``,
     ``linear_fc2``), with a scope in front (``expert.linear_fc1``) where only some places that have
-    the layer are meant (`config.targets`); the effective scale of B A is ``alpha / rank``.
+    the layer are meant (`families.targets`); the effective scale of B A is ``alpha / rank``.
     """
 
     name: str

@@ -63,10 +63,10 @@ def make_adapter(folder: Path) -> Path:
     import torch
 
     from areal_lora.checkpoint.adapter_io import save_peft
-    from areal_lora.config.architectures import read_hf_config
     from areal_lora.config.load import load_config
     from areal_lora.engine.megatron_utils.convert import family_for
     from areal_lora.engine.megatron_utils.convert.registry import Dims, wire_names
+    from areal_lora.families.shape import read_hf_config
 
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
     hf = read_hf_config(Path(config.model.path))

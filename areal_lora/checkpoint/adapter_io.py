@@ -18,7 +18,8 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from areal_lora.config.peft_folder import (
+from areal_lora.errors import AdapterError
+from areal_lora.families.peft_folder import (
     CONFIG_FILE,
     FILE_PREFIX,
     OWN_KEY,
@@ -27,7 +28,6 @@ from areal_lora.config.peft_folder import (
     declared_spec,
     wire_name,
 )
-from areal_lora.errors import AdapterError
 from areal_lora.types import AdapterSpec
 
 Shape = tuple[int, ...]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from areal_lora.config.peft_folder import misfits, module_of
 from areal_lora.errors import AdapterError, UnknownTensorError
+from areal_lora.families.peft_folder import misfits, module_of
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, WireTensor
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config import architectures as arch
 from areal_lora.config.imports import check_import_path, parse_import_path
 from areal_lora.config.models import (
     AgentWorkflow,
@@ -19,9 +18,10 @@ from areal_lora.config.models import (
     ModelConfig,
     MultiTurnWorkflow,
 )
-from areal_lora.config.peft_folder import PeftFolder, describe
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
+from areal_lora.families import shape as arch
+from areal_lora.families.peft_folder import PeftFolder, describe
 from areal_lora.network.addresses import own_place
 
 

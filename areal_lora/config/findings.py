@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_lora.config.architectures import SUPPORTED, ModelShape
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import SUPPORTED, ModelShape
 
 
 class Severity(StrEnum):

@@ -10,8 +10,6 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator
 
-from areal_lora.config import architectures as arch
-from areal_lora.config import targets
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.findings import Finding, Rule, Severity, shape_of
 from areal_lora.config.models import Config
@@ -20,6 +18,8 @@ from areal_lora.config.rules.layout import rollout_layout, trainer_layout
 from areal_lora.config.rules.rollout import deterministic
 from areal_lora.config.rules.run import time_outs
 from areal_lora.errors import ConfigError
+from areal_lora.families import shape as arch
+from areal_lora.families import targets
 from areal_lora.network.addresses import WILDCARDS, as_network
 
 __all__ = ["Finding", "Severity", "check", "resolve_targets"]

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal_lora.checkpoint.state import PARTS, AdapterState
-from areal_lora.config.architectures import ModelShape, read_hf_config
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import HOST
 from areal_lora.data.packing import plan_microbatches
@@ -32,6 +31,7 @@ from areal_lora.engine.megatron_utils.convert import family_for
 from areal_lora.engine.megatron_utils.convert.registry import Dims, spec_covers
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import AdapterError, ConfigError
+from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
 from areal_lora.weight_sync.digests import base_digest

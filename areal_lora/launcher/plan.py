@@ -11,10 +11,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lora.config import architectures as arch
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
+from areal_lora.families import shape as arch
 from areal_lora.network.addresses import WILDCARDS
 from areal_lora.network.tls import CA_FILE, DATA_KEY_FILE, on_loopback
 

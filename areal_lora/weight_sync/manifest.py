@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from areal_lora.config.peft_folder import FILE_PREFIX
 from areal_lora.errors import ManifestError
+from areal_lora.families.peft_folder import FILE_PREFIX
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout

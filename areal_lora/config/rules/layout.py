@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_lora.config.architectures import ModelShape
 from areal_lora.config.facts import Facts
 from areal_lora.config.findings import Finding, shape_of
 from areal_lora.config.models import Config, TrainerConfig
+from areal_lora.families.shape import ModelShape
 
 
 def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:

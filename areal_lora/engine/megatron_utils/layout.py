@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from areal_lora.config.architectures import ModelShape
 from areal_lora.config.models import TrainerConfig
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 from torch.nn import functional
 
-from areal_lora.config.architectures import ModelShape
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_utils.grouped import ColumnGroupedLinear, RowGroupedLinear
 from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.families.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

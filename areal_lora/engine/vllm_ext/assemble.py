@@ -16,7 +16,6 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from areal_lora.config.architectures import TARGETS, Scope
 from areal_lora.config.models import Config
 from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
@@ -28,6 +27,7 @@ from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, 
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.engine.vllm_ext.worker_channel import WorkerChannel
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import TARGETS, Scope
 from areal_lora.network.addresses import own_place
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply

@@ -45,11 +45,11 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from areal_lora.config.architectures import target_of
 from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
 from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, Spans, moe_lora
 from areal_lora.engine.vllm_ext.worker.lora_install import Matrix
 from areal_lora.errors import AdapterError
+from areal_lora.families.shape import target_of
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.served import LORA_A, LORA_B
 

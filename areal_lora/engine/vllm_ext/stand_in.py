@@ -36,13 +36,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from areal_lora.config.architectures import target_of
 from areal_lora.config.models import Config
 from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
 from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
+from areal_lora.families.shape import target_of
 from areal_lora.network.addresses import own_place
 from areal_lora.network.keys import Plane
 from areal_lora.processes import stacks

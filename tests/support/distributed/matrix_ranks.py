@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal_lora.config.architectures import ModelShape
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
 from areal_lora.engine.megatron_utils.arena import Model, Range
@@ -29,6 +28,7 @@ from areal_lora.engine.megatron_utils.convert import family_for
 from areal_lora.engine.megatron_utils.convert.registry import Dims
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import ModelShape
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
 from areal_lora.types import AdapterSpec, ExpertLayout
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from areal_lora.checkpoint.adapter_io import save_peft
-from areal_lora.config.architectures import read_hf_config
 from areal_lora.engine.megatron_utils.convert import FAMILIES
 from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, spec_covers, wire_names
+from areal_lora.families.shape import read_hf_config
 from areal_lora.types import AdapterSpec
 from tests.support.engine.conversion import to_hf
 

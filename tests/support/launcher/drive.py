@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from areal_lora.config.architectures import known_config
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
+from areal_lora.families.shape import known_config
 from areal_lora.launcher import local
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from tests.support.paths import ROOT

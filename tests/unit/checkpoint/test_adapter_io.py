@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft, save_peft
-from areal_lora.config.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.errors import AdapterError
+from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.types import AdapterSpec
 
 HIDDEN, FFN, EXPERTS, HEAD, LAYERS = 32, 16, 4, 8, 2

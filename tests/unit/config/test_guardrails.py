@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from areal_lora.config.architectures import known_config
 from areal_lora.config.facts import Facts
 from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import known_config
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.architectures import known_config
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan, rank_coordinates
 from tests.support.paths import ROOT
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_lora.config.architectures import ModelShape, Scope, covers
+from areal_lora.families.shape import ModelShape, Scope, covers
 from areal_lora.types import ExpertLayout
 
 __all__ = ["Dims", "Family", "Piece", "Scope", "SiteKey", "spec_covers", "wire_names"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from areal_lora.config.architectures import Scope, covers, target_of
 from areal_lora.errors import AdapterError, ManifestError
+from areal_lora.families.shape import Scope, covers, target_of
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor

@@ -15,13 +15,13 @@ from areal_lora.checkpoint.fuse import fused
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.guardrails import check, resolve_targets
 from areal_lora.config.load import load_config
-from areal_lora.config.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.engine.megatron_utils.arena import Model
 from areal_lora.engine.megatron_utils.convert import family_for
 from areal_lora.engine.megatron_utils.convert.registry import Dims
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import AdapterError
+from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"

@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.config.architectures import ModelShape, known_config
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import TrainerConfig
 from areal_lora.config.rules.layout import trainer_layout
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import ModelShape, known_config
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"

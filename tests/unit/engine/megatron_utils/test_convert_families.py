@@ -11,18 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from areal_lora.config.architectures import (
-    SUPPORTED,
-    ModelShape,
-    Scope,
-    adapter_size,
-    covers,
-    read_hf_config,
-    target_of,
-)
-from areal_lora.config.targets import resolve
 from areal_lora.engine.megatron_utils.convert import FAMILIES
 from areal_lora.engine.megatron_utils.convert.registry import Dims, SiteKey, spec_covers, wire_names
+from areal_lora.families.shape import SUPPORTED, ModelShape, Scope, adapter_size, covers, read_hf_config, target_of
+from areal_lora.families.targets import resolve
 from areal_lora.types import ExpertLayout
 from tests.support.engine.conversion import to_hf, to_megatron
 from tests.support.engine.tiny_families import TINY, save

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.architectures import ModelShape
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import ModelShape
 
 SIZES = [dict(zip(("tp", "pp", "ep", "etp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=4)]
 

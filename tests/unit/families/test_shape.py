@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_lora.config.architectures import TARGETS, ModelShape, adapter_size, known_config, known_models, unsupported
+from areal_lora.families.shape import TARGETS, ModelShape, adapter_size, known_config, known_models, unsupported
 from areal_lora.types import ExpertLayout
 from tests.support.paths import ROOT
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.config.architectures import HF_TO_MEGATRON
 from areal_lora.errors import AdapterError
+from areal_lora.families.shape import HF_TO_MEGATRON
 from areal_lora.types import AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from areal_lora.config.architectures import TARGETS, ModelShape, Scope, covers
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import TARGETS, ModelShape, Scope, covers
 
 ALL_LINEAR = "all-linear"
 UNTRAINABLE = (

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.architectures import ModelShape, Scope, covers, known_config, target_of
-from areal_lora.config.targets import resolve
 from areal_lora.errors import ConfigError
+from areal_lora.families.shape import ModelShape, Scope, covers, known_config, target_of
+from areal_lora.families.targets import resolve
 
 FC, ATT = ["linear_fc1", "linear_fc2"], ["linear_proj", "linear_qkv"]
 

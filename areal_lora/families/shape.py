@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config.published import PUBLISHED
+from areal_lora.families.published import PUBLISHED
 from areal_lora.types import ExpertLayout
 
 
