@@ -11,12 +11,12 @@ from typing import Any
 
 from areal_lora.config.imports import check_import_path, parse_import_path
 from areal_lora.config.models import (
-    AgentWorkflow,
+    AgentWorkflowConfig,
     Config,
-    CustomWorkflow,
+    CustomWorkflowConfig,
     FunctionReward,
     ModelConfig,
-    MultiTurnWorkflow,
+    MultiTurnWorkflowConfig,
 )
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
@@ -105,9 +105,9 @@ def _code_problems(config: Config) -> Iterator[ConfigError]:
         named: dict[str, str] = {}
         if isinstance(reward, FunctionReward):
             named[f"{at}.reward.path"] = reward.path
-        if isinstance(workflow, MultiTurnWorkflow):
+        if isinstance(workflow, MultiTurnWorkflowConfig):
             named[f"{at}.workflow.environment"] = workflow.environment
-        elif isinstance(workflow, CustomWorkflow | AgentWorkflow):
+        elif isinstance(workflow, CustomWorkflowConfig | AgentWorkflowConfig):
             named[f"{at}.workflow.path"] = workflow.path
         for key, text in named.items():
             try:

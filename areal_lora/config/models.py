@@ -113,11 +113,11 @@ class FunctionReward(ScorerLimits):
 RewardConfig = Annotated[NumericMatchReward | MathVerifyReward | FunctionReward, Field(discriminator="kind")]
 
 
-class SingleTurnWorkflow(Section):
+class SingleTurnWorkflowConfig(Section):
     kind: Literal["single_turn"] = "single_turn"
 
 
-class MultiTurnWorkflow(Section):
+class MultiTurnWorkflowConfig(Section):
     kind: Literal["multi_turn"] = "multi_turn"
     environment: str = Field(description="`package.module:name` or `file.py:name` of an Environment class or factory.")
     arguments: Arguments = Field(default_factory=dict, description="Keyword arguments of the environment.")
@@ -125,7 +125,7 @@ class MultiTurnWorkflow(Section):
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer, such as a tool call's end.")
 
 
-class CustomWorkflow(Section):
+class CustomWorkflowConfig(Section):
     kind: Literal["custom"] = "custom"
     path: str = Field(
         description="`package.module:name` or `file.py:name` of a factory: `factory(context, **arguments)`."
@@ -133,7 +133,7 @@ class CustomWorkflow(Section):
     arguments: Arguments = Field(default_factory=dict, description="Keyword arguments of the factory.")
 
 
-class AgentWorkflow(Section):
+class AgentWorkflowConfig(Section):
     kind: Literal["agent"] = "agent"
     path: str = Field(
         description="`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, "
@@ -142,7 +142,8 @@ class AgentWorkflow(Section):
 
 
 WorkflowConfig = Annotated[
-    SingleTurnWorkflow | MultiTurnWorkflow | CustomWorkflow | AgentWorkflow, Field(discriminator="kind")
+    SingleTurnWorkflowConfig | MultiTurnWorkflowConfig | CustomWorkflowConfig | AgentWorkflowConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -224,7 +225,7 @@ class AdapterConfig(Section):
         1, description="Optimizer steps per training step: parts of the batch, all at one learning rate."
     )
     task: TaskConfig
-    workflow: WorkflowConfig = SingleTurnWorkflow()
+    workflow: WorkflowConfig = SingleTurnWorkflowConfig()
     reward: RewardConfig = NumericMatchReward()
     algorithm: AlgorithmConfig
     optimizer: OptimizerConfig

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from areal_lora.config.models import AdapterConfig, AgentWorkflow, Config
+from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
 from areal_lora.errors import ArealLoraError
 from areal_lora.network.addresses import own_place
 from areal_lora.processes import stacks
@@ -123,7 +123,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         gateway = None
-        if any(isinstance(part.config.workflow, AgentWorkflow) for part in data):
+        if any(isinstance(part.config.workflow, AgentWorkflowConfig) for part in data):
             gateway = await stack.enter_async_context(AgentGateway())
         runtimes = {}
         for part in data:

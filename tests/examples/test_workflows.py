@@ -11,7 +11,7 @@ import pytest
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.guardrails import check
 from areal_lora.config.load import load_config
-from areal_lora.config.models import AgentWorkflow, CustomWorkflow, MultiTurnWorkflow, WorkflowConfig
+from areal_lora.config.models import AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkflowConfig
 from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode
@@ -54,9 +54,9 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
     for i, block in enumerate(blocks):
         (tmp_path / f"block{i}.py").write_text(block)
     chosen: list[WorkflowConfig] = [
-        MultiTurnWorkflow(environment=f"{tmp_path}/block0.py:SecondTry", arguments={"second_reward": 0.25}),
-        AgentWorkflow(path=f"{tmp_path}/block1.py:agent"),
-        CustomWorkflow(path=f"{tmp_path}/block2.py:Mine", arguments={"max_tokens": 3}),
+        MultiTurnWorkflowConfig(environment=f"{tmp_path}/block0.py:SecondTry", arguments={"second_reward": 0.25}),
+        AgentWorkflowConfig(path=f"{tmp_path}/block1.py:agent"),
+        CustomWorkflowConfig(path=f"{tmp_path}/block2.py:Mine", arguments={"max_tokens": 3}),
     ]
     rewards = [
         play(workflow, ["6", "7"] if i == 0 else ["7"]).group.trajectories[0].reward

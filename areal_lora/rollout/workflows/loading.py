@@ -24,9 +24,9 @@ from areal_lora.types import AdapterRef, Outcome, Trajectory, TrajectoryGroup
 def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sessions: Sessions) -> Workflow:
     """Import what ``chosen`` names and build it. ``sessions`` are the agents' endpoint's. Raises ConfigError."""
     match chosen:
-        case config.SingleTurnWorkflow():
+        case config.SingleTurnWorkflowConfig():
             return SingleTurnWorkflow(context=context)
-        case config.MultiTurnWorkflow():
+        case config.MultiTurnWorkflowConfig():
             return MultiTurnWorkflow(
                 context=context,
                 environment=_callable(chosen.environment),
@@ -34,9 +34,9 @@ def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sess
                 max_turns=chosen.max_turns,
                 stop=chosen.stop,
             )
-        case config.CustomWorkflow():
+        case config.CustomWorkflowConfig():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)
-        case config.AgentWorkflow():
+        case config.AgentWorkflowConfig():
             return AgentWorkflow(context=context, sessions=sessions, agent=_callable(chosen.path))
 
 
@@ -92,7 +92,7 @@ def _callable(text: str) -> Callable[..., Any]:
     return found
 
 
-def _custom(chosen: config.CustomWorkflow, context: WorkflowContext) -> Workflow:
+def _custom(chosen: config.CustomWorkflowConfig, context: WorkflowContext) -> Workflow:
     factory = _callable(chosen.path)
     try:
         workflow: Workflow = factory(context, **chosen.arguments)

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.models import AgentWorkflow, Config, FunctionReward, MultiTurnWorkflow, WorkflowConfig
+from areal_lora.config.models import (
+    AgentWorkflowConfig,
+    Config,
+    FunctionReward,
+    MultiTurnWorkflowConfig,
+    WorkflowConfig,
+)
 from areal_lora.data.collate import collate
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.channel.client import RolloutClient
@@ -313,7 +319,7 @@ async def agent(task):
 
 def test_a_run_with_an_environment(controller: Callable[..., Running], tmp_path: Path) -> None:
     (tmp_path / "environment.py").write_text(ENVIRONMENT)
-    workflow = MultiTurnWorkflow(environment=f"{tmp_path}/environment.py:Twice", arguments={"said": "no"})
+    workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Twice", arguments={"said": "no"})
     run = controller(FakeServer(), workflow=workflow, eta=0)
     for step in range(2):
         run.activate(step)
@@ -328,7 +334,7 @@ def test_a_run_with_agents_whose_samples_are_several_trajectories(
     controller: Callable[..., Running], tmp_path: Path
 ) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
-    run = controller(FakeServer(), workflow=AgentWorkflow(path=f"{tmp_path}/agent.py:agent"), eta=0)
+    run = controller(FakeServer(), workflow=AgentWorkflowConfig(path=f"{tmp_path}/agent.py:agent"), eta=0)
     assert set(run.endpoint.ports) == {"control", "agents"}
     for step in range(2):
         run.activate(step)
