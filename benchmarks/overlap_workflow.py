@@ -49,7 +49,7 @@ class LongTail:
             top_p=s.top_p,
             seed=seed,
             max_tokens=answer_tokens(prompt.position, s.prompts_per_step, self._shortest, longest),
-            deadline_s=s.deadline_s,
+            timeout_s=s.timeout_s,
             ignore_eos=True,
         )
         ends = [answer_end(answer.token_ids) for answer in answers]

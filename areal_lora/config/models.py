@@ -198,7 +198,7 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Below 1 sampling leaves out the tail, log-probabilities do not: a bias, see algorithms.md."
     )
-    deadline_s: PositiveFloat = Field(600.0, description="A rollout that takes longer is a `timeout`.")
+    timeout_s: PositiveFloat = Field(600.0, description="A rollout that takes longer is a `timeout`.")
     drop_uniform: bool = Field(
         False, description="Drop groups whose answers all have the same reward, and issue further prompts instead."
     )

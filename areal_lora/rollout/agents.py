@@ -32,13 +32,13 @@ from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """What an agent gets: an OpenAI endpoint with a key that works for ``deadline_s`` seconds, and the problem."""
+    """What an agent gets: an OpenAI endpoint with a key that works for ``timeout_s`` seconds, and the problem."""
 
     base_url: str  # ends in /v1
     api_key: str
     model: str
     sample: Sample
-    deadline_s: float
+    timeout_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Session:
                 max_tokens=request.longest,
                 stop=request.stops,
                 seed=derived_seed(self.seed, self.asked),
-                deadline_s=2 * sampling.deadline_s,
+                timeout_s=2 * sampling.timeout_s,
             )
         except GenerationFault as fault:
             if fault.kind is FaultKind.REJECTED:
@@ -169,24 +169,20 @@ class AgentWorkflow:
         )
 
     async def _sample(self, prompt: Prompt, ref: AdapterRef, seed: int) -> tuple[Session, float | None]:
-        deadline_s = self.context.sampling.deadline_s
+        timeout_s = self.context.sampling.timeout_s
         session = Session(context=self.context, ref=ref, seed=seed)
         with self.sessions.opened(session) as key:
             task = AgentTask(
-                base_url=self.sessions.base_url,
-                api_key=key,
-                model=ref.name,
-                sample=prompt.sample,
-                deadline_s=deadline_s,
+                base_url=self.sessions.base_url, api_key=key, model=ref.name, sample=prompt.sample, timeout_s=timeout_s
             )
             running = asyncio.create_task(call(FaultKind.AGENT, self.agent, task))
             running.add_done_callback(_retrieve)
             try:
                 done, _ = await asyncio.wait(
-                    {running, session.fault}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+                    {running, session.fault}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not done:
-                    raise GenerationFault(FaultKind.TIMEOUT, f"the agent took longer than {deadline_s:g} s")
+                    raise GenerationFault(FaultKind.TIMEOUT, f"the agent took longer than {timeout_s:g} s")
                 if session.fault.done():
                     session.fault.result()
                 reward = running.result()

@@ -134,7 +134,7 @@ class CompletionClient:
         temperature: float,
         top_p: float,
         seed: int,
-        deadline_s: float,
+        timeout_s: float,
         stop: list[str] | None = None,
         ignore_eos: bool = False,
     ) -> list[Generation]:
@@ -155,36 +155,36 @@ class CompletionClient:
             stop=stop,
             ignore_eos=ignore_eos,
         )
-        completion = await self._post(ref, request, n, deadline_s)
+        completion = await self._post(ref, request, n, timeout_s)
         _served_ref(completion, ref)
         return [_generation(choice) for choice in completion.choices]
 
     async def greedy(
-        self, ref: AdapterRef, prompts: Sequence[list[int]], *, max_tokens: int, deadline_s: float
+        self, ref: AdapterRef, prompts: Sequence[list[int]], *, max_tokens: int, timeout_s: float
     ) -> list[str]:
         """The greedy answer text of every prompt, in order; raises GenerationFault."""
         request = CompletionRequest(
             model=str(ref), prompt=list(prompts), max_tokens=max_tokens, temperature=0.0, top_p=1.0, pin_version=True
         )
-        completion = await self._post(ref, request, len(prompts), deadline_s)
+        completion = await self._post(ref, request, len(prompts), timeout_s)
         if _served_ref(completion, ref) != ref:
             raise GenerationFault(FaultKind.PROTOCOL, f"asked for {ref}, answered by {completion.model}")
         return [choice.text for choice in completion.choices]
 
-    async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, deadline_s: float) -> Completion:
+    async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float) -> Completion:
         """One request to the least loaded server; choices come back complete and ordered by index."""
         server: Server | None = None
         try:
-            async with asyncio.timeout(deadline_s) as clock, self.router.lease(ref, sequences, clock) as server:
+            async with asyncio.timeout(timeout_s) as clock, self.router.lease(ref, sequences, clock) as server:
                 payload = await self._exchange(server, ref, _encode(request))
         except TimeoutError:
             if server is not None and server.lost:
                 raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: given up by the trainer") from None
             if server is None:
-                detail = f"no server could be asked within {deadline_s:g} s"
+                detail = f"no server could be asked within {timeout_s:g} s"
                 raise GenerationFault(FaultKind.CONNECTION, detail) from None
             self.router.failed(server)
-            raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {deadline_s:g} s") from None
+            raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
         try:

@@ -193,7 +193,7 @@ def build_runtime(
         max_running=max(1, math.ceil(sequences / (sampling.n_samples * len(config.adapters)))),
         on_expire=lambda ticket: runtime.expire(ticket),
         clock=time.monotonic,
-        lease_s=2 * sampling.deadline_s + LEASE_SLACK_S,
+        lease_s=2 * sampling.timeout_s + LEASE_SLACK_S,
         drop_uniform=sampling.drop_uniform,
     )
     runtime = AdapterRuntime(

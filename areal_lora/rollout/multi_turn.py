@@ -56,7 +56,7 @@ class _Played:
 class MultiTurnWorkflow:
     """``n_samples`` episodes at once, each with an environment of its own from ``environment(**arguments)``.
 
-    An answer takes at most `sampling.max_new_tokens`, an episode `sampling.deadline_s`. It ends when the
+    An answer takes at most `sampling.max_new_tokens`, an episode `sampling.timeout_s`. It ends when the
     environment is done, after ``max_turns`` answers, with an answer that is cut off by its length (the environment
     still judges it), or when a reply leaves no room for another answer.
     """
@@ -87,12 +87,12 @@ class MultiTurnWorkflow:
         return [next(scored) if p.reward is None else given_score(p.reward) for p in played]
 
     async def _within_deadline(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
-        deadline_s = self.context.sampling.deadline_s
+        timeout_s = self.context.sampling.timeout_s
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._play(prompt, ref, seed)
         except TimeoutError:
-            raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {deadline_s:g} s") from None
+            raise GenerationFault(FaultKind.TIMEOUT, f"the episode took longer than {timeout_s:g} s") from None
 
     async def _play(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
         longest = self.context.max_model_len
@@ -126,7 +126,7 @@ class MultiTurnWorkflow:
             ref,
             packed.token_ids,
             seed=seed,
-            deadline_s=2 * self.context.sampling.deadline_s,
+            timeout_s=2 * self.context.sampling.timeout_s,
             stop=list(self.stop) or None,
         )
         packed.sampled(answer)

@@ -68,7 +68,7 @@ class WorkflowContext:
         token_ids: list[int],
         *,
         seed: int,
-        deadline_s: float,
+        timeout_s: float,
         max_tokens: int | None = None,
         n: int = 1,
         stop: list[str] | None = None,
@@ -86,7 +86,7 @@ class WorkflowContext:
             n=n,
             max_tokens=longest,
             seed=seed,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             stop=stop,
@@ -129,7 +129,7 @@ class SingleTurnWorkflow:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=seed,
-            deadline_s=sampling.deadline_s,
+            timeout_s=sampling.timeout_s,
         )
         scores = await self.context.score([ScoreItem(completion=a.text, gold=prompt.sample.answer) for a in answers])
         trajectories = tuple(

@@ -50,11 +50,11 @@ class Connection:
         self._next_id += 1
         request_id = self._next_id.to_bytes(8, "little")
         self._socket.send_multipart([request_id, payload])
-        deadline_s = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        while (remaining_s := deadline_s - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             readable = dict(poller.poll(int(min(remaining_s, LOOK_S) * 1000) + 1))
             if self._socket in readable:
                 answered_id, reply = self._socket.recv_multipart()

@@ -230,9 +230,9 @@ class Controller:
 
     async def _wait(self, runtime: AdapterRuntime, ready: Callable[[], bool], timeout_s: float) -> None:
         """Return when ``ready`` says so, checked at every change, or after ``timeout_s``."""
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         while not ready():
-            remaining_s = deadline_s - asyncio.get_running_loop().time()
+            remaining_s = deadline - asyncio.get_running_loop().time()
             if remaining_s <= 0:
                 return
             try:

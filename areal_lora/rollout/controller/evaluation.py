@@ -129,7 +129,7 @@ class Evaluator:
             try:
                 async with slots:
                     return await self.client.greedy(
-                        ref, prompts, max_tokens=sampling.max_new_tokens, deadline_s=sampling.deadline_s
+                        ref, prompts, max_tokens=sampling.max_new_tokens, timeout_s=sampling.timeout_s
                     )
             except GenerationFault as fault:
                 # A server that is gone is started again; a retired version does not come back.

@@ -186,8 +186,8 @@ class AdapterFeed:
         if self._newest is None:
             return None
         ticket.version, ticket.begun_s = self._newest, self._clock()
-        ticket.deadline_s = ticket.begun_s + self._lease_s
-        self._ledger.run(ticket.seq, self._newest, ticket.deadline_s)
+        ticket.deadline = ticket.begun_s + self._lease_s
+        self._ledger.run(ticket.seq, self._newest, ticket.deadline)
         return AdapterRef(name=self.name, version=self._newest)
 
     def served_by(self, ticket: Ticket, server: str) -> None:
@@ -275,7 +275,7 @@ class AdapterFeed:
     def expire_overdue(self) -> None:
         """Give up requests that run beyond their lease; their groups are asked for again, as after a failure."""
         now = self._clock()
-        for ticket in [t for t in self._running.values() if t.version is not None and now > t.deadline_s]:
+        for ticket in [t for t in self._running.values() if t.version is not None and now > t.deadline]:
             self._on_expire(ticket)
             wait_s = self.retry(ticket, "lease_expired", f"no answer within {self._lease_s:.0f} s")
             if wait_s is not None:

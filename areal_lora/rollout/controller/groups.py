@@ -25,7 +25,7 @@ class Ticket:
     resampled: int = 0
     version: int | None = None
     begun_s: float = 0.0
-    deadline_s: float = 0.0
+    deadline: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

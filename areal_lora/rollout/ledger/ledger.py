@@ -228,8 +228,8 @@ class Ledger:
         self._states[seq] = _S.ISSUED
         return seq
 
-    def run(self, seq: int, version: int, deadline_s: float) -> None:
-        self._move(seq, (_S.ISSUED,), _S.RUNNING, "version = ?, deadline_s = ?", (version, deadline_s))
+    def run(self, seq: int, version: int, deadline: float) -> None:
+        self._move(seq, (_S.ISSUED,), _S.RUNNING, "version = ?, deadline_s = ?", (version, deadline))
 
     def served_by(self, seq: int, server: str) -> None:
         self._file.execute("UPDATE groups SET server = ? WHERE adapter = ? AND seq = ?", (server, self.adapter, seq))

@@ -59,7 +59,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
     if stuck >= MAX_ABANDONED:
         raise RolloutError(
             f"{stuck} calls of user code hang in threads that nothing can stop "
-            "(fix: give the environment's or agent's waits time-outs below sampling.deadline_s, or make it async)"
+            "(fix: give the environment's or agent's waits time-outs below sampling.timeout_s, or make it async)"
         )
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

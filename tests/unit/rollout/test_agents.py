@@ -40,12 +40,12 @@ def run(
     *,
     server: FakeServer | None = None,
     scorer: Graded | None = None,
-    deadline_s: float = 5.0,
+    timeout_s: float = 5.0,
     n_samples: int = 2,
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
-        sampling = SAMPLING.model_copy(update={"deadline_s": deadline_s, "n_samples": n_samples})
+        sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s, "n_samples": n_samples})
         async with served(fake, scorer or Graded(), sampling, SECRET) as context, AgentGateway() as gateway:
             workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent)
             return await workflow.run(PROMPT, V1, seed=7)
@@ -407,7 +407,7 @@ def test_what_an_agent_does_wrong_is_a_fault_of_its_group(
     agent: Callable[[AgentTask], Awaitable[Any]], detail: str, outcome: Outcome
 ) -> None:
     with pytest.raises(GenerationFault, match=detail) as caught:
-        run(agent, deadline_s=0.5)
+        run(agent, timeout_s=0.5)
     assert caught.value.outcome is outcome
 
 
@@ -451,7 +451,7 @@ def test_openais_own_client_works() -> None:
                 await client.with_options(api_key="wrong").completions.create(model=task.model, prompt="ab")
         return 1.0
 
-    assert [sum(t.loss_mask) for t in run(agent, n_samples=1, deadline_s=60.0).group.trajectories] == [6, 3]
+    assert [sum(t.loss_mask) for t in run(agent, n_samples=1, timeout_s=60.0).group.trajectories] == [6, 3]
 
 
 def test_an_agent_may_block() -> None:

@@ -14,7 +14,7 @@ from areal_lora.types import AdapterRef, Generation, Outcome
 V3 = AdapterRef(name="math", version=3)
 
 
-async def ask(server: FakeServer, *, n: int = 2, deadline_s: float = 5.0) -> list[Generation]:
+async def ask(server: FakeServer, *, n: int = 2, timeout_s: float = 5.0) -> list[Generation]:
     server.models.add(str(V3))
     async with server:
         router = Router()
@@ -22,7 +22,7 @@ async def ask(server: FakeServer, *, n: int = 2, deadline_s: float = 5.0) -> lis
         async with CompletionClient(router, "secret") as client:
             try:
                 return await client.sample(
-                    V3, [5, 6], n=n, max_tokens=8, temperature=0.7, top_p=0.9, seed=11, deadline_s=deadline_s
+                    V3, [5, 6], n=n, max_tokens=8, temperature=0.7, top_p=0.9, seed=11, timeout_s=timeout_s
                 )
             finally:
                 assert router.servers["server-0"].outstanding == 0
@@ -89,7 +89,7 @@ def swap(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 )
 def test_whatever_goes_wrong_is_typed(server: FakeServer, kind: FaultKind) -> None:
     with pytest.raises(GenerationFault) as caught:
-        asyncio.run(ask(server, deadline_s=0.3 if kind is FaultKind.TIMEOUT else 5.0))
+        asyncio.run(ask(server, timeout_s=0.3 if kind is FaultKind.TIMEOUT else 5.0))
     assert caught.value.kind is kind
     assert caught.value.outcome is not Outcome.OK
     assert caught.value.retryable == (kind is not FaultKind.REJECTED)
@@ -102,7 +102,7 @@ def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
             router.announce(V3, {"server-0": hung.url})
             async with CompletionClient(router, "") as client:
                 task = asyncio.create_task(
-                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=60)
+                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=60)
                 )
                 while not hung.open_requests:
                     await asyncio.sleep(0.01)
@@ -124,7 +124,7 @@ def test_a_request_that_no_server_ever_got_says_nothing_about_the_answer() -> No
         router.announce(V3, {"server-0": "http://127.0.0.1:9"})
         router.failed(router.servers["server-0"])
         async with CompletionClient(router, "") as client:
-            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=0.1)
+            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=0.1)
 
     with pytest.raises(GenerationFault, match=r"no server could be asked within 0\.1 s") as caught:
         asyncio.run(run())
@@ -138,7 +138,7 @@ def test_a_server_that_is_not_there() -> None:
         router = Router()
         router.announce(V3, {"server-0": url})
         async with CompletionClient(router, "") as client:
-            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=5)
+            await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=5)
 
     with pytest.raises(GenerationFault) as caught:
         asyncio.run(run())
@@ -152,7 +152,7 @@ def test_a_cancelled_request_ends_on_the_server_too() -> None:
             router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
                 task = asyncio.create_task(
-                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, deadline_s=60)
+                    client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=60)
                 )
                 while not server.open_requests:
                     await asyncio.sleep(0.01)
@@ -173,7 +173,7 @@ def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
             router = Router()
             router.announce(V3, {"server-0": server.url})
             async with CompletionClient(router, "") as client:
-                return await client.greedy(V3, [[1], [2, 3], [4]], max_tokens=8, deadline_s=5)
+                return await client.greedy(V3, [[1], [2, 3], [4]], max_tokens=8, timeout_s=5)
 
     shuffled = FakeServer(models={str(V3)}, fault=lambda _: Fault(edit=lambda reply: reply["choices"].reverse()))
     assert asyncio.run(run(shuffled)) == ["1", "5", "4"]

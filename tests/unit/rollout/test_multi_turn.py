@@ -60,13 +60,13 @@ def run(
     server: FakeServer | None = None,
     scorer: Graded | None = None,
     max_turns: int = 8,
-    deadline_s: float = 5.0,
+    timeout_s: float = 5.0,
     stop: Sequence[str] = (),
     **arguments: Any,
 ) -> Episode:
     async def main() -> Episode:
         fake = server or FakeServer(models={str(V1)}, answer=answer)
-        sampling = SAMPLING.model_copy(update={"deadline_s": deadline_s})
+        sampling = SAMPLING.model_copy(update={"timeout_s": timeout_s})
         async with served(fake, scorer or Graded(), sampling) as context:
             workflow = MultiTurnWorkflow(
                 context=context, environment=environment, arguments=arguments, max_turns=max_turns, stop=stop
@@ -282,7 +282,7 @@ class Slow(Scripted):
 def test_the_deadline_is_one_for_the_whole_episode(kind: type[Scripted]) -> None:
     start = time.monotonic()
     with pytest.raises(GenerationFault, match=r"episode took longer than 0\.4 s") as caught:
-        run(lambda: kind([]), deadline_s=0.4)
+        run(lambda: kind([]), timeout_s=0.4)
     assert caught.value.outcome is Outcome.TIMEOUT
     assert time.monotonic() - start < 1.2  # a thread that hangs is not waited for
 
@@ -290,7 +290,7 @@ def test_the_deadline_is_one_for_the_whole_episode(kind: type[Scripted]) -> None
 def test_many_quick_turns_cannot_outlast_the_deadline() -> None:
     fake = FakeServer(models={str(V1)}, answer=lambda *_: ([EOS], ""), delay_s=lambda _: 0.15)
     with pytest.raises(GenerationFault, match="episode took longer"):
-        run(lambda: Scripted([Reply()] * 40), server=fake, deadline_s=0.5, max_turns=40)
+        run(lambda: Scripted([Reply()] * 40), server=fake, timeout_s=0.5, max_turns=40)
 
 
 def test_a_blocking_environment_does_not_hold_up_the_event_loop() -> None:

@@ -30,7 +30,7 @@ from tests.support.engine.vllm_ext.serving import RunningServer, Tensors
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 SAMPLING = SamplingConfig(
-    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, deadline_s=60.0
+    prompts_per_step=1, n_samples=3, max_new_tokens=40, temperature=1.3, top_p=0.9, timeout_s=60.0
 )
 QUESTION = "Ann has 3 apples and buys 4. How many?"
 TOLERANCE = 1e-4  # fp32

@@ -133,7 +133,7 @@ async def greedy(url: str, secret: str) -> str:
     router = Router()
     router.announce(REF, {"server-0": url})
     async with CompletionClient(router, secret) as client:
-        return (await client.greedy(REF, [[123456, 7]], max_tokens=2, deadline_s=5.0))[0]
+        return (await client.greedy(REF, [[123456, 7]], max_tokens=2, timeout_s=5.0))[0]
 
 
 def test_the_controllers_client_speaks_tls_and_a_recording_is_worth_nothing(echo: tuple[Echo, int]) -> None:
