@@ -140,7 +140,7 @@ class Tensors:
         return self.layout.nbytes
 
     def pack(self, flat: np.ndarray) -> Iterator[int]:
-        """``wire.Pack``."""
+        """``packed_shard.Pack``."""
         done = 0
         for end in self._plan.ends:
             self._plan.blocks.copy(self._memory.ctypes.data, flat.ctypes.data, tensors=(done, end))

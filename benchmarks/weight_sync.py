@@ -45,10 +45,10 @@ from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.seal import trailer_bytes
 from areal_lora.weight_sync.testing import SOCKETS
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.wire import trailer_bytes
 
 HERE = Path(__file__).resolve().parent
 MOE_30B = Case(

@@ -108,7 +108,7 @@ class TrainEngine(Protocol):
         ...
 
     def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
-        """Fill ``flat`` (uint8, host) with this rank's shard of ``adapter_layout(adapter, dtype)``; see `wire.Pack`.
+        """Fill ``flat`` (uint8, host) with this rank's shard of ``adapter_layout(adapter, dtype)``; see `Pack`.
 
         Collective over the tensor-parallel groups of the ranks that send: every rank must run the
         iterator to its end before the weights change. A rank without a shard gives an empty ``flat``.

@@ -83,7 +83,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weights(self) -> tuple[np.ndarray, ...]:
-        """Per shard the multipliers of ``wire.shard_sum``, uint64 [tensors, 2]: keys of the places of a tensor's
+        """Per shard the multipliers of ``seal.shard_sum``, uint64 [tensors, 2]: keys of the places of a tensor's
         names in sorted order, added up.
 
         So the sum does not depend on how the trainer is sharded, nor on which names share a tensor on the wire.

@@ -1,4 +1,4 @@
-"""Messages and client of the admin plane: how a trainer tells servers about a publish.
+"""Messages of the admin plane, over which a trainer drives publishes (``trainer.admin_client``).
 
 HTTP over TLS of this run (``network.tls``). All bodies are msgpack (``msgspec``), at most ``MAX_BODY_BYTES`` long;
 every request carries ``Authorization: Bearer <key of the admin plane>``.
@@ -29,16 +29,10 @@ sends again to all others.
 
 from __future__ import annotations
 
-import http.client
-import ssl
-import threading
 from typing import TypeVar
 
 import msgspec
 
-from areal_lora.errors import ManifestError, PublishError
-from areal_lora.network.keys import Plane, authorization
-from areal_lora.network.tls import client_context
 from areal_lora.run_folder.rendezvous import bracketed
 
 INFO_PATH = "/admin/info"
@@ -157,7 +151,7 @@ class StageResult(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What a worker's receiver reports once per ``begin``, from its background thread.
 
     ``reason`` is empty if ``ok``, else a ``refusal.Refusal`` word. ``digest`` speaks of
-    the verified bytes (``wire.adapter_digest``). ``slot`` is -1 where none was given.
+    the verified bytes (``seal.adapter_digest``). ``slot`` is -1 where none was given.
     """
 
     ref: str
@@ -212,100 +206,3 @@ def encode_message(message: Message) -> bytes:
 def decode_message(body: bytes, kind: type[M]) -> M:
     """Strict decode. Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
     return msgspec.msgpack.decode(body, type=kind)
-
-
-class AdminClient:
-    """Blocking client of one server's admin plane over one kept-open connection, a call at a time.
-
-    Safe to use from threads. ``ping`` has a connection of its own: it never waits for another call.
-    All methods raise PublishError if the server fails or ``timeout_s`` passes.
-    """
-
-    def __init__(self, server: ServerEndpoint, secret: str) -> None:
-        self.server, self._secret = server, secret
-        self._headers = authorization(secret, Plane.ADMIN) | {"Content-Type": CONTENT_TYPE}
-        tls = client_context(secret, Plane.ADMIN)
-        self._connection = http.client.HTTPSConnection(server.host, server.admin_port, context=tls)
-        self._one_call = threading.Lock()
-
-    def info(self, timeout_s: float) -> InfoReply:
-        return self.call("GET", INFO_PATH, None, InfoReply, timeout_s)
-
-    def modules(self, timeout_s: float) -> ModulesReply:
-        return self.call("GET", MODULES_PATH, None, ModulesReply, timeout_s)
-
-    def join(self, request: JoinRequest, timeout_s: float) -> JoinReply:
-        return self.call("POST", JOIN_PATH, encode_message(request), JoinReply, timeout_s)
-
-    def publish(self, announcement: bytes, timeout_s: float) -> PublishReply:
-        """Raises ManifestError if the server refuses, PublishError if it fails."""
-        return self.call("POST", PUBLISH_PATH, announcement, PublishReply, timeout_s)
-
-    def score(
-        self, model: str | None, token_ids: list[list[int]], timeout_s: float, temperature: float = 1.0
-    ) -> list[list[float]]:
-        body = encode_message(ScoreRequest(model=model, token_ids=token_ids, temperature=temperature))
-        return self.call("POST", SCORE_PATH, body, ScoreReply, timeout_s).logprobs
-
-    def shutdown(self, timeout_s: float) -> None:
-        """Have the server end with ``RESTART_EXIT``: what it holds must not be served any more."""
-        self.call("POST", SHUTDOWN_PATH, b"", PingReply, timeout_s)
-
-    def ping(self, timeout_s: float = PING_S) -> PingReply:
-        """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
-        own = AdminClient(self.server, self._secret)
-        try:
-            return own.call("GET", PING_PATH, None, PingReply, timeout_s)
-        finally:
-            own.close()
-
-    def close(self) -> None:
-        with self._one_call:
-            self._connection.close()
-
-    def call(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
-        """One request; ``kind`` is the message a 200 carries. Raises ManifestError for a 409."""
-        with self._one_call:
-            try:
-                status, answer = self._exchange(method, path, body, timeout_s)
-            except ssl.SSLCertVerificationError as e:
-                self._connection.close()
-                raise PublishError(
-                    f"server {self.server} is not of this run: its certificate comes from another run secret "
-                    "(fix: start trainer and servers with the same run folder)"
-                ) from e
-            except (OSError, http.client.HTTPException) as e:
-                self._connection.close()
-                raise PublishError(
-                    f"{method} {path} of server {self.server} failed within {timeout_s:.1f} s: {e!r}; "
-                    "see the server's log"
-                ) from e
-        try:
-            if status == http.client.CONFLICT:
-                refusal = decode_message(answer, RefusalReply)
-                raise ManifestError(refusal.reason, f"server {self.server}: {refusal.detail}")
-            if status == http.client.OK:
-                return decode_message(answer, kind)
-        except msgspec.MsgspecError as e:
-            raise PublishError(f"{method} {path} of server {self.server}: malformed answer: {e}") from e
-        text = answer[:300].decode("utf-8", "replace")
-        raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
-
-    def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        """(status, body). ``timeout_s`` bounds connecting and every read; admin answers are a single read."""
-        connection = self._connection
-        reused = connection.sock is not None
-        connection.timeout = timeout_s
-        if reused:
-            connection.sock.settimeout(timeout_s)
-        try:
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
-            connection.close()
-            if not reused:
-                raise
-            # Servers close connections that were idle for a while. Every request may be repeated.
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-        return response.status, response.read()

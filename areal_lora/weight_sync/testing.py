@@ -36,7 +36,7 @@ from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.server.slots import SlotTable
-from areal_lora.weight_sync.wire import Pack
+from areal_lora.weight_sync.trainer.packed_shard import Pack
 
 Shapes = Mapping[str, tuple[int, ...]]
 Score = Callable[[str | None, list[list[int]]], list[list[float]]]

@@ -21,7 +21,7 @@ import pytest
 
 from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, interpreter
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
-from areal_lora.weight_sync.messages import AdminClient
+from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from tests.e2e.test_disturbed_run import records
 from tests.support.e2e.listeners import Listener

@@ -32,7 +32,7 @@ from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.server.reception import Clock, Pace, Reception
-from areal_lora.weight_sync.wire import LayoutTables
+from areal_lora.weight_sync.tables import LayoutTables
 
 KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
 

@@ -16,7 +16,8 @@ from areal_lora.weight_sync.layout import Bucket
 from areal_lora.weight_sync.link.groups import BroadcastGroup
 from areal_lora.weight_sync.messages import StageResult
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.wire import SEAL_BYTES, LayoutTables, adapter_digest, seal, shard_sum, trailer_part
+from areal_lora.weight_sync.seal import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part
+from areal_lora.weight_sync.tables import LayoutTables
 
 OnBucket = Callable[[int, int, int, int, Marks], None]
 """``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: a bucket has

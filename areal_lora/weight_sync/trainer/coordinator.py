@@ -19,10 +19,10 @@ from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.messages import JoinReply, PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult
 from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
 from areal_lora.weight_sync.trainer.membership import Finding, Judgement, Membership, ServerWatch, ServerWatcher, judge
 from areal_lora.weight_sync.trainer.steps import Failure, PublishReport, Sent, ServerAck, Step
-from areal_lora.weight_sync.wire import adapter_digest
 
 WAIT_S = 0.1  # between looks for a server to go on with
 WAIT_STEP_S = 1.0  # other trainer ranks hear from this one so often

@@ -14,16 +14,10 @@ from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.manifest import Envelope
-from areal_lora.weight_sync.messages import (
-    AdminClient,
-    JoinReply,
-    JoinRequest,
-    PublishReply,
-    ServerEndpoint,
-    SourceEndpoint,
-)
+from areal_lora.weight_sync.messages import JoinReply, JoinRequest, PublishReply, ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 from areal_lora.weight_sync.served import check_served
+from areal_lora.weight_sync.trainer.admin_client import AdminClient
 
 log = get_logger(__name__)
 

@@ -36,8 +36,8 @@ from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, GroupListene
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.steps import Failure, PublishReport, Sent, Step
-from areal_lora.weight_sync.wire import Pack, PackedShard
 
 SLACK_S = 10.0
 """How much longer than rank 0 may need, by ``Step.left_s``, another rank is waited for: they run on busy machines."""

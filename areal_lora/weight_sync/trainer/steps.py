@@ -69,7 +69,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """How one attempt went at one rank. ``sum`` is its shard's ``wire.shard_sum``.
+    """How one attempt went at one rank. ``sum`` is its shard's ``seal.shard_sum``.
 
     ``own`` is a failure that no other attempt can mend, ``wire`` one of the transfer.
     """

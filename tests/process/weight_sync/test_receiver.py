@@ -16,9 +16,9 @@ from areal_lora.weight_sync.link import same_host
 from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.link.inbox import KEPT_WINDOWS
 from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.testing import SOCKETS, MemoryWriter, pack_of
-from areal_lora.weight_sync.wire import adapter_digest
 from tests.support.weight_sync.helpers import (
     BASE,
     BUCKET_BYTES,

@@ -33,8 +33,8 @@ from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.testing import pack_of
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+from areal_lora.weight_sync.trainer.packed_shard import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.wire import Pack
 
 Owned = list[tuple[str, Tensor]]
 EXPERT = "model.layers.1.mlp.experts.3"

@@ -29,8 +29,8 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.testing import MemoryServer, pack_of
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.wire import PackedShard
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
 
 PROBE_IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]

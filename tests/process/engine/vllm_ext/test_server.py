@@ -29,7 +29,7 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages as transport
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.manifest import Announcement, encode
-from areal_lora.weight_sync.messages import AdminClient
+from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,8 @@ from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.testing import pack_of
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
+from areal_lora.weight_sync.trainer.packed_shard import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.wire import Pack
 from tests.support.engine.vllm_ext.serving import adapter
 
 

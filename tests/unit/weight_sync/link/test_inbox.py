@@ -10,8 +10,9 @@ import torch
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import Segment
+from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.server.reception import Clock, Pace, Reception
-from areal_lora.weight_sync.wire import LayoutTables, adapter_digest
+from areal_lora.weight_sync.tables import LayoutTables
 from tests.support.weight_sync.helpers import BUCKET_BYTES, packed, ref, share, values
 
 CPU = torch.device("cpu")

@@ -11,106 +11,25 @@ Receivers on the same machine read it where it lies, following ``pack``; only tw
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.blocks import ITEM_BYTES, Marks
-from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
 from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup
 from areal_lora.weight_sync.link.same_host import Segment
+from areal_lora.weight_sync.seal import SEAL_BYTES, seal, shard_sum, trailer_part
+from areal_lora.weight_sync.tables import TensorTable
 
 Pack = Callable[[np.ndarray], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
 yields, as it goes, how many leading tensors of the shard are complete; the last value is all of them.
 It may be collective over the rank's parallel groups. A rank that owns nothing gets an empty ``flat``."""
-
-SEAL_BYTES = 16
-LINE_BYTES = 64  # of a processor's cache; fingerprints are aligned to it
-
-
-class TensorTable:
-    """Offsets (bytes) and sizes (elements) of a shard's tensors, int64 [n], for the compiled loops."""
-
-    def __init__(self, shard: ShardLayout, dtype: str) -> None:
-        item = ITEM_BYTES[dtype]
-        self._dtype = dtype
-        self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
-        ends = np.array([*(t.offset for t in shard.tensors[1:]), shard.nbytes], dtype=np.int64)[: len(self.offsets)]
-        self.sizes = (ends - self.offsets) // item
-
-    def end(self, tensors: int) -> int:
-        """Where the first ``tensors`` of the shard end, bytes."""
-        return 0 if tensors == 0 else int(self.offsets[tensors - 1] + self.sizes[tensors - 1] * ITEM_BYTES[self._dtype])
-
-    def marks(self, sums: np.ndarray | None = None) -> Marks:
-        """Empty ones, for one version; fingerprints go to ``sums`` (uint64 [n]) if given."""
-        n = len(self.offsets)
-        return Marks(
-            dtype=self._dtype,
-            offsets=self.offsets,
-            sizes=self.sizes,
-            sums=np.zeros(n, dtype=np.uint64) if sums is None else sums,
-            bad=np.zeros(n, dtype=np.uint8),
-        )
-
-
-class LayoutTables:
-    """What the compiled loops need of a layout, made once: the cost of a version must not grow with names."""
-
-    def __init__(self, layout: AdapterLayout) -> None:
-        self.layout = layout
-        self.shards = tuple(TensorTable(shard, layout.dtype) for shard in layout.shards)
-        self._buckets: dict[tuple[int, int], tuple[Bucket, ...]] = {}
-
-    def buckets(self, shard: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """``plan_buckets`` of a shard by its index."""
-        key = shard, bucket_bytes
-        if key not in self._buckets:
-            self._buckets[key] = plan_buckets(self.layout.shards[shard], bucket_bytes)
-        return self._buckets[key]
-
-
-def shard_sum(layout: AdapterLayout, shard: int, sums: np.ndarray) -> int:
-    """One number of 64 bits for all fingerprints (uint64 [tensors]) of a shard, given by its index.
-
-    Multilinear like the fingerprints themselves; a cryptographic hash of 300 kB would take longer
-    than comparing them.
-    """
-    return int(weighted_sum(sums, layout.weights[shard]))
-
-
-def seal(ref: AdapterRef, layout_digest: str, shard_sum: int) -> bytes:
-    """Ties the fingerprints of a shard to the version and layout they belong to, ``SEAL_BYTES`` long."""
-    head = f"{ref}\0{layout_digest}\0".encode()
-    return hashlib.blake2b(head + shard_sum.to_bytes(8, "little"), digest_size=SEAL_BYTES).digest()
-
-
-def trailer_bytes(shard: ShardLayout) -> int:
-    """Length of the last broadcast of a shard: a fingerprint of 8 bytes per tensor, and the seal."""
-    return 8 * len(shard.tensors) + SEAL_BYTES
-
-
-def trailer_part(shard: ShardLayout) -> tuple[int, int]:
-    """Where the trailer begins and ends in the memory of a packed shard, after the tensors."""
-    begin = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
-    return begin, begin + trailer_bytes(shard)
-
-
-def adapter_digest(layout: AdapterLayout, shard_sums: Iterable[int]) -> str:
-    """Digest of an adapter's names and values, independent of how the trainer was sharded (contract C4).
-
-    ``shard_sums`` of all shards. Equal adapters in equal wire dtypes agree.
-    """
-    total = sum(shard_sums) % 2**64
-    return hashlib.blake2b(layout.names_digest.encode() + total.to_bytes(8, "little"), digest_size=16).hexdigest()
 
 
 class PackedShard:
