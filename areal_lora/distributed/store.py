@@ -29,8 +29,8 @@ from areal_lora.distributed.store_server import (
     Delete,
     Has,
     Put,
-    Reply,
-    Request,
+    StoreReply,
+    StoreRequest,
     Swap,
 )
 from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
@@ -68,7 +68,7 @@ class _Connection:
         """Whether it was not lost while nobody used it: after the handshake every event is an end."""
         return not self._monitor.poll(0)
 
-    def exchange(self, request: Request, deadline: float) -> Reply | None:
+    def exchange(self, request: StoreRequest, deadline: float) -> StoreReply | None:
         """The reply; None at ``deadline``, after which the connection is of no more use."""
         number = next(self._numbers).to_bytes(8, "little")
         try:
@@ -79,7 +79,7 @@ class _Connection:
             return None
         answered, payload = self._socket.recv_multipart()
         assert answered == number, "a connection with an open request is not used again"
-        return msgspec.msgpack.decode(payload, type=Reply)
+        return msgspec.msgpack.decode(payload, type=StoreReply)
 
     def _wait(self, wanted: zmq.Socket[bytes], deadline: float) -> bool:
         """Whether a message on ``wanted``, or the end of the handshake, came in time."""
@@ -194,7 +194,7 @@ class CurveStore(dist.Store):
         timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
         return self._call(Await(list(keys), timeout_s, fetch), timeout_s).values
 
-    def _call(self, request: Request, timeout_s: float | None = None) -> Reply:
+    def _call(self, request: StoreRequest, timeout_s: float | None = None) -> StoreReply:
         timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         connection = self._borrow(deadline)

@@ -73,10 +73,10 @@ class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fetch: bool
 
 
-Request = Put | Append | Add | Swap | Delete | Has | Count | Await
+StoreRequest = Put | Append | Add | Swap | Delete | Has | Count | Await
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class StoreReply(msgspec.Struct, frozen=True, array_like=True):
     """``error`` is empty if it worked."""
 
     number: int = 0
@@ -87,42 +87,42 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 class Table:
     """Keys and values, and who waits for which key. No input or output: ``answer`` sends a reply to a waiter."""
 
-    def __init__(self, answer: Callable[[list[bytes], Reply], None], clock: Callable[[], float]) -> None:
+    def __init__(self, answer: Callable[[list[bytes], StoreReply], None], clock: Callable[[], float]) -> None:
         self._answer, self._clock = answer, clock
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[list[bytes], Await, float]]] = {}  # by the first key that is missing
 
-    def handle(self, sender: list[bytes], request: Request) -> None:
+    def handle(self, sender: list[bytes], request: StoreRequest) -> None:
         values = self._values
         match request:
             case Put(keys, new):
                 for key, value in zip(keys, new, strict=True):
                     self._store(key, value)
-                reply = Reply()
+                reply = StoreReply()
             case Append(key, value):
                 self._store(key, values.get(key, b"") + value)
-                reply = Reply()
+                reply = StoreReply()
             case Add(key, amount):
                 try:
                     total = int(values.get(key, b"0")) + amount
                 except ValueError:
-                    self._answer(sender, Reply(error=f"{key} is not a number"))
+                    self._answer(sender, StoreReply(error=f"{key} is not a number"))
                     return
                 self._store(key, str(total).encode())
-                reply = Reply(number=total)
+                reply = StoreReply(number=total)
             case Swap(key, expected, desired):
                 # As torch's own stores do, a missing key counts as empty and is answered with what was expected.
                 held = values.get(key)
                 if held == expected or (held is None and not expected):
                     self._store(key, desired)
                     held = desired
-                reply = Reply(values=[expected if held is None else held])
+                reply = StoreReply(values=[expected if held is None else held])
             case Delete(key):
-                reply = Reply(number=int(values.pop(key, None) is not None))
+                reply = StoreReply(number=int(values.pop(key, None) is not None))
             case Has(keys):
-                reply = Reply(number=int(all(key in values for key in keys)))
+                reply = StoreReply(number=int(all(key in values for key in keys)))
             case Count():
-                reply = Reply(number=len(values))
+                reply = StoreReply(number=len(values))
             case Await():
                 self._await(sender, request, self._clock() + request.timeout_s)
                 return
@@ -150,7 +150,7 @@ class Table:
             if key not in self._values:
                 self._waiting.setdefault(key, []).append((sender, request, until))
                 return
-        self._answer(sender, Reply(values=[self._values[k] for k in request.keys] if request.fetch else []))
+        self._answer(sender, StoreReply(values=[self._values[k] for k in request.keys] if request.fetch else []))
 
 
 class StoreServer:
@@ -219,11 +219,11 @@ class StoreServer:
     def _take(self) -> None:
         client, number, payload = self._socket.recv_multipart()
         try:
-            request = msgspec.msgpack.decode(payload, type=Request)
+            request = msgspec.msgpack.decode(payload, type=StoreRequest)
         except msgspec.DecodeError as error:
-            self._answer([client, number], Reply(error=f"the request is not understood: {error}"))
+            self._answer([client, number], StoreReply(error=f"the request is not understood: {error}"))
         else:
             self._table.handle([client, number], request)
 
-    def _answer(self, sender: list[bytes], reply: Reply) -> None:
+    def _answer(self, sender: list[bytes], reply: StoreReply) -> None:
         self._socket.send_multipart([*sender, msgspec.msgpack.encode(reply)])

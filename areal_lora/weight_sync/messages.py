@@ -50,11 +50,11 @@ MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a
 M = TypeVar("M")
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdminMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all admin messages: immutable, unknown fields rejected."""
 
 
-class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One life of a rollout server: a restarted one has the same ``name`` and other ports.
 
     ``workers`` is its tensor parallel size. The admin plane always speaks TLS, the data plane if ``data_tls``.
@@ -75,7 +75,7 @@ class ServerEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"{self.name} ({self.host}:{self.admin_port})"
 
 
-class SourceEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One broadcast group: the store of trainer rank ``source``, and what its members must agree on.
 
     ``world`` counts the source (rank 0) and all receivers. Who joins needs the run secret for the store, and
@@ -91,7 +91,7 @@ class SourceEndpoint(Message, frozen=True, kw_only=True, forbid_unknown_fields=T
     backend: str = "gloo"
 
 
-class ServerStats(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server has done since it serves. ``idle_s`` of ``up_s`` seconds no sequence was running.
 
     ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once.
@@ -110,7 +110,7 @@ class ServerStats(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     recomputed_tokens: int = 0
 
 
-class InfoReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InfoReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server is. ``refs`` are the versions that can be requested now."""
 
     run: str
@@ -122,7 +122,7 @@ class InfoReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stats: ServerStats = ServerStats()
 
 
-class ModulesReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModulesReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be adapted: (inputs, outputs) of every module by Hugging Face name; ``slots`` versions fit."""
 
     modules: dict[str, tuple[int, int]]
@@ -130,11 +130,11 @@ class ModulesReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_rank: int
 
 
-class PingReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PingReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The server and the background thread of each of its workers have answered."""
 
 
-class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JoinRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``ranks[w]`` is the rank of the server's worker ``w`` in every group (rank 0 is the source)."""
 
     run: str
@@ -143,11 +143,11 @@ class JoinRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     timeout_s: float
 
 
-class JoinReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: int
 
 
-class StageResult(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker's receiver reports once per ``begin``, from its background thread.
 
     ``reason`` is empty if ``ok``, else a ``refusal.Refusal`` word. ``digest`` speaks of
@@ -165,7 +165,7 @@ class StageResult(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     write_s: float = 0.0
 
 
-class PublishReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PublishReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify``, ``write``
     of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, for
     which generation stands still; ``commit_wait``, ``commit`` with the wait for its turn."""
@@ -175,14 +175,14 @@ class PublishReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     phases: dict[str, float]
 
 
-class RefusalReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RefusalReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of a 409. ``reason`` is a ``refusal.Refusal`` word."""
 
     reason: str
     detail: str
 
 
-class ScoreRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScoreRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Score ``token_ids`` (N sequences) under ``model``, an adapter reference; None is the base model.
 
     Scores are log softmax(logits / ``temperature``).
@@ -193,13 +193,13 @@ class ScoreRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     temperature: float = 1.0
 
 
-class ScoreReply(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScoreReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``logprobs[n][t]`` speaks of token t of sequence n given the tokens before it; entry 0 is 0.0."""
 
     logprobs: list[list[float]]
 
 
-def encode_message(message: Message) -> bytes:
+def encode_message(message: AdminMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 

@@ -39,10 +39,10 @@ from areal_lora.weight_sync.messages import (
     PUBLISH_PATH,
     SCORE_PATH,
     SHUTDOWN_PATH,
+    AdminMessage,
     InfoReply,
     JoinReply,
     JoinRequest,
-    Message,
     ModulesReply,
     PingReply,
     RefusalReply,
@@ -57,11 +57,11 @@ DRAIN_PATH = "/admin/drain"
 DRAIN_POLL_S = 0.05
 
 
-class RetireRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetireRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ref: str
 
 
-def _answer(message: Message, status: int = 200) -> Response:
+def _answer(message: AdminMessage, status: int = 200) -> Response:
     return Response(encode_message(message), status_code=status, media_type=CONTENT_TYPE)
 
 

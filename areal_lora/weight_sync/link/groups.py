@@ -27,7 +27,7 @@ from areal_lora.errors import ConfigError, PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.link.backends import Backend, Seat, backend_of, delta
 from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
-from areal_lora.weight_sync.link.same_host import NO_CARD, Segment, readable
+from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
 
 READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 log = get_logger(__name__)
 
 
-class Transfer:
+class Broadcast:
     """One broadcast under way. The buffer must stay untouched until ``wait`` returned or raised."""
 
     def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
@@ -84,7 +84,7 @@ class BroadcastGroup:
         """
         if self._twins is not None or self._group is None:
             return
-        probe = Segment(0, CPU) if willing and self.rank == 0 else None
+        probe = SharedSegment(0, CPU) if willing and self.rank == 0 else None
         card = np.frombuffer(probe.card() if probe is not None and probe.shared else NO_CARD, dtype=np.uint8).copy()
         self.start(torch.from_numpy(card), deadline).wait()
         vote = torch.tensor([willing and readable(card.tobytes())], dtype=torch.uint8)
@@ -97,7 +97,7 @@ class BroadcastGroup:
         if self.same_host:
             self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
 
-    def signal(self, segment: Segment, deadline: float) -> Transfer:
+    def signal(self, segment: SharedSegment, deadline: float) -> Broadcast:
         """Source, where receivers read its memory: the version in ``segment`` begins, or is complete."""
         return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
 
@@ -108,9 +108,9 @@ class BroadcastGroup:
             return WindowInbox(self._windows, parts, start, deadline)
         return RingInbox(self._ring, parts, start)
 
-    def start(self, flat: torch.Tensor, deadline: float) -> Transfer:
+    def start(self, flat: torch.Tensor, deadline: float) -> Broadcast:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
-        return Transfer(self, flat, deadline)
+        return Broadcast(self, flat, deadline)
 
     def issue(self, flat: torch.Tensor, deadline: float) -> dist.Work:
         if self._group is None:

@@ -1,7 +1,7 @@
 """Memory that other processes on this machine read where it lies, so that its bytes go over no socket.
 
     source                                               receiver on the same machine
-    Segment  generation, ready | tensors | trailer       Window, the same pages, read-only
+    SharedSegment  generation, ready | tensors | trailer  Window, the same pages, read-only
              renew()  signal() ---- broadcast --->       wait until ready, view, read
              pack, advance(ready), pack ...              still the same generation?
              signal() ---- broadcast --->
@@ -69,7 +69,7 @@ class Signal:
         return cls(*_SIGNAL.unpack(raw))
 
 
-class Segment:
+class SharedSegment:
     """Memory of a packed shard: ``bytes`` is uint8 [nbytes] and begins on a page.
 
     Where ``device`` is the CPU, receivers on this machine can map it; else it is page-locked and private. It is

@@ -21,7 +21,14 @@ from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
-from areal_lora.weight_sync.trainer.membership import Finding, Judgement, Membership, ServerWatch, ServerWatcher, judge
+from areal_lora.weight_sync.trainer.membership import (
+    Judgement,
+    Membership,
+    ServerFinding,
+    ServerWatch,
+    ServerWatcher,
+    judge,
+)
 from areal_lora.weight_sync.trainer.steps import Failure, PublishReport, Sent, ServerAck, Step
 
 WAIT_S = 0.1  # between looks for a server to go on with
@@ -182,7 +189,7 @@ class Coordinator:
     def _weed_out(self, failed: Mapping[ServerEndpoint, ArealLoraError]) -> None:
         """Give up members that failed outside of a transfer. Raises the error of one that speaks of the version."""
         findings = [
-            Finding(server=s, error=failed.get(s), alive=False, newcomer=s in self._newcomers)
+            ServerFinding(server=s, error=failed.get(s), alive=False, newcomer=s in self._newcomers)
             for s in self._membership.members
         ]
         self._give_up(judge(findings, retried=False).lost)
@@ -222,7 +229,7 @@ class Coordinator:
         self._full_since = self._full_since or time.monotonic()
         return time.monotonic() >= self._full_since + self._config.deadline_s
 
-    def _wait_for_slots(self, job: Publish, findings: Sequence[Finding], judgement: Judgement) -> Step:
+    def _wait_for_slots(self, job: Publish, findings: Sequence[ServerFinding], judgement: Judgement) -> Step:
         """Requests that run hold their versions' slots until they end: the deadline begins anew, and all try again."""
         if any(f.full and f.server in judgement.lost for f in findings):
             self._full_since = None  # a server that comes back is waited for as long
@@ -255,7 +262,7 @@ class Coordinator:
         self._fleet.keep(self._membership.members)
         self._sources = None
 
-    def _findings(self, job: Publish, parts: Sequence[Sent]) -> list[Finding]:
+    def _findings(self, job: Publish, parts: Sequence[Sent]) -> list[ServerFinding]:
         """How every member fared. Waits for all answers, for as long as they may take."""
         self._digest = adapter_digest(job.layout, (part.sum for part in parts))
         self._replies = answers(self._posts, self._answered_by)
@@ -275,7 +282,7 @@ class Coordinator:
         silent = self._fleet.silent(tuple(failed), self._config.ping_s)
         first = job.ref.name not in self._published
         return [
-            Finding(
+            ServerFinding(
                 server=s,
                 error=failed.get(s),
                 alive=s not in silent,
@@ -360,7 +367,7 @@ def _check_parts(job: Publish, parts: Sequence[Sent]) -> None:
             raise part.wire.error()
 
 
-def _errors(findings: Sequence[Finding], parts: Sequence[Sent]) -> str:
+def _errors(findings: Sequence[ServerFinding], parts: Sequence[Sent]) -> str:
     """What went wrong, for people; what the trainer's side of a transfer saw only if no server says more."""
     said = [f"{f.server.name}: {f.error}" for f in findings if f.error is not None]
     ranks = [f"trainer rank {rank}: {p.wire.message}" for rank, p in enumerate(parts) if p.wire is not None]

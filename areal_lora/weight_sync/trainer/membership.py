@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ServerFinding:
     """How one server fared in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
 
     ``newcomer``: it took part for the first time, beside others. ``leftover``: it holds versions that this trainer
@@ -68,7 +68,7 @@ class Judgement:
     complete: bool
 
 
-def judge(findings: Sequence[Finding], *, retried: bool, late: bool = False) -> Judgement:
+def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = False) -> Judgement:
     """Who goes on after an attempt.
 
     A member that refuses means that the version is wrong: its error is raised. A newcomer that
@@ -91,7 +91,7 @@ def judge(findings: Sequence[Finding], *, retried: bool, late: bool = False) -> 
     return Judgement(keep=keep, lost={f.server: _reason(f) for f in lost}, complete=len(failed) == len(lost))
 
 
-def _reason(f: Finding) -> str:
+def _reason(f: ServerFinding) -> str:
     if f.leftover:
         return f"holds what an earlier life of this trainer made and is told to end: {f.error}"
     if f.full and f.alive:

@@ -22,7 +22,7 @@ from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, plan_buckets
 from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup
-from areal_lora.weight_sync.link.same_host import Segment
+from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.seal import SEAL_BYTES, seal, shard_sum, trailer_part
 from areal_lora.weight_sync.tables import TensorTable
 
@@ -44,7 +44,7 @@ class PackedShard:
         self._plans: dict[int, tuple[Bucket, ...]] = {}  # by the group's bucket_bytes
         self._table = TensorTable(self.shard, layout.dtype)
         begin, self._end = trailer_part(self.shard)
-        self._segment = Segment(self._end, device)
+        self._segment = SharedSegment(self._end, device)
         self._flat, self._trailer = self._segment.bytes[: self.shard.nbytes], self._segment.bytes[begin:]
         self._changed = threading.Condition()
         self._done, self._sealed, self._failed = 0, False, False

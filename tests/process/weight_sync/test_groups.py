@@ -14,7 +14,7 @@ from areal_lora.errors import ConfigError, PublishError
 from areal_lora.weight_sync.link import backends, groups, same_host
 from areal_lora.weight_sync.link.backends import Backend
 from areal_lora.weight_sync.link.groups import GroupListener, join_group
-from areal_lora.weight_sync.link.same_host import Segment
+from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.testing import SOCKETS
 from tests.support.weight_sync.helpers import SECRET
 
@@ -221,7 +221,7 @@ def test_closing_one_member_wakes_the_other_before_the_deadline():
 
 def let_have(members, sizes):
     """What every receiver finds of a segment that rank 0 sends, or shows, in parts of these sizes."""
-    segment = Segment(sum(sizes), groups.CPU)
+    segment = SharedSegment(sum(sizes), groups.CPU)
     g = torch.Generator().manual_seed(1)
     segment.bytes[:] = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, generator=g).numpy()
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -9,7 +9,7 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox, Windows
-from areal_lora.weight_sync.link.same_host import Segment
+from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.server.reception import Clock, Pace, Reception
 from areal_lora.weight_sync.tables import LayoutTables
@@ -49,7 +49,7 @@ def test_a_ring_posts_ahead_what_it_has_buffers_for_and_reuses_each_after_its_tu
 
 
 def segment_of(nbytes=100, ready=None):
-    segment = Segment(nbytes, CPU)
+    segment = SharedSegment(nbytes, CPU)
     segment.bytes[:] = np.arange(nbytes)
     segment.advance(nbytes if ready is None else ready)
     return segment

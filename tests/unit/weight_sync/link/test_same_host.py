@@ -13,13 +13,13 @@ import torch
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link import same_host
-from areal_lora.weight_sync.link.same_host import NO_CARD, SIGNAL_BYTES, Segment, Signal, Window, readable
+from areal_lora.weight_sync.link.same_host import NO_CARD, SIGNAL_BYTES, SharedSegment, Signal, Window, readable
 
 CPU = torch.device("cpu")
 CHILD = """
 import sys, torch
-from areal_lora.weight_sync.link.same_host import Segment
-segment = Segment(10_000, torch.device("cpu"))
+from areal_lora.weight_sync.link.same_host import SharedSegment
+segment = SharedSegment(10_000, torch.device("cpu"))
 segment.bytes[:] = 3
 segment.renew()
 print(segment.card().hex(), flush=True)
@@ -28,7 +28,7 @@ sys.stdin.read()
 
 
 def segment_of(nbytes=5000):
-    segment = Segment(nbytes, CPU)
+    segment = SharedSegment(nbytes, CPU)
     segment.bytes[:] = np.arange(nbytes) % 251
     return segment
 
@@ -77,7 +77,7 @@ def test_a_signal_survives_the_wire():
 
 def test_memory_for_a_device_is_nobody_elses(monkeypatch):
     monkeypatch.setattr(same_host, "host_buffer", lambda nbytes, device: np.zeros(nbytes, dtype=np.uint8))
-    segment = Segment(100, torch.device("cuda"))
+    segment = SharedSegment(100, torch.device("cuda"))
     segment.renew()
     assert len(segment.bytes) == 100
     assert not segment.shared

@@ -16,9 +16,9 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.membership import (
     FIRST_REST_S,
     LONGEST_REST_S,
-    Finding,
     Membership,
     RendezvousWatch,
+    ServerFinding,
     ServerWatcher,
     judge,
 )
@@ -40,15 +40,15 @@ def judged(*findings, retried=False, late=False):
 
 
 def test_all_acknowledged():
-    assert judged(Finding(server=A), Finding(server=B)) == (["server-0", "server-1"], [], True)
+    assert judged(ServerFinding(server=A), ServerFinding(server=B)) == (["server-0", "server-1"], [], True)
 
 
 @pytest.mark.parametrize("retried", [False, True])
 def test_a_silent_server_is_lost_and_the_rest_goes_on(retried):
-    silent = Finding(server=B, error=SILENT, alive=False)
-    assert judged(Finding(server=A), silent, retried=retried) == (["server-0"], ["server-1"], True)
-    waiting = Finding(server=C, error=BROKEN)  # an effect, not a cause
-    assert judged(Finding(server=A), silent, waiting, retried=retried) == (
+    silent = ServerFinding(server=B, error=SILENT, alive=False)
+    assert judged(ServerFinding(server=A), silent, retried=retried) == (["server-0"], ["server-1"], True)
+    waiting = ServerFinding(server=C, error=BROKEN)  # an effect, not a cause
+    assert judged(ServerFinding(server=A), silent, waiting, retried=retried) == (
         ["server-0", "server-2"],
         ["server-1"],
         False,
@@ -56,21 +56,25 @@ def test_a_silent_server_is_lost_and_the_rest_goes_on(retried):
 
 
 def test_servers_that_answer_get_one_more_transfer_all_together():
-    findings = [Finding(server=A), Finding(server=B, error=BROKEN), Finding(server=C, error=SILENT)]
+    findings = [ServerFinding(server=A), ServerFinding(server=B, error=BROKEN), ServerFinding(server=C, error=SILENT)]
     assert judged(*findings) == (["server-0", "server-1", "server-2"], [], False)
     assert judged(*findings, retried=True) == (["server-0"], ["server-1", "server-2"], True)
 
 
 def test_of_servers_that_answer_and_fail_again_newcomers_go_first():
-    findings = [Finding(server=A, error=BROKEN), Finding(server=B, error=BROKEN, newcomer=True)]
+    findings = [ServerFinding(server=A, error=BROKEN), ServerFinding(server=B, error=BROKEN, newcomer=True)]
     assert judged(*findings, retried=True) == (["server-0"], ["server-1"], False)
 
 
 @pytest.mark.parametrize("error", [ManifestError("hash", "x"), AdapterError("sizes"), ParityError("numbers")])
 def test_a_member_that_refuses_ends_the_publish_and_a_newcomer_itself(error):
     with pytest.raises(type(error)):
-        judged(Finding(server=A), Finding(server=B, error=error), Finding(server=C, error=SILENT, alive=False))
-    assert judged(Finding(server=A), Finding(server=B, error=error, newcomer=True)) == (
+        judged(
+            ServerFinding(server=A),
+            ServerFinding(server=B, error=error),
+            ServerFinding(server=C, error=SILENT, alive=False),
+        )
+    assert judged(ServerFinding(server=A), ServerFinding(server=B, error=error, newcomer=True)) == (
         ["server-0"],
         ["server-1"],
         True,
@@ -82,16 +86,16 @@ FULL = ManifestError("slot", "no free adapter slot for a@v9; held by a@v3 (2 run
 
 @pytest.mark.parametrize("retried", [False, True])
 def test_a_server_without_a_free_slot_is_waited_for_with_all_others(retried):
-    findings = [Finding(server=A), Finding(server=B, error=FULL)]
+    findings = [ServerFinding(server=A), ServerFinding(server=B, error=FULL)]
     assert judged(*findings, retried=retried) == (["server-0", "server-1"], [], False)
-    newcomer = Finding(server=C, error=FULL, newcomer=True)
+    newcomer = ServerFinding(server=C, error=FULL, newcomer=True)
     assert judged(newcomer, retried=retried) == (["server-2"], [], False)
     assert judged(*findings, newcomer, retried=retried) == (["server-0", "server-1"], ["server-2"], False)
     assert judged(findings[0], newcomer, retried=retried) == (["server-0"], ["server-2"], True)
 
 
 def test_a_server_without_a_free_slot_is_left_behind_at_the_deadline():
-    findings = [Finding(server=A), Finding(server=B, error=FULL)]
+    findings = [ServerFinding(server=A), ServerFinding(server=B, error=FULL)]
     assert judged(*findings, retried=True, late=True) == (["server-0"], ["server-1"], True)
     [(_, reason)] = judge(findings, retried=True, late=True).lost.items()
     assert reason.startswith("has no room yet: ")
@@ -99,15 +103,15 @@ def test_a_server_without_a_free_slot_is_left_behind_at_the_deadline():
 
 
 def test_a_server_without_a_free_slot_is_not_lost_for_another_that_failed():
-    findings = [Finding(server=A, error=FULL), Finding(server=B, error=BROKEN)]
+    findings = [ServerFinding(server=A, error=FULL), ServerFinding(server=B, error=BROKEN)]
     assert judged(*findings) == (["server-0", "server-1"], [], False)
     assert judged(*findings, retried=True) == (["server-0"], ["server-1"], False)
 
 
 def test_the_reason_says_how_it_failed():
-    lost = judge([Finding(server=B, error=SILENT, alive=False)], retried=False).lost
+    lost = judge([ServerFinding(server=B, error=SILENT, alive=False)], retried=False).lost
     assert lost == {B: "does not answer: timed out"}
-    lost = judge([Finding(server=B, error=SILENT)], retried=True).lost
+    lost = judge([ServerFinding(server=B, error=SILENT)], retried=True).lost
     assert lost == {B: "failed again: timed out"}
 
 
