@@ -1,7 +1,7 @@
 """A rollout server without vLLM: ``python -m areal_lora.engine.vllm_ext.stand_in --run-folder DIR --index N``.
 
 For tests of what stands around a server. It starts in a few seconds, finds its run folder, publishes its ports
-and ends like the real one, receives versions over real groups (``weight_sync.testing.MemoryServer``) and has the
+and ends like the real one, receives versions over real groups (``MemoryServer``) and has the
 same fault points. Answers are a pure function of prompt, seed and version; about a third of them solve the word
 problem they were asked. Their log-probabilities and those of the probe are made up: a run with it needs
 ``weight_sync.probe_tolerance`` and ``behaviour_cap`` out of the way.
@@ -54,7 +54,7 @@ from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.served import served_shapes
-from areal_lora.weight_sync.testing import MemoryServer
+from areal_lora.weight_sync.testing.memory_server import MemoryServer
 
 log = get_logger("areal_lora.engine.vllm_ext.stand_in")  # __name__ is __main__ here
 

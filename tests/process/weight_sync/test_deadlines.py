@@ -12,7 +12,10 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import ArealLoraError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.testing import SOCKETS, MemoryServer, ThreadExchange, pack_of
+from areal_lora.weight_sync.testing import SOCKETS
+from areal_lora.weight_sync.testing.adapters import pack_of
+from areal_lora.weight_sync.testing.exchange import ThreadExchange
+from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer import publisher as publisher_module
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.publisher import Publisher

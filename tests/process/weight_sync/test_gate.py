@@ -9,7 +9,8 @@ import pytest
 
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import SoloExchange
-from areal_lora.weight_sync.testing import MemoryServer, pack_of
+from areal_lora.weight_sync.testing.adapters import pack_of
+from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values

@@ -18,7 +18,9 @@ from areal_lora.weight_sync.link.inbox import KEPT_WINDOWS
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
-from areal_lora.weight_sync.testing import SOCKETS, MemoryWriter, pack_of
+from areal_lora.weight_sync.testing import SOCKETS
+from areal_lora.weight_sync.testing.adapters import pack_of
+from areal_lora.weight_sync.testing.memory_writer import MemoryWriter
 from tests.support.weight_sync.helpers import (
     BASE,
     BUCKET_BYTES,

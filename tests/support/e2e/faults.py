@@ -30,7 +30,7 @@ from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.tenant import Tenant, build_tenant, scoring_batch
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.packed_shard import Pack

@@ -16,7 +16,7 @@ from areal_lora.trainer import audit as auditing
 from areal_lora.trainer.audit import Audit, Auditor, audit, choose
 from areal_lora.trainer.tenant import scoring_batch
 from areal_lora.types import AdapterRef, TrainBatch
-from areal_lora.weight_sync.testing import MemoryServer
+from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
 
 ETA, NOW = 2, 7

@@ -28,7 +28,7 @@ from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 

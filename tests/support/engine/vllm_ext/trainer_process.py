@@ -21,7 +21,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
-from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.packed_shard import Pack

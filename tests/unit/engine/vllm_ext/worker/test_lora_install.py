@@ -15,7 +15,7 @@ from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.tables import LayoutTables
-from areal_lora.weight_sync.testing import pack_of
+from areal_lora.weight_sync.testing.adapters import pack_of
 
 ATTENTION, EXPERT = "model.layers.0.self_attn.", "model.layers.0.mlp.experts.{}.down_proj"
 MAX_RANK, SLOTS, ALPHA = 8, 3, 8.0

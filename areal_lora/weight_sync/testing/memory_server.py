@@ -1,188 +1,36 @@
 """A rollout server without a model, for tests of whatever publishes: real groups, real receivers.
 
 ``MemoryServer`` answers the admin plane, on loopback where it is given no listening socket, and stages versions
-into dictionaries. The backend ``SOCKETS`` sends bytes as between machines, where gloo would have receivers read
-the source's memory.
+into dictionaries.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import numpy as np
-import torch
 
 from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.network.keys import Plane, authorized
-from areal_lora.network.tls import server_context
 from areal_lora.processes.faults import reached
 from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import messages as tp
-from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
-from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.link.backends import Backend, Seat, gloo, register_backend
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.server.slots import SlotTable
-from areal_lora.weight_sync.trainer.packed_shard import Pack
+from areal_lora.weight_sync.testing.https_server import AdminHttpsServer
+from areal_lora.weight_sync.testing.memory_writer import MemoryWriter, Shapes
 
-Shapes = Mapping[str, tuple[int, ...]]
 Score = Callable[[str | None, list[list[int]]], list[list[float]]]
-
-SOCKETS = "gloo-sockets"
-
-
-def over_sockets(seat: Seat) -> Backend:
-    """gloo as it is between machines."""
-    return replace(gloo(seat), same_host=False)
-
-
-register_backend(SOCKETS, over_sockets)
-
-
-def moe_shapes(
-    rank: int, *, layers: int = 2, experts: int = 4, hidden: int = 16, ffn: int = 8
-) -> dict[str, tuple[int, ...]]:
-    """Wire names and shapes of a small MoE adapter on attention and every expert."""
-    sizes = {f"self_attn.{p}_proj": (hidden, hidden) for p in "qkvo"}
-    for e in range(experts):
-        sizes |= {f"mlp.experts.{e}.{p}_proj": (ffn, hidden) for p in ("gate", "up")}
-        sizes[f"mlp.experts.{e}.down_proj"] = (hidden, ffn)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(layers):
-        for module, (out, inner) in sizes.items():
-            shapes[f"model.layers.{layer}.{module}.lora_A.weight"] = (rank, inner)
-            shapes[f"model.layers.{layer}.{module}.lora_B.weight"] = (out, rank)
-    return shapes
-
-
-def pack_of(layout: AdapterLayout, source: int, tensors: Mapping[str, torch.Tensor]) -> Pack:
-    """What packs given tensors as ``source``'s shard, one at a time: the publisher's ``Pack`` without an engine."""
-    mine = [t for shard in layout.shards if shard.source == source for t in shard.tensors]
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[layout.dtype]
-
-    def pack(flat: np.ndarray) -> Iterator[int]:
-        for i, place in enumerate(mine):
-            raw = tensors[place.name].detach().to(dtype).contiguous().view(torch.uint8).reshape(-1).numpy()
-            flat[place.offset : place.offset + raw.size] = raw
-            yield i + 1
-
-    return pack
-
-
-class ThreadExchange:
-    """An ``Exchange`` between ranks that are threads of one process."""
-
-    def __init__(self, rank: int, meeting: threading.Barrier, said: list[bytes]) -> None:
-        self.rank, self._meeting, self._said = rank, meeting, said
-
-    @classmethod
-    def world(cls, size: int) -> list[ThreadExchange]:
-        meeting, said = threading.Barrier(size), [b""] * size
-        return [cls(rank, meeting, said) for rank in range(size)]
-
-    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
-        self._said[self.rank] = data
-        try:
-            self._meeting.wait(timeout_s)
-            said = list(self._said)
-            self._meeting.wait(timeout_s)
-        except threading.BrokenBarrierError:
-            raise PublishError(f"trainer rank {self.rank}: a trainer rank is gone or late; see its log") from None
-        return said
-
-    def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
-        return self.all_gather_bytes(data or b"", timeout_s)[0]
-
-
-class MemoryWriter:
-    """A ``SlotWriter`` that keeps float32 arrays by slot and name.
-
-    ``touched`` are the slots that were written or cleared. ``on_write()``, if set, runs before
-    every bucket: a test can wait there in the middle of a transfer, or raise.
-    """
-
-    def __init__(self, shapes: Callable[[AdapterSpec], Shapes]) -> None:
-        self._shapes = shapes
-        self.slots: dict[int, dict[str, np.ndarray]] = {}
-        self._images: dict[int, np.ndarray] = {}
-        self.touched: set[int] = set()
-        self.on_write: Callable[[], None] | None = None
-
-    def expected(self, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
-        return dict(self._shapes(spec))
-
-    def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
-        """Destinations count from the start of a slot's image, where full names lie in sorted order."""
-        places, _ = _image(self._shapes(layout.spec))
-        copies: dict[str, list[str]] = {}
-        for name, wire in layout.aliases.items():
-            copies.setdefault(wire, []).append(name)
-        return [
-            TensorBlocks.of(
-                [
-                    [
-                        Block(
-                            src=t.offset,
-                            src_pitch=0,
-                            dst=places[name],
-                            dst_pitch=0,
-                            rows=1,
-                            cols=math.prod(t.shape),
-                            scale=layout.spec.scale if ".lora_B." in name else 1.0,
-                        )
-                        for name in (t.name, *copies.get(t.name, ()))
-                    ]
-                    for t in shard.tensors
-                ],
-                layout.dtype,
-                "float32",
-            )
-            for shard in layout.shards
-        ]
-
-    def prepare(self, slot: int, layout: AdapterLayout) -> None:
-        self.touched.add(slot)
-        shapes = self._shapes(layout.spec)
-        places, nbytes = _image(shapes)
-        image = self._images[slot] = np.zeros(nbytes // 4, dtype=np.float32)
-        self.slots[slot] = {
-            name: image[at // 4 : at // 4 + math.prod(shapes[name])].reshape(shapes[name])
-            for name, at in places.items()
-        }
-
-    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
-        if self.on_write is not None:
-            self.on_write()
-        plan.copy(base, self._images[slot].ctypes.data, tensors=(first, last), marks=marks)
-
-    def flush(self, slot: int) -> None:
-        """Nothing: host memory is written at once."""
-
-    def zero(self, slot: int) -> None:
-        self.touched.add(slot)
-        self.slots[slot] = {}
-
-
-def _image(shapes: Shapes) -> tuple[dict[str, int], int]:
-    """(byte offset of every name, bytes in all) of a slot that holds float32 tensors in sorted order."""
-    places, at = {}, 0
-    for name in sorted(shapes):
-        places[name] = at
-        at += 4 * math.prod(shapes[name])
-    return places, at
 
 
 class MemoryServer:
@@ -229,7 +77,7 @@ class MemoryServer:
         self._released = threading.Condition(self._slots_lock)
         self._pins: dict[str, AdapterRef] = {}
         self._replies: dict[AdapterRef, tp.PublishReply] = {}
-        self._http = _HttpsServer(listener or socket.create_server(("127.0.0.1", 0)), secret, _handler(self))
+        self._http = AdminHttpsServer(listener or socket.create_server(("127.0.0.1", 0)), secret, self.handle)
         self.endpoint = tp.ServerEndpoint(
             name=name, host="127.0.0.1", admin_port=self._http.server_port, data_port=0, workers=workers
         )
@@ -415,54 +263,3 @@ def _modules(shapes: Callable[[AdapterSpec], Shapes]) -> dict[str, tuple[int, in
     full = shapes(spec)
     modules = {name.removesuffix(".lora_A.weight") for name in full if name.endswith(".lora_A.weight")}
     return {m: (full[f"{m}.lora_A.weight"][1], full[f"{m}.lora_B.weight"][0]) for m in sorted(modules)}
-
-
-class _HttpsServer(ThreadingHTTPServer):
-    """Speaks TLS over a socket that listens already. Handshakes are made by the threads of the connections."""
-
-    daemon_threads = True
-
-    def __init__(self, listener: socket.socket, secret: str, handler: type[BaseHTTPRequestHandler]) -> None:
-        host, port = listener.getsockname()[:2]
-        super().__init__((host, port), handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.server_port = listener, port
-        self._tls = server_context(secret, Plane.ADMIN, host)
-
-    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
-        connection, peer = super().get_request()
-        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), peer
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Silent: a client without TLS, or one that is gone."""
-
-
-def _handler(server: MemoryServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # connections stay open, as the real server's do
-
-        def do_GET(self) -> None:
-            self._answer("GET")
-
-        def do_POST(self) -> None:
-            self._answer("POST")
-
-        def _answer(self, method: str) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            if length > tp.MAX_BODY_BYTES:
-                self.close_connection = True
-                status, answer = 413, b"body too long"
-            else:
-                body = self.rfile.read(length)
-                status, answer = server.handle(method, self.path, self.headers.get("Authorization"), body)
-            with contextlib.suppress(OSError):  # the trainer has given up waiting
-                self.send_response(status)
-                self.send_header("Content-Type", tp.CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Silent: tests read answers, not access logs."""
-
-    return Handler

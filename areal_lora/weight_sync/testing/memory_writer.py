@@ -1,0 +1,92 @@
+"""A slot writer into host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class MemoryWriter:
+    """A ``SlotWriter`` that keeps float32 arrays by slot and name.
+
+    ``touched`` are the slots that were written or cleared. ``on_write()``, if set, runs before
+    every bucket: a test can wait there in the middle of a transfer, or raise.
+    """
+
+    def __init__(self, shapes: Callable[[AdapterSpec], Shapes]) -> None:
+        self._shapes = shapes
+        self.slots: dict[int, dict[str, np.ndarray]] = {}
+        self._images: dict[int, np.ndarray] = {}
+        self.touched: set[int] = set()
+        self.on_write: Callable[[], None] | None = None
+
+    def expected(self, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes(spec))
+
+    def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
+        """Destinations count from the start of a slot's image, where full names lie in sorted order."""
+        places, _ = _image(self._shapes(layout.spec))
+        copies: dict[str, list[str]] = {}
+        for name, wire in layout.aliases.items():
+            copies.setdefault(wire, []).append(name)
+        return [
+            TensorBlocks.of(
+                [
+                    [
+                        Block(
+                            src=t.offset,
+                            src_pitch=0,
+                            dst=places[name],
+                            dst_pitch=0,
+                            rows=1,
+                            cols=math.prod(t.shape),
+                            scale=layout.spec.scale if ".lora_B." in name else 1.0,
+                        )
+                        for name in (t.name, *copies.get(t.name, ()))
+                    ]
+                    for t in shard.tensors
+                ],
+                layout.dtype,
+                "float32",
+            )
+            for shard in layout.shards
+        ]
+
+    def prepare(self, slot: int, layout: AdapterLayout) -> None:
+        self.touched.add(slot)
+        shapes = self._shapes(layout.spec)
+        places, nbytes = _image(shapes)
+        image = self._images[slot] = np.zeros(nbytes // 4, dtype=np.float32)
+        self.slots[slot] = {
+            name: image[at // 4 : at // 4 + math.prod(shapes[name])].reshape(shapes[name])
+            for name, at in places.items()
+        }
+
+    def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
+        if self.on_write is not None:
+            self.on_write()
+        plan.copy(base, self._images[slot].ctypes.data, tensors=(first, last), marks=marks)
+
+    def flush(self, slot: int) -> None:
+        """Nothing: host memory is written at once."""
+
+    def zero(self, slot: int) -> None:
+        self.touched.add(slot)
+        self.slots[slot] = {}
+
+
+def _image(shapes: Shapes) -> tuple[dict[str, int], int]:
+    """(byte offset of every name, bytes in all) of a slot that holds float32 tensors in sorted order."""
+    places, at = {}, 0
+    for name in sorted(shapes):
+        places[name] = at
+        at += 4 * math.prod(shapes[name])
+    return places, at
