@@ -42,7 +42,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-SAME_AGAIN = frozenset({ExitCode.WRONG_INPUT, ExitCode.CONTRADICTION, ExitCode.MISSING, ExitCode.DISK})
+NON_RETRYABLE = frozenset({ExitCode.WRONG_INPUT, ExitCode.CONTRADICTION, ExitCode.MISSING, ExitCode.DISK})
 """What exits so would exit so again: it is not restarted, and the launcher exits with the same code."""
 
 

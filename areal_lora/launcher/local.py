@@ -8,7 +8,7 @@ from collections import defaultdict
 from rich.console import Console
 
 from areal_lora.config.models import Config
-from areal_lora.errors import SAME_AGAIN, ExitCode
+from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
@@ -53,7 +53,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> int:
         return ExitCode.INTERRUPTED
     if failure is None:
         return ExitCode.DONE
-    return failure.code if failure.code in SAME_AGAIN else ExitCode.COMPONENT_FAILED
+    return failure.code if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
 
 
 class _Watch:

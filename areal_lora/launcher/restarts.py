@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from areal_lora.errors import SAME_AGAIN, ExitCode
+from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
 from areal_lora.launcher.supervise import Ended
 
@@ -29,7 +29,7 @@ def to_blame(ended: Sequence[Ended]) -> Ended | None:
     One killed by a signal comes first, then one that says why: their peers fail with lost connections.
     """
     failed = [e for e in ended if e.code != ExitCode.DONE]
-    return min(failed, key=lambda e: (e.code >= 0, e.code not in SAME_AGAIN), default=None)
+    return min(failed, key=lambda e: (e.code >= 0, e.code not in NON_RETRYABLE), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Restarts:
         unit.has_worked |= worked_s is not None
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
-        if ended.code in SAME_AGAIN or not (unit.has_worked or ended.code < 0):
+        if ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0):
             # Without a first sign of life it is likely that the next start fails alike.
             return Verdict(ended=ended, ends_run=True)
         asked = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY

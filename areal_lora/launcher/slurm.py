@@ -19,7 +19,7 @@ import subprocess
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.errors import SAME_AGAIN, EnvironmentError_, ExitCode
+from areal_lora.errors import NON_RETRYABLE, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.start import ANEW, JOB_FILE, RunStart
 from areal_lora.network.addresses import NODES_VARIABLE
@@ -27,7 +27,7 @@ from areal_lora.network.addresses import NODES_VARIABLE
 SCRIPT_NAME = "job.sbatch"
 FAILURES_FILE = "job.failures"
 EXITS_FOLDER = "exits"
-_FINAL = " ".join(str(int(code)) for code in sorted({ExitCode.DONE, *SAME_AGAIN}))
+_FINAL = " ".join(str(int(code)) for code in sorted({ExitCode.DONE, *NON_RETRYABLE}))
 SIGNAL_LEAD_S = 60
 """How long before the time limit Slurm signals the script."""
 

@@ -25,12 +25,11 @@ from areal_lora.rollout.channel.client import RolloutClient
 from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
 from areal_lora.trainer.audit import Auditor
+from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.loop import Trainer
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.resume import resume
-from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant, build_tenant
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.coordinator import Active, Coordinator

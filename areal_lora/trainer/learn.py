@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from areal_lora.algorithms.advantages import per_sample, to_tokens
 from areal_lora.algorithms.alignment import is_shifted, shift_votes
 from areal_lora.algorithms.losses import decoupled_ppo
 from areal_lora.algorithms.reduce import denominator, token_weights
+from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import check_batch, split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
@@ -41,6 +43,40 @@ class LearnReport:
 
     def per_token(self, name: str) -> float | None:
         return self.sums[name] / max(self.sums["tokens"], 1.0) if name in self.sums else None
+
+
+def annotate(engine: TrainEngine, tenant: Tenant, batch: TrainBatch) -> TrainBatch:
+    """Add proximal and reference log-probabilities [T] where the algorithm needs them, and advantages [T].
+
+    The reference is the base with the adapter off (contract C11). Collective over all ranks.
+    """
+    temperature = tenant.config.sampling.temperature
+    if tenant.algorithm.needs_prox:
+        batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=tenant.name, temperature=temperature))
+    if tenant.algorithm.needs_ref:
+        batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=None, temperature=temperature))
+    per_sequence = per_sample(tenant.algorithm.advantage, batch.rewards, batch.group_ids, batch.sample_ids)
+    return replace(batch, advantages=to_tokens(per_sequence, batch.cu_seqlens, batch.loss_mask))
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Rate of training step ``step`` (from 0) of ``total_steps``: linear warm-up, then the schedule.
+
+    A pure function of the version that is trained: it needs no state in a checkpoint, minibatches do not
+    change it, steps that are skipped do not delay it, and a run that is made longer follows the longer schedule.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    span = max(total_steps - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    match config.schedule:
+        case "constant":
+            factor = 1.0
+        case "linear":
+            factor = 1.0 - progress
+        case "cosine":
+            factor = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
 
 
 def make_loss(tenant: Tenant, version: int) -> LossFn:

@@ -21,14 +21,12 @@ from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.processes.faults import reached
-from areal_lora.trainer.annotate import annotate
 from areal_lora.trainer.audit import Auditor
-from areal_lora.trainer.export import adapter_folder, export_adapter
-from areal_lora.trainer.learn import count_skips, learn
+from areal_lora.trainer.checkpointing import Checkpointing
+from areal_lora.trainer.learn import annotate, count_skips, learn, learning_rate
+from areal_lora.trainer.peft import adapter_folder, export_adapter
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.saving import Checkpointing
-from areal_lora.trainer.schedule import learning_rate
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.trainer.waits import (
     begin_audit,
@@ -94,7 +92,7 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
     begin_audit(trainer, tenant, batch)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, tenant, batch)
-    reached("trainer.annotated")
+    reached("trainer.learnd")
     with spans.span("checkpoint_join"):
         join_checkpoint(trainer, tenant)
     with spans.span("train"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.algorithms.advantages import sample_rewards
@@ -31,7 +32,6 @@ from areal_lora.rollout.channel.messages import EvalResult, RolloutSample, Stats
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
-from areal_lora.trainer.rates import RateMeter, Rates
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import AdapterRef, TrainBatch, TrajectoryGroup
 from areal_lora.weight_sync.trainer.steps import PublishReport
@@ -39,6 +39,40 @@ from areal_lora.weight_sync.trainer.steps import PublishReport
 log = get_logger(__name__)
 
 EVAL_TAG = "held-out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """``servers_idle`` is the fraction of the time in which no group was in flight. None: not known."""
+
+    tokens_per_s: float | None = None
+    servers_idle: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mark:
+    at_s: float
+    tokens: int
+    idle_s: float
+
+
+class RateMeter:
+    """``fresh`` are the adapters whose counters begin at 0 now; of others the first step tells no rate."""
+
+    def __init__(self, fresh: Iterable[str], now_s: float) -> None:
+        self._marks = {name: _Mark(at_s=now_s, tokens=0, idle_s=0.0) for name in fresh}
+
+    def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> Rates:
+        """Rates since the adapter's step before. Counters that went back say nothing."""
+        before = self._marks.get(adapter)
+        self._marks[adapter] = _Mark(at_s=now_s, tokens=tokens, idle_s=idle_s)
+        if before is None or tokens < before.tokens or idle_s < before.idle_s or now_s <= before.at_s:
+            return Rates()
+        elapsed_s = now_s - before.at_s
+        return Rates(
+            tokens_per_s=(tokens - before.tokens) / elapsed_s,
+            servers_idle=min(1.0, (idle_s - before.idle_s) / elapsed_s),
+        )
 
 
 def evaluation_due(version: int, asked: int, *, every_steps: int, last: int) -> bool:

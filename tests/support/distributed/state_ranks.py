@@ -11,7 +11,7 @@ from areal_lora.checkpoint.state import PARTS
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
-from areal_lora.trainer.schedule import learning_rate
+from areal_lora.trainer.learn import learning_rate
 from tests.support.distributed.engine_ranks import (
     DENOMINATOR,
     Case,

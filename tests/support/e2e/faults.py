@@ -23,8 +23,7 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
-from areal_lora.trainer.annotate import annotate
-from areal_lora.trainer.learn import learn
+from areal_lora.trainer.learn import annotate, learn
 from areal_lora.trainer.main import join_world
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.tenant import Tenant, build_tenant, scoring_batch

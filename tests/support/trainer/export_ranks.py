@@ -24,7 +24,7 @@ from areal_lora.engine.megatron_utils.convert.registry import Dims
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import PublishError
-from areal_lora.trainer.export import export_adapter
+from areal_lora.trainer.peft import export_adapter
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
 

@@ -26,10 +26,9 @@ from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.processes import faults
 from areal_lora.trainer import loop
+from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.recording import evaluation_due
-from areal_lora.trainer.resume import resume
-from areal_lora.trainer.saving import Checkpointing
 from areal_lora.trainer.tenant import Tenant, scoring_batch
 from areal_lora.types import AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows

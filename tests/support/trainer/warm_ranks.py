@@ -10,8 +10,8 @@ from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.load import load_config
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.trainer.peft import warm_start
 from areal_lora.trainer.tenant import Tenant, scoring_batch, split_rows
-from areal_lora.trainer.warm_start import warm_start
 from tests.support.distributed.engine_ranks import (
     OPTIMIZER,
     TARGETS,

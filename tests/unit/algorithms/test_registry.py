@@ -10,8 +10,7 @@ import torch
 
 from areal_lora.algorithms.reduce import Reduction
 from areal_lora.config.models import AlgorithmConfig
-from areal_lora.trainer.annotate import annotate
-from areal_lora.trainer.learn import make_loss
+from areal_lora.trainer.learn import annotate, make_loss
 from areal_lora.types import TrainBatch
 from tests.unit.trainer.test_learn import RecordedEngine, _batch, _tenant
 

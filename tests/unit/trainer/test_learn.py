@@ -19,8 +19,7 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import LossFn, TrainEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.trainer import loop
-from areal_lora.trainer.annotate import annotate
-from areal_lora.trainer.learn import learn, make_loss
+from areal_lora.trainer.learn import annotate, learn, make_loss
 from areal_lora.trainer.tenant import Tenant, scoring_batch, split_rows
 from areal_lora.types import StepStats, TrainBatch
 from tests.support.paths import ROOT

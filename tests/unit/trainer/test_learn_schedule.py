@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_lora.config.models import OptimizerConfig
-from areal_lora.trainer.schedule import learning_rate
+from areal_lora.trainer.learn import learning_rate
 
 HALF = {"constant": 2.0, "linear": 2.0 * (0.25 + 0.75 * 0.5), "cosine": 2.0 * (0.25 + 0.75 * 0.5)}
 QUARTER = {"constant": 2.0, "linear": 2.0 * (0.25 + 0.75 * 0.75), "cosine": 2.0 * (0.25 + 0.75 * (1 + 0.5**0.5) / 2)}

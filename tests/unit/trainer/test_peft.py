@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import CheckpointError
-from areal_lora.trainer import export as export_module
-from areal_lora.trainer.export import export_adapter
+from areal_lora.trainer import peft as peft_module
+from areal_lora.trainer.peft import export_adapter
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
 from tests.support.distributed.spawn import run_ranks
@@ -128,7 +128,7 @@ class Wires:
 def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(export_module, "CHUNK_BYTES", 4000)  # several tensors a chunk, several chunks a shard
+    monkeypatch.setattr(peft_module, "CHUNK_BYTES", 4000)  # several tensors a chunk, several chunks a shard
     sizes = {"world_size": 4, **sizes}
     sent = {rank: queue.Queue[np.ndarray]() for rank in range(4)}
     engines = [PlainEngine(rank, sizes) for rank in range(4)]

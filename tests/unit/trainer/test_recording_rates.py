@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_lora.trainer.rates import RateMeter, Rates
+from areal_lora.trainer.recording import RateMeter, Rates
 
 
 def test_rates_are_those_since_the_adapters_step_before() -> None:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lora.checkpoint.adapter_io import PeftWriter
+from areal_lora.checkpoint.adapter_io import PeftWriter, load_peft
+from areal_lora.checkpoint.fuse import fused
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
+from areal_lora.engine.megatron_engine import initial_tensor
 from areal_lora.errors import CheckpointError
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
@@ -94,3 +97,20 @@ def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchang
     # To the end, also on a rank without a shard: it gives its parts to the ranks that have one.
     rest = [name for name, _ in mine]
     assert not rest, f"{len(rest)} tensors more than the layout says"
+
+
+def warm_start(engine: TrainEngine, tenant: Tenant, seed: int) -> None:
+    """Make the adapter of ``init_from`` the tenant's weights; moments and clock stay those of a new adapter.
+
+    Not collective. Every rank reads the whole folder itself and holds it twice for a moment: one file
+    on a shared file system costs less than a second way to cut tensors into ranks' parts.
+
+    Raises:
+        AdapterError, UnknownTensorError: the folder changed since the rules judged it, see `fused`.
+    """
+    folder = tenant.config.init_from
+    if folder is None:
+        return
+    spec, tensors = load_peft(Path(folder).expanduser())
+    layout = engine.adapter_layout(tenant.name)
+    engine.load_adapter(tenant.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))
