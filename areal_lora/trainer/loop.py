@@ -67,8 +67,8 @@ class Trainer:
 def train(trainer: Trainer) -> None:
     """Take every step that is left of every adapter, then wait for the last version and the evaluations."""
     for tenant in trainer.tenants:
-        ask_again(trainer, tenant)
-        hand_over(trainer, tenant)
+        rerequest_evals(trainer, tenant)
+        save_and_publish(trainer, tenant)
     while (tenant := min(trainer.tenants, key=lambda t: t.version)).version < trainer.config.run.steps:
         train_step(trainer, tenant)
     collect_audit(trainer, wait=True)
@@ -105,10 +105,10 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
         # Before the checkpoint: a resumed run strikes out records beyond it, and could not add one that is missing.
         trainer.recorder.step(tenant, batch, report, histogram, spans, audit)
     count_skips(tenant, report)
-    hand_over(trainer, tenant)
+    save_and_publish(trainer, tenant)
 
 
-def hand_over(trainer: Trainer, tenant: Tenant) -> None:
+def save_and_publish(trainer: Trainer, tenant: Tenant) -> None:
     """Begin to write the tenant's version to disk and to send it; have it evaluated where the plan says so.
 
     None of it is waited for: the next step joins both, and the evaluation begins when the version is
@@ -126,7 +126,7 @@ def hand_over(trainer: Trainer, tenant: Tenant) -> None:
         trainer.recorder.evaluate(tenant)
 
 
-def ask_again(trainer: Trainer, tenant: Tenant) -> None:
+def rerequest_evals(trainer: Trainer, tenant: Tenant) -> None:
     """Evaluations that had no answer when the checkpoint was written that this trainer goes on from.
 
     Servers that went on still hold a version or two; of others the answer is a failure, which is logged.

@@ -154,7 +154,7 @@ def _run(
         return replace(batch, versions=torch.where(batch.loss_mask, tenant.version, -1)), {}
 
     monkeypatch.setattr(loop, "next_batch", next_batch)
-    for name in ("join_checkpoint", "hand_over"):
+    for name in ("join_checkpoint", "save_and_publish"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     for _ in range(steps):
         loop.train_step(trainer, tenant)

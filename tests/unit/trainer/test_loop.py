@@ -13,7 +13,7 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AlignmentError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.audit import Audit
-from areal_lora.trainer.loop import hand_over
+from areal_lora.trainer.loop import save_and_publish
 from areal_lora.trainer.waits import collect_audit, join_checkpoint, next_batch
 from areal_lora.types import TrajectoryGroup
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
@@ -93,7 +93,7 @@ class Rank:
         self._log.append("goes on")
 
 
-@pytest.mark.parametrize("what", [hand_over, join_checkpoint])
+@pytest.mark.parametrize("what", [save_and_publish, join_checkpoint])
 def test_no_rank_goes_on_to_other_collectives_before_rank_0_has_joined(what: Callable[..., None]) -> None:
     """Those have bounds that are shorter than what rank 0 may wait for the controller."""
     log: list[str] = []
