@@ -1,9 +1,10 @@
 # make setup   create .venv and install pinned requirements
 # make demo    train the tiny mixture-of-experts model on this machine
 # make test    check the code (make check), then run the test suite
+# make test-all  the same with nightly sizes: more seeds, samples and publishes
 # make check   ruff (format and rules), mypy and import-linter
 # make format  format the code with ruff
-.PHONY: setup demo test check format docs clean
+.PHONY: setup demo test test-all check format docs clean
 PY := .venv/bin/python
 CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
 
@@ -17,6 +18,9 @@ demo: setup
 
 test: check
 	$(PY) -m pytest $(ARGS)
+
+test-all: export AREAL_LORA_NIGHTLY = 1
+test-all: test
 
 check: setup
 	$(PY) -m ruff format --check areal_lora tests examples benchmarks

@@ -1,4 +1,4 @@
-"""SIGKILL at every named point of a step, five seeds each: nothing lost, nothing twice, at most one step again.
+"""SIGKILL at every named point of a step: nothing lost, nothing twice, at most one step again. Nightly five seeds each.
 
 A run per seed and victim: its trainer, controller or server dies once at each of its points, in an order
 and at an occurrence that the seed draws, and the run goes on to its last step.
@@ -14,8 +14,9 @@ import pytest
 
 from tests.support.e2e.crash_judge import Damage, judge
 from tests.support.e2e.crash_run import POINTS, CrashRun, execute
+from tests.support.sizes import size
 
-SEEDS = range(1, 6)
+SEEDS = range(1, 1 + size(1, 5))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

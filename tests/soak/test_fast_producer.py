@@ -1,11 +1,10 @@
 """Servers ten times faster than the trainer: queue, memory and ledger file stay bounded.
 
-``AREAL_LORA_PRODUCER_S=600`` stretches the same steps over ten minutes.
+The nightly run stretches the same steps over ten minutes.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,13 @@ import pytest
 
 from areal_lora.rollout.testing import FakeServer
 from tests.support.rollout.helpers import NAME
+from tests.support.sizes import size
 from tests.unit.rollout.controller.test_controller import Running, controller
 
 __all__ = ["controller"]
 
 STEPS, WARM_UP, ETA, B = 800, 100, 4, 4
-SECONDS = float(os.environ.get("AREAL_LORA_PRODUCER_S", "20"))
+SECONDS = size(20, 600)
 
 
 class LastOnly(list[dict[str, Any]]):

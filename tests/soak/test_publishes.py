@@ -1,4 +1,4 @@
-"""A thousand publishes under 64 streaming requests: every token belongs to the version its answer names.
+"""200 publishes, nightly a thousand, under 64 streaming requests: every token belongs to the version its answer names.
 
 Every streamed token's log-probability is computed again with transformers and that version's
 adapter merged into the weights.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,10 +30,11 @@ from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.trainer.coordinator import Coordinator
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import RunningServer, adapter, connect, start
+from tests.support.sizes import size
 
 pytestmark = pytest.mark.slow
 
-PUBLISHES, SETTLED, STREAMS, NEW_TOKENS = int(os.environ.get("AREAL_LORA_SOAK_PUBLISHES", "1000")), 50, 64, 24
+PUBLISHES, SETTLED, STREAMS, NEW_TOKENS = size(200, 1000), 50, 64, 24
 GROWTH_BYTES = 64 << 20
 SETTLE_S = 70.0
 TOLERANCE = 1e-4
