@@ -26,7 +26,7 @@ from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
-from areal_lora.obs.summary import print_closing
+from areal_lora.obs.report.summary import print_closing
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from areal_lora.config.models import Config, ModelConfig
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.resume import conflict
 from areal_lora.launcher.run_lock import RunLock
-from areal_lora.obs.summary import CONFIG_FILE, SUMMARY_FILE, read_summary
+from areal_lora.obs.report.summary import CONFIG_FILE, SUMMARY_FILE, read_summary
 from areal_lora.run_folder import heartbeat
 from areal_lora.run_folder.events import StartEvent, now_utc, write_event
 from areal_lora.run_folder.rendezvous import create_secret

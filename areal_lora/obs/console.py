@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
     MetricsTail,

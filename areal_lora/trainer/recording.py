@@ -12,7 +12,7 @@ from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.checkpoint.saver import Save
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
     MetricsWriter,
@@ -23,8 +23,8 @@ from areal_lora.obs.metrics import (
     StepRecord,
     recorded_s,
 )
-from areal_lora.obs.report import write_report
-from areal_lora.obs.summary import write_summary
+from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.processes.log import get_logger, set_status
 from areal_lora.rollout.channel.client import RolloutClient

@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.config.models import RewardConfig
-from areal_lora.obs.summary import read_config, read_summary
+from areal_lora.obs.report.summary import read_config, read_summary
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.tasks.tally import tally

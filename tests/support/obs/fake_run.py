@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from areal_lora.config.models import Config
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
     MetricsWriter,

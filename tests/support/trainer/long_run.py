@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.obs.console import LiveConsole
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics.records import (
     METRICS_FILE,
     CheckpointRecord,
     EvalRecord,

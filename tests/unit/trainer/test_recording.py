@@ -15,9 +15,9 @@ import pytest
 
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.data.collate import collate
-from areal_lora.obs import svg
-from areal_lora.obs.metrics import read_metrics
-from areal_lora.obs.summary import read_summary
+from areal_lora.obs.metrics.records import read_metrics
+from areal_lora.obs.report import svg
+from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.rollout.channel.messages import EvalResult, EvalSample
 from areal_lora.trainer.learn import LearnReport

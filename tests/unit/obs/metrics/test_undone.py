@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics.records import (
     METRICS_FILE,
     CheckpointRecord,
     EvalRecord,
@@ -19,7 +19,7 @@ from areal_lora.obs.metrics import (
     iter_metrics,
     read_metrics,
 )
-from areal_lora.obs.undone import Mark, Undone
+from areal_lora.obs.metrics.undone import Mark, Undone
 
 KINDS = (StepRecord, PublishRecord, CheckpointRecord, EvalRecord)
 

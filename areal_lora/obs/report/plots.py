@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
-from areal_lora.obs import svg
-from areal_lora.obs.curves import Curve, Means, Smoothed
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
     PublishRecord,
@@ -22,6 +20,8 @@ from areal_lora.obs.metrics import (
     RolloutSampleRecord,
     StepRecord,
 )
+from areal_lora.obs.report import svg
+from areal_lora.obs.report.curves import Curve, Means, Smoothed
 
 R = TypeVar("R", StepRecord, PublishRecord, CheckpointRecord, EvalRecord)
 Plot = tuple[str, str, str]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RecordError
-from areal_lora.obs import samples
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics import samples
+from areal_lora.obs.metrics.records import (
     METRICS_FILE,
     EvalRecord,
     MetricsWriter,
@@ -23,7 +23,7 @@ from areal_lora.obs.metrics import (
     SampleRecord,
     read_metrics,
 )
-from areal_lora.obs.samples import TEXT_CHARS, SampleFiles, cut_middle, sample_files, sample_lines
+from areal_lora.obs.metrics.samples import TEXT_CHARS, SampleFiles, cut_middle, sample_files, sample_lines
 
 
 def line(step: int, adapter: str = "a", chars: int = 10) -> bytes:
@@ -179,8 +179,8 @@ def test_a_full_disk_is_one_clear_line_and_leaves_whole_lines(tmp_path: Path) ->
 CRASHING = """
 import itertools, os, signal, sys
 from pathlib import Path
-from areal_lora.obs import samples
-from tests.unit.obs.test_samples import line
+from areal_lora.obs.metrics import samples
+from tests.unit.obs.metrics.test_samples import line
 samples.FILE_BYTES, samples.NEWEST_FILES = 1000, 3
 folder, kill_at, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 left = kill_at

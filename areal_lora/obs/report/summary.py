@@ -14,14 +14,14 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
-from areal_lora.obs.figures import read_figures
-from areal_lora.obs.metrics import METRICS_FILE, TENSORBOARD_FOLDER
+from areal_lora.obs.metrics.records import METRICS_FILE, TENSORBOARD_FOLDER
+from areal_lora.obs.report.figures import read_figures
 from areal_lora.run_folder.events import count_restarts
 
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.json"
 SERVE_PORT = 8000
-EVALUATE = Path(__file__).resolve().parents[2] / "examples" / "math" / "evaluate.py"
+EVALUATE = Path(__file__).resolve().parents[3] / "examples" / "math" / "evaluate.py"
 """In a checkout of this package only."""
 
 

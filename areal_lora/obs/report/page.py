@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from areal_lora.obs import svg
 from areal_lora.obs.console import duration, number
-from areal_lora.obs.figures import Figures
-from areal_lora.obs.metrics import RolloutSampleRecord, iter_metrics
-from areal_lora.obs.plots import Plots
-from areal_lora.obs.samples import cut_middle
-from areal_lora.obs.summary import read_config
+from areal_lora.obs.metrics.records import RolloutSampleRecord, iter_metrics
+from areal_lora.obs.metrics.samples import cut_middle
+from areal_lora.obs.report import svg
+from areal_lora.obs.report.figures import Figures
+from areal_lora.obs.report.plots import Plots
+from areal_lora.obs.report.summary import read_config
 from areal_lora.run_folder.events import RestartEvent, StallEvent, read_events
 
 REPORT_FILE = "report.html"

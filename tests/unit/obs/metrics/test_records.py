@@ -10,8 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from areal_lora.errors import ConfigError, RecordError
-from areal_lora.obs import metrics as metrics_module
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics import records as metrics_module
+from areal_lora.obs.metrics.records import (
     METRICS_FILE,
     TENSORBOARD_FOLDER,
     CheckpointRecord,
@@ -25,7 +25,7 @@ from areal_lora.obs.metrics import (
     StepRecord,
     read_metrics,
 )
-from areal_lora.obs.samples import sample_files, sample_lines
+from areal_lora.obs.metrics.samples import sample_files, sample_lines
 from areal_lora.run_folder.jsonl import BLOCK_BYTES, JsonlSink
 
 STEP = StepRecord(

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
-from areal_lora.obs.metrics import EvalRecord, MetricsWriter, RolloutSampleRecord
-from areal_lora.obs.report import write_plot, write_report
+from areal_lora.obs.metrics.records import EvalRecord, MetricsWriter, RolloutSampleRecord
+from areal_lora.obs.report.page import write_plot, write_report
 from tests.support.obs.fake_run import make_config, make_run
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from areal_lora.obs import svg
+from areal_lora.obs.report import svg
 
 BUCKETS = 320
 """Half a plot's width in pixels: what more would show nothing."""

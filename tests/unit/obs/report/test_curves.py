@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
-from areal_lora.obs.curves import BUCKETS, Curve, Means, Smoothed
-from areal_lora.obs.metrics import StepRecord
-from areal_lora.obs.plots import Plots
+from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.report.curves import BUCKETS, Curve, Means, Smoothed
+from areal_lora.obs.report.plots import Plots
 
 
 def test_few_points_stay_as_they_are() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_lora.obs import svg
+from areal_lora.obs.report import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

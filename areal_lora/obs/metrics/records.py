@@ -15,9 +15,9 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.errors import ConfigError
-from areal_lora.obs.samples import SampleFiles, cut_middle, sample_lines
-from areal_lora.obs.tensorboard import TensorBoardSink
-from areal_lora.obs.undone import BY_STEP, Mark, Undone
+from areal_lora.obs.metrics.samples import SampleFiles, cut_middle, sample_lines
+from areal_lora.obs.metrics.tensorboard import TensorBoardSink
+from areal_lora.obs.metrics.undone import BY_STEP, Mark, Undone
 from areal_lora.run_folder.jsonl import JsonlSink, whole_lines
 
 D = TypeVar("D")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.obs.metrics import (
+from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
     PublishRecord,
