@@ -17,7 +17,8 @@ from areal_lora.config.load import load_config
 from areal_lora.errors import ExitCode
 from areal_lora.launch import start
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
-from areal_lora.obs.metrics.records import RunMetrics, read_metrics
+from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.obs.metrics.records import RunMetrics
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
 MODEL_LEN, LONGEST = 512, 440

@@ -26,7 +26,8 @@ from areal_lora.checkpoint.store import (
 )
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import CheckpointError, ConfigError
-from areal_lora.obs.metrics.records import METRICS_FILE, StepRecord, iter_metrics
+from areal_lora.obs.metrics.reader import iter_metrics
+from areal_lora.obs.metrics.records import METRICS_FILE, StepRecord
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 

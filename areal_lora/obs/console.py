@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_lora.obs.metrics.reader import MetricsTail
 from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
-    MetricsTail,
     PublishRecord,
     Record,
     ResumeRecord,

@@ -12,17 +12,17 @@ from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.checkpoint.saver import Save
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
+from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
-    MetricsWriter,
     PublishRecord,
     ResumeRecord,
     RolloutSampleRecord,
     SampleRecord,
     StepRecord,
-    recorded_s,
 )
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans

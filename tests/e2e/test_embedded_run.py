@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from areal_lora.config.models import Config
-from areal_lora.obs.metrics.records import read_metrics
+from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.digests import base_digest
 from tests.support.launcher.hub_cache import FIRST, NAME, TINY_MODEL, fill_cache, tiny_files

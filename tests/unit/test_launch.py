@@ -15,7 +15,8 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.launcher.start import RunStart
-from areal_lora.obs.metrics.records import MetricsWriter, StepRecord
+from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from tests.support.paths import ROOT
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
@@ -20,7 +21,6 @@ from areal_lora.obs.metrics.records import (
     ResumeRecord,
     RolloutSampleRecord,
     StepRecord,
-    iter_metrics,
 )
 
 SAMPLES_KEPT = 4

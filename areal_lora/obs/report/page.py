@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 
 from areal_lora.obs.console import duration, number
-from areal_lora.obs.metrics.records import RolloutSampleRecord, iter_metrics
+from areal_lora.obs.metrics.reader import iter_metrics
+from areal_lora.obs.metrics.records import RolloutSampleRecord
 from areal_lora.obs.metrics.samples import cut_middle
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.figures import Figures

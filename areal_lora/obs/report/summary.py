@@ -14,7 +14,8 @@ from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
-from areal_lora.obs.metrics.records import METRICS_FILE, TENSORBOARD_FOLDER
+from areal_lora.obs.metrics.records import METRICS_FILE
+from areal_lora.obs.metrics.writer import TENSORBOARD_FOLDER
 from areal_lora.obs.report.figures import read_figures
 from areal_lora.run_folder.events import count_restarts
 

@@ -7,13 +7,13 @@ from areal_lora.config.models import Config
 from areal_lora.obs.metrics.records import (
     CheckpointRecord,
     EvalRecord,
-    MetricsWriter,
     PublishRecord,
     ResumeRecord,
     RolloutSampleRecord,
     SampleRecord,
     StepRecord,
 )
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.events import RestartEvent, write_event
 
 ADAPTER = "toy"

@@ -15,7 +15,8 @@ from areal_lora.checkpoint.store import adapter_folder, versions_in
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig
 from areal_lora.errors import CheckpointError, ConfigError
-from areal_lora.obs.metrics.records import MetricsWriter, StepRecord
+from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.types import ExpertLayout
 from tests.support.checkpoint.helpers import SPEC, stores, write, written
 from tests.support.paths import ROOT

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from areal_lora.obs.console import KEPT, PROBLEMS_SHOWN, LiveConsole, duration, number, publish_problem, sparkline
-from areal_lora.obs.metrics.records import EvalRecord, MetricsWriter, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.processes.log import set_status
 from tests.support.obs.fake_run import make_run
 

@@ -15,7 +15,7 @@ import pytest
 
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.data.collate import collate
-from areal_lora.obs.metrics.records import read_metrics
+from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.trace import Spans

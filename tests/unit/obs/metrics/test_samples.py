@@ -14,16 +14,10 @@ import pytest
 
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics import samples
-from areal_lora.obs.metrics.records import (
-    METRICS_FILE,
-    EvalRecord,
-    MetricsWriter,
-    ResumeRecord,
-    RolloutSampleRecord,
-    SampleRecord,
-    read_metrics,
-)
+from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.obs.metrics.records import METRICS_FILE, EvalRecord, ResumeRecord, RolloutSampleRecord, SampleRecord
 from areal_lora.obs.metrics.samples import TEXT_CHARS, SampleFiles, cut_middle, sample_files, sample_lines
+from areal_lora.obs.metrics.writer import MetricsWriter
 
 
 def line(step: int, adapter: str = "a", chars: int = 10) -> bytes:

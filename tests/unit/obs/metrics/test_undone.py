@@ -7,19 +7,18 @@ from pathlib import Path
 
 import msgspec
 
+from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.metrics.records import (
     METRICS_FILE,
     CheckpointRecord,
     EvalRecord,
-    MetricsWriter,
     PublishRecord,
     Record,
     ResumeRecord,
     StepRecord,
-    iter_metrics,
-    read_metrics,
 )
 from areal_lora.obs.metrics.undone import Mark, Undone
+from areal_lora.obs.metrics.writer import MetricsWriter
 
 KINDS = (StepRecord, PublishRecord, CheckpointRecord, EvalRecord)
 

@@ -5,7 +5,8 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
-from areal_lora.obs.metrics.records import EvalRecord, MetricsWriter, RolloutSampleRecord
+from areal_lora.obs.metrics.records import EvalRecord, RolloutSampleRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_plot, write_report
 from tests.support.obs.fake_run import make_config, make_run
 

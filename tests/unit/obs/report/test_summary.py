@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from areal_lora.errors import ConfigError
-from areal_lora.obs.metrics.records import EvalRecord, MetricsWriter, PublishRecord, SampleRecord, StepRecord
+from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, SampleRecord, StepRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import print_closing, read_summary, write_summary
 from areal_lora.run_folder.events import RestartEvent, now_utc, write_event
 from tests.support.obs.fake_run import make_config

@@ -1,0 +1,160 @@
+"""Read the records of a run: all valid records (`iter_metrics`, `read_metrics`) or only new ones (`MetricsTail`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from areal_lora.errors import ConfigError
+from areal_lora.obs.metrics.records import (
+    METRICS_FILE,
+    CheckpointRecord,
+    EvalRecord,
+    PublishRecord,
+    Record,
+    ResumeRecord,
+    RolloutSampleRecord,
+    RunMetrics,
+    StepRecord,
+    position,
+)
+from areal_lora.obs.metrics.samples import sample_lines
+from areal_lora.obs.metrics.undone import BY_STEP, Mark, Undone
+from areal_lora.run_folder.jsonl import whole_lines
+
+D = TypeVar("D")
+
+TAIL_BYTES = 4 << 20
+
+
+class MetricsTail:
+    """Reads what was appended to a metrics file since the last call; a line still being written waits."""
+
+    def __init__(self, run_folder: Path | str) -> None:
+        self.path = Path(run_folder) / METRICS_FILE
+        self._offset = 0
+        self._lines = 0
+
+    def read_new(self) -> list[Record]:
+        """The next new whole records, about ``TAIL_BYTES`` of them at most: call it until nothing comes.
+
+        Raises ConfigError with file and line for one that is not a record.
+        """
+        records: list[Record] = []
+        if not self.path.exists():
+            return records
+        begin = self._offset
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            for line in file:
+                if not line.endswith(b"\n") or self._offset - begin > TAIL_BYTES:
+                    break
+                self._offset += len(line)
+                self._lines += 1
+                records.append(_decode(_RECORD, line, self.path, self._lines))
+        return records
+
+
+def recorded_s(run_folder: Path | str) -> float:
+    """The wall time of the last step recorded, undone ones included; 0 before the first."""
+    return max((head.time_s for _, head in _heads(Path(run_folder)) if head.kind == "step"), default=0.0)
+
+
+def iter_metrics(run_folder: Path | str) -> Iterator[Record]:
+    """Everything recorded so far, one record at a time: those of ``metrics.jsonl`` in the order written, then samples.
+
+    What a resumed run has undone is left out. So the file is read twice; what is appended meanwhile waits for
+    the next call. Raises ConfigError with file and line for a line that is not a record.
+    """
+    folder = Path(run_folder)
+    path, undone, end = folder / METRICS_FILE, Undone(), 0
+    for number, (nbytes, head) in enumerate(_heads(folder), 1):
+        undone.note(number, head.mark())
+        end += nbytes
+    if end:
+        for number, line in enumerate(whole_lines(path, end), 1):
+            record = _decode(_RECORD, line, path, number)
+            if undone.nothing or undone.holds(number, _mark(record)):
+                yield record
+    for sample_path, number, line in sample_lines(folder):
+        yield _decode(_RECORD, line, sample_path, number)
+
+
+def read_metrics(run_folder: Path | str) -> RunMetrics:
+    """All that `iter_metrics` gives, in memory; empty if nothing was recorded."""
+    found = RunMetrics()
+    samples: dict[tuple[str, int, str, str], RolloutSampleRecord] = {}
+    for record in iter_metrics(run_folder):
+        match record:
+            case StepRecord():
+                found.steps.append(record)
+            case PublishRecord():
+                found.publishes.append(record)
+            case EvalRecord():
+                found.evals.append(record)
+            case RolloutSampleRecord():
+                samples[record.adapter, record.step, record.prompt, record.completion] = record
+            case CheckpointRecord():
+                found.checkpoints.append(record)
+            case ResumeRecord():
+                found.resumes.append(record)
+    found.steps.sort(key=position)
+    found.publishes.sort(key=position)
+    found.evals.sort(key=lambda e: (e.version, e.step))
+    found.samples.extend(sorted(samples.values(), key=position))
+    found.checkpoints.sort(key=position)
+    return found
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """The part of a record that a first pass looks at: cheaper to decode by far."""
+
+    kind: str
+    adapter: str = ""
+    step: int = 0
+    version: int = 0
+    tag: str = ""
+    time_s: float = 0.0
+
+    def mark(self) -> Mark:
+        index = self.step if self.kind in BY_STEP else self.version
+        return Mark(kind=self.kind, adapter=self.adapter, index=index, what=_what(self.kind, self.tag))
+
+
+def _mark(record: Record) -> Mark:
+    kind = str(record.__struct_config__.tag)
+    index = record.step if isinstance(record, StepRecord | RolloutSampleRecord) else record.version
+    return Mark(
+        kind=kind,
+        adapter=record.adapter,
+        index=index,
+        what=_what(kind, record.tag if isinstance(record, EvalRecord) else ""),
+    )
+
+
+def _what(kind: str, tag: str) -> str | None:
+    """A step has several samples, a version one evaluation of each tag, and one of everything else."""
+    return None if kind == "sample" else tag if kind == "eval" else ""
+
+
+_RECORD = msgspec.json.Decoder(Record)
+_HEAD = msgspec.json.Decoder(_Head)
+
+
+def _heads(folder: Path) -> Iterator[tuple[int, _Head]]:
+    """(bytes of the line, head) of every record of ``metrics.jsonl``."""
+    path = folder / METRICS_FILE
+    if path.exists():
+        for number, line in enumerate(whole_lines(path), 1):
+            yield len(line), _decode(_HEAD, line, path, number)
+
+
+def _decode(decoder: msgspec.json.Decoder[D], line: bytes, path: Path, number: int) -> D:
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError as error:
+        fix = "restore the file or move it away"
+        raise ConfigError(f"{path}:{number}", f"not a metrics record: {error}", fix) from error

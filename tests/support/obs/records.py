@@ -1,0 +1,30 @@
+"""One record of each kind."""
+
+from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, RolloutSampleRecord, SampleRecord, StepRecord
+
+STEP = StepRecord(
+    step=3,
+    version=3,
+    time_s=9.5,
+    adapter="toy",
+    reward_mean=0.5,
+    rollout_tokens_per_s=4000.0,
+    train_s=0.8,
+    staleness={0: 7, 2: 1},
+    dropped={"stale": 2},
+    extra={"capped_fraction": 0.25},
+)
+PUBLISH = PublishRecord(version=4, total_ms=20.0, adapter="toy", phases_ms={"pack": 1.5, "wire": 2.5, "ack": 18.0})
+EVAL = EvalRecord(
+    version=4,
+    step=4,
+    accuracy=0.75,
+    n=8,
+    reward_mean=0.5,
+    unscored=1,
+    adapter="toy",
+    samples=[SampleRecord(prompt="p\n", completion="é\u2028", gold="1", reward=1.0)],
+)
+SAMPLE = RolloutSampleRecord(
+    step=3, prompt="a\r\nb", completion="</script>", reward=0.0, adapter="toy", versions=[2, 3]
+)

@@ -1,0 +1,66 @@
+"""Readers return each valid record once and name a line that is not a record."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import ConfigError
+from areal_lora.obs.metrics import reader
+from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
+from areal_lora.obs.metrics.records import METRICS_FILE, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
+from tests.support.obs.records import PUBLISH, STEP
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(STEP)
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b'{"kind":"step","step":"four"}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a metrics record"):
+        read_metrics(tmp_path)
+
+
+def test_the_tail_reads_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    tail = MetricsTail(tmp_path)
+    assert tail.read_new() == []
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(STEP)
+        assert tail.read_new() == [STEP]
+        assert tail.read_new() == []
+        writer.write(PUBLISH)
+    whole = (tmp_path / METRICS_FILE).read_bytes()
+    (tmp_path / METRICS_FILE).write_bytes(whole[:-5])
+    assert tail.read_new() == []
+    (tmp_path / METRICS_FILE).write_bytes(whole)
+    assert tail.read_new() == [PUBLISH]
+
+
+def test_the_tail_takes_a_long_file_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "TAIL_BYTES", 2000)
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(40):
+            writer.write(StepRecord(step=step, version=step, time_s=1.0))
+    tail, pieces = MetricsTail(tmp_path), []
+    while records := tail.read_new():
+        pieces.append([r.step for r in records if isinstance(r, StepRecord)])
+    assert len(pieces) > 5
+    assert [step for piece in pieces for step in piece] == list(range(40))
+
+
+def test_a_resume_undoes_what_was_recorded_beyond_its_version(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for adapter in ("a", "b"):
+            for k in range(4):
+                writer.write(StepRecord(step=k, version=k, time_s=1.0, adapter=adapter, n_tokens=1))
+                writer.write(PublishRecord(version=k + 1, total_ms=1.0, adapter=adapter))
+                writer.write(CheckpointRecord(version=k + 1, write_s=0.1, adapter=adapter, nbytes=k))
+        writer.write(ResumeRecord(version=2, time_s=4.0, adapter="a"))
+        writer.write(StepRecord(step=2, version=2, time_s=5.0, adapter="a", n_tokens=2))
+    metrics = read_metrics(tmp_path)
+    assert [(s.step, s.n_tokens) for s in metrics.steps if s.adapter == "a"] == [(0, 1), (1, 1), (2, 2)]
+    assert [p.version for p in metrics.publishes if p.adapter == "a"] == [1, 2]
+    assert [c.version for c in metrics.checkpoints if c.adapter == "a"] == [1, 2]
+    assert [s.step for s in metrics.steps if s.adapter == "b"] == [0, 1, 2, 3]
+    assert [c.version for c in metrics.checkpoints if c.adapter == "b"] == [1, 2, 3, 4]
+    assert [(r.adapter, r.version, r.time_s) for r in metrics.resumes] == [("a", 2, 4.0)]
