@@ -29,10 +29,11 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agents import Sessions
 from areal_lora.rollout.channel.control import ControlSocket
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.controller.controller import AdapterRuntime, Controller
+from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator, HeldOut, fitting
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.prompts import PromptStream, tokenize
+from areal_lora.rollout.controller.runtime import AdapterRuntime
 from areal_lora.rollout.controller.staleness import StalenessBudget
 from areal_lora.rollout.ledger.ledger import LEDGER_FILE, Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
@@ -141,7 +142,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
-                controller = Controller(runtimes, router, seed=config.run.seed, tasks=tasks, stop=stop)
+                controller = Controller(runtimes, router, tasks=tasks, stop=stop)
                 watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
                 watched_task("leases", controller.watch_leases, tasks)
                 watched_task("event-loop-ticks", partial(_tick, config, run_folder), tasks)
@@ -198,6 +199,7 @@ def build_runtime(
     )
     runtime = AdapterRuntime(
         feed=feed,
+        seed=config.run.seed,
         workflow=build_workflow(
             data.config.workflow,
             WorkflowContext(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.rollout.controller.staleness import StalenessBudget, Verdict
+from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 from tests.support.rollout.simulation import SAMPLES, Simulation
 from tests.support.sizes import size
 
@@ -32,8 +32,10 @@ def test_a_million_samples(eta: int, tmp_path: Path) -> None:
         assert happened[disaster] > 0
 
 
-def test_without_the_verdict_stragglers_would_be_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_freshness_check_stragglers_would_be_trained_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Admission alone does not hold the bound, and the judge sees it broken."""
-    monkeypatch.setattr(StalenessBudget, "verdict", lambda self, *, oldest, consume_version: Verdict.FRESH)
+    monkeypatch.setattr(StalenessBudget, "freshness", lambda self, *, oldest, consume_version: Freshness.FRESH)
     with pytest.raises(AssertionError):
         Simulation(eta=1, steps=60, seed=5, folder=tmp_path).run()

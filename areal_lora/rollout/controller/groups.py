@@ -1,4 +1,4 @@
-"""One prompt group on its way through the controller, as the feed holds it."""
+"""One prompt group in the controller: issued, scored, leased."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from areal_lora.types import TrajectoryGroup
 
 @dataclass(slots=True, kw_only=True)
 class Ticket:
-    """One issued group. ``version`` is None while it waits for a retry.
+    """One issued group. ``version`` is None while the group waits for a retry.
 
-    ``failed`` tries count towards the feed's ``MAX_TRIES``; after ``resampled`` of them the answer itself was at
-    fault, so another one is sampled.
+    ``failed`` tries count towards `retries.MAX_TRIES`. ``resampled`` of them failed because of the answer itself, so
+    the next try samples another answer.
     """
 
     seq: int
@@ -37,10 +37,15 @@ class Finished:
     oldest: int
     newest: int
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all rewards are equal."""
+        return len({trajectory.reward for trajectory in self.episode.group.trajectories}) == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The groups of one step, handed over and not yet known to be committed."""
+    """The groups of one step, handed to the trainer and not yet committed."""
 
     step: int
     finished: tuple[Finished, ...]

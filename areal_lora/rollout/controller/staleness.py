@@ -1,4 +1,4 @@
-"""The staleness budget: how many groups may be under way, and which may still be trained on.
+"""The staleness budget: how many groups may be in progress, and which may still be trained on.
 
 A training step consumes at version ``k`` and publishes version ``k + 1``. A group issued at
 version ``V`` may be consumed at the latest by the step at version ``V + max_staleness``. With ``B``
@@ -6,9 +6,9 @@ groups a step, admission therefore keeps (AReaL, arXiv:2505.24298, "staleness-aw
 
     consumed + ready + running <= (V + max_staleness + 1) * B
 
-where ``consumed = next_version * B``. Admission is only the means: it assumes that groups are
-consumed in the order they were issued, which stragglers break. What holds is :meth:`verdict`,
-applied to every group at hand-over (contract C7).
+where ``consumed = next_version * B``. Admission assumes that groups are consumed in the order of their
+issue, which stragglers break. The bound is enforced by :meth:`freshness`, applied to every group at
+hand-over (contract C7).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class Freshness(StrEnum):
     """Whether a group may be trained on at a given version."""
 
     FRESH = "fresh"
@@ -46,8 +46,8 @@ class StalenessBudget:
         steps = min(newest + self.max_staleness, self.last_version) + 1 - next_version
         return max(0, steps * self.prompts_per_step - live)
 
-    def verdict(self, *, oldest: int, consume_version: int) -> Verdict:
-        """Judge a group whose oldest token was sampled at version ``oldest``."""
+    def freshness(self, *, oldest: int, consume_version: int) -> Freshness:
+        """Compare a group whose oldest token was sampled at version ``oldest`` with the budget."""
         if oldest > consume_version:
-            return Verdict.FROM_THE_FUTURE
-        return Verdict.FRESH if consume_version - oldest <= self.max_staleness else Verdict.STALE
+            return Freshness.FROM_THE_FUTURE
+        return Freshness.FRESH if consume_version - oldest <= self.max_staleness else Freshness.STALE

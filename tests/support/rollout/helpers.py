@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from areal_lora.config.models import Config, SamplingConfig
@@ -66,6 +68,7 @@ def feed(
     file: LedgerFile | None = None,
     drop_uniform: bool = False,
     lease_s: float = 3600.0,
+    on_expire: Callable[[Ticket], None] | None = None,
 ) -> tuple[AdapterFeed, Ledger, list[Ticket]]:
     """A feed that a trainer at ``version`` has greeted, its ledger, and the list that expired tickets go to."""
     expired = list[Ticket]()
@@ -77,7 +80,7 @@ def feed(
         prompts=prompts,
         ledger=ledger,
         max_running=max_running,
-        on_expire=expired.append,
+        on_expire=on_expire or expired.append,
         clock=clock or Clock(),
         lease_s=lease_s,
         drop_uniform=drop_uniform,

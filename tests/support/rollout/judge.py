@@ -10,8 +10,9 @@ import copy
 from collections import Counter
 from dataclasses import dataclass, field
 
-from areal_lora.rollout.controller.feed import MAX_STALE, AdapterFeed
+from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Lease, Ticket
+from areal_lora.rollout.controller.pool import MAX_STALE
 
 
 @dataclass(slots=True)

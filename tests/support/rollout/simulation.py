@@ -12,7 +12,8 @@ from pathlib import Path
 
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.controller.retries import Failure
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 from tests.support.rollout.helpers import NAME, Clock, feed, stream
@@ -46,6 +47,7 @@ class Simulation:
     happened: dict[str, int] = field(default_factory=dict)
     judge: Judge = field(init=False)
     feed: AdapterFeed = field(init=False)
+    ledger: Ledger = field(init=False)
     file: LedgerFile = field(init=False)
     trainer: Trainer = field(init=False)
     gone: set[int] = field(default_factory=set)  # ids of expired tickets
@@ -113,7 +115,7 @@ class Simulation:
             return
         if ticket.version is None:
             return
-        wait_s = self.feed.retry(ticket, "injected", "", retryable=self.rng.random() < 0.9)
+        wait_s = self.feed.retry(ticket, Failure("injected", "", retryable=self.rng.random() < 0.9))
         if wait_s is None:
             self.note("tries used up")
             self.judge.lost(ticket, "injected")
@@ -155,8 +157,8 @@ class Simulation:
     def greet(self, undo: bool) -> None:
         trainer, judge = self.trainer, self.judge
         version = trainer.received
-        head = self.feed._ledger.head
-        rebuild = not self.feed._ledger.known or version < head.known_from or version > head.next_version
+        head = self.ledger.head
+        rebuild = not self.ledger.known or version < head.known_from or version > head.next_version
         self.feed.hello(version, trainer=trainer.name, snapshot=trainer.snapshot)
         if rebuild:
             self.note("rebuilt")
@@ -250,7 +252,7 @@ class Simulation:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         elif fate > 0.7:
             shutil.copy(path, copy)
-            self.copied = self.feed._ledger.head.next_version
+            self.copied = self.ledger.head.next_version
         self.start_controller()
         if greet:
             newest = self.trainer
@@ -262,7 +264,7 @@ class Simulation:
         self.announced = -1
         self.file = LedgerFile(self.folder / "ledger.sqlite", "t")
         self.file.execute("PRAGMA synchronous=OFF")  # no power is lost here
-        self.feed, _, _ = feed(
+        self.feed, self.ledger, _ = feed(
             eta=self.eta,
             b=self.b,
             steps=self.steps,
@@ -271,8 +273,8 @@ class Simulation:
             version=None,
             file=self.file,
             drop_uniform=True,
+            on_expire=lambda ticket: self.gone.add(id(ticket)),
         )
-        self.feed._on_expire = lambda ticket: self.gone.add(id(ticket))
 
 
 def episode(ticket: Ticket, versions: tuple[int, ...], uniform: bool) -> Episode:

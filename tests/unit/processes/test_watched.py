@@ -47,7 +47,7 @@ SHORT = {
     "rollout/workflow.py:all_samples": "samples of one group in a TaskGroup that is awaited",
     "rollout/agents.py:AgentWorkflow._sample": "one agent's run; it is awaited",
     "rollout/controller/controller.py:Controller._evaluate": "one evaluation in the controller's TaskGroup",
-    "rollout/controller/controller.py:Controller._admit": "one rollout in the controller's TaskGroup",
+    "rollout/controller/runtime.py:AdapterRuntime.admit": "one rollout in the controller's TaskGroup",
     "rollout/channel/control.py:ControlSocket.serve": "one request in the controller's TaskGroup",
     "engine/vllm_ext/sampling.py:_all": "the answers of one request in a TaskGroup that is awaited",
     "engine/vllm_ext/sampling.py:_merged": "the streams of one request; they are awaited",

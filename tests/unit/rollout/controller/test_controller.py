@@ -274,7 +274,7 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
         return made.model_copy(update={"adapters": [adapter]})
 
     monkeypatch.setattr("tests.unit.rollout.controller.test_controller.config", with_reward)
-    monkeypatch.setattr("areal_lora.rollout.controller.feed.MAX_BACK_OFF_S", 0.01)
+    monkeypatch.setattr("areal_lora.rollout.controller.retries.MAX_BACK_OFF_S", 0.01)
     run = controller(FakeServer(), eta=1, b=4, steps=6)
     made = plain("none")
     prompts = adapter_data(made, made.adapters[0], CharTokenizer()).prompts

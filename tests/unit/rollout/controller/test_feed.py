@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.controller.feed import MAX_STALE, MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S
+from areal_lora.rollout.controller.pool import MAX_STALE
+from areal_lora.rollout.controller.retries import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, Failure
 from areal_lora.rollout.ledger.ledger import LedgerFile
 from areal_lora.rollout.ledger.records import GroupState
 from tests.support.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
@@ -48,7 +49,7 @@ def test_stragglers_are_given_up_early_and_their_prompts_issued_again() -> None:
     fast, slow = admit_all(made)[:2], None
     for ticket in fast:
         made.finish(ticket, episode(ticket.prompt, 0))
-    slow = next(iter(made._running.values()))
+    slow = next(iter(made.groups.running.values()))
     assert made.take(0, 0) is not None
     made.announce(1)
     for ticket in admit_all(made):
@@ -100,7 +101,7 @@ def test_groups_of_a_lost_future_are_not_trained_on() -> None:
     # Two of v2 were done; the two leased at v1 are ready again, what runs at v0 and v1 goes on.
     assert ledger.drop_reasons() == {"rolled_back": 2}
     assert not expired
-    assert made.ready == 2
+    assert len(made.groups.ready) == 2
     made.announce(1)
     again = made.take(1, 1)
     assert again is not None
@@ -115,12 +116,12 @@ def test_retries_back_off_then_drop() -> None:
     delays = []
     for _ in range(MAX_TRIES):
         made.begin(ticket)
-        delays.append(made.retry(ticket, "server_error", "HTTP 500"))
+        delays.append(made.retry(ticket, Failure("server_error", "HTTP 500")))
     assert delays[:3] == [0.1, 0.2, 0.4]
     assert delays[-1] is None
     assert ledger.drop_reasons() == {"server_error": 1}
     assert made.stats().retried == {"server_error": MAX_TRIES - 1}
-    assert "HTTP 500" in made.last_fault
+    assert "HTTP 500" in made.failures.last
 
 
 def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
@@ -132,7 +133,7 @@ def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
             ticket = made.admit()
             assert ticket is not None
             made.begin(ticket)
-            made.retry(ticket, "rejected", "HTTP 400", retryable=False)
+            made.retry(ticket, Failure("rejected", "HTTP 400", retryable=False))
 
     with pytest.raises(RolloutError, match=r"16 groups in a row .* HTTP 400"):
         lose_everything()
@@ -144,7 +145,7 @@ def test_retries_ask_for_the_newest_version() -> None:
     ticket = made.admit()
     assert ticket is not None
     made.begin(ticket)
-    made.retry(ticket, "version_retired", "")
+    made.retry(ticket, Failure("version_retired", ""))
     for other in admit_all(made)[:2]:
         made.finish(other, episode(other.prompt, 0))
     assert made.take(0, 0)
@@ -198,12 +199,12 @@ def test_requests_to_a_server_that_is_gone_do_not_count_until_it_is_gone_for_too
     made.announce(0)
     [ticket, *_] = admit_all(made)
     for _ in range(5 * MAX_TRIES):
-        assert made.retry(ticket, "connection", "refused", served=False) == UNSERVED_WAIT_S
+        assert made.retry(ticket, Failure("connection", "refused", served=False)) == UNSERVED_WAIT_S
         made.begin(ticket)
         clock.now += UNSERVED_S / (5 * MAX_TRIES + 1)
     clock.now += UNSERVED_S
     waits = []
-    while (wait := made.retry(ticket, "connection", "refused", served=False)) is not None:
+    while (wait := made.retry(ticket, Failure("connection", "refused", served=False))) is not None:
         waits.append(wait)
         made.begin(ticket)
     assert len(waits) == MAX_TRIES - 1
@@ -229,12 +230,12 @@ def test_a_time_without_servers_ends_when_one_answers() -> None:
     made, ledger, _ = feed(eta=0, b=2, clock=clock)
     made.announce(0)
     one, two = admit_all(made)
-    assert made.retry(one, "connection", "refused", served=False) == UNSERVED_WAIT_S
-    assert made.retry(two, "server_error", "HTTP 503") is not None
+    assert made.retry(one, Failure("connection", "refused", served=False)) == UNSERVED_WAIT_S
+    assert made.retry(two, Failure("server_error", "HTTP 503")) is not None
     clock.now += 2 * UNSERVED_S
     for _ in range(2 * MAX_TRIES):
         made.begin(one)
-        assert made.retry(one, "connection", "refused", served=False) == UNSERVED_WAIT_S
+        assert made.retry(one, Failure("connection", "refused", served=False)) == UNSERVED_WAIT_S
     assert one.failed == 0
     assert ledger.drop_reasons() == {}
     assert made.note == "last fault: connection: refused"
@@ -246,7 +247,7 @@ def test_a_second_answer_is_counted_and_ignored() -> None:
     [ticket, *_] = admit_all(made)
     assert made.finish(ticket, episode(ticket.prompt, 0))
     assert not made.finish(ticket, episode(ticket.prompt, 0))
-    assert made.retry(ticket, "connection", "too late") is None
+    assert made.retry(ticket, Failure("connection", "too late")) is None
     stats = made.stats()
     assert (stats.late, stats.ready) == (2, 1)
 
@@ -282,7 +283,7 @@ def test_a_restarted_controller_goes_on_with_the_file(tmp_path: Path) -> None:
     file._db.close()  # what was not flushed is lost
     again, _, _ = feed(eta=1, b=2, file=LedgerFile(path, "t"), version=None)
     again.hello(0, trainer="first")  # the batch may not have reached it
-    assert (again.ready, again.stats().waiting, again.stats().leased_steps) == (1, 1, 1)
+    assert (again.stats().ready, again.stats().waiting, again.stats().leased_steps) == (1, 1, 1)
     same = again.take(0, 0)
     assert same is not None
     assert (same.groups, same.snapshot) == (lease.groups, lease.snapshot)

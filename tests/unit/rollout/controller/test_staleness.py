@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.rollout.controller.staleness import StalenessBudget, Verdict
+from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_capacity(eta: int, newest: int, next_version: int, live: int, expected:
     assert budget.capacity(newest=newest, next_version=next_version, live=live) == expected
 
 
-def test_verdict() -> None:
+def test_freshness() -> None:
     budget = StalenessBudget(max_staleness=2, prompts_per_step=4, last_version=99)
-    verdicts = [budget.verdict(oldest=v, consume_version=5) for v in (2, 3, 5, 6)]
-    assert verdicts == [Verdict.STALE, Verdict.FRESH, Verdict.FRESH, Verdict.FROM_THE_FUTURE]
+    judged = [budget.freshness(oldest=v, consume_version=5) for v in (2, 3, 5, 6)]
+    assert judged == [Freshness.STALE, Freshness.FRESH, Freshness.FRESH, Freshness.FROM_THE_FUTURE]
