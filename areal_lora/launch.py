@@ -109,7 +109,7 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, need
         if needed is not None:
             download(needed, partial(say, out))
         if config.cluster.kind == "slurm":
-            say(out, f"Submitted Slurm job {submit(config, plan, folder)}; logs in {plan.run_folder / 'logs'}")
+            say(out, f"Submitted Slurm job {submit(config, plan, folder)}; logs in {plan.run_folder.logs}")
             return ExitCode.DONE
         folder.prepare()
         code = run_local(config, plan, out)

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,10 +19,11 @@ import uvloop
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from areal_lora.config.models import Config
+from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext import assemble as assembling
 from areal_lora.engine.vllm_ext.server import HttpServer, bound_sockets, server_tls, set_environment
 from areal_lora.network.keys import Plane
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 
 STREAM_TOKENS = 400
@@ -68,10 +68,10 @@ class Streams:
 
 async def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder", type=RunFolder.of)
     parser.add_argument("index", type=int)
     args = parser.parse_args()
-    config = Config.model_validate_json((args.run_folder / "config.json").read_text())
+    config = read_config(args.run_folder)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever vLLM prints goes to stderr
     set_environment(config)

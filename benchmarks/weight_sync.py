@@ -135,11 +135,11 @@ class Setup:
         self.case = case
         self._model = case.write_model(root / "model")
         config = case.config(root / "runs", self._model)
-        folder = config.run_folder
+        folder = config.run_folder.path
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(config.model_dump_json())
-        create_secret(folder)
-        self.secret = read_secret(folder)
+        create_secret(config.run_folder)
+        self.secret = read_secret(config.run_folder)
         self.servers = [Server(folder, i, cores) for i in range(receivers)]
         self.specs = [case.spec(i, self._model) for i in range(case.adapters)]
         self.tensors = [Tensors(case, spec, seed=i) for i, spec in enumerate(self.specs)]

@@ -15,19 +15,12 @@ from pathlib import Path
 
 from areal_lora.checkpoint.files import CHUNK_BYTES, Disk
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest
-from areal_lora.checkpoint.store import (
-    BROKEN_PREFIX,
-    FOLDER,
-    NEWEST_FILE,
-    adapter_folder,
-    leftovers_in,
-    version_folder,
-    versions_in,
-)
+from areal_lora.checkpoint.store import BROKEN_PREFIX, NEWEST_FILE, leftovers_in, version_folder, versions_in
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import METRICS_FILE, StepRecord
+from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 
@@ -100,14 +93,14 @@ class ResumePlan:
                 )
 
 
-def explain(run_folder: Path, config: Config, *, base_is_here: bool = True) -> ResumePlan:
+def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True) -> ResumePlan:
     """Decide, without changing anything, what a start would load. Reads the newest checkpoints in whole.
 
     The base is compared with that of the checkpoints only where ``base_is_here``. Raises ConfigError if ``config``
     describes another adapter or base than a checkpoint does.
     """
     known = {adapter.name for adapter in config.adapters}
-    for folder in sorted((run_folder / FOLDER).glob("*")):
+    for folder in sorted(run_folder.checkpoints.glob("*")):
         if folder.is_dir() and folder.name not in known and versions_in(folder):
             raise ConfigError(
                 "adapters",
@@ -123,9 +116,9 @@ def explain(run_folder: Path, config: Config, *, base_is_here: bool = True) -> R
     return ResumePlan(adapters=tuple(plans))
 
 
-def find(run_folder: Path, adapter: str) -> AdapterResume:
+def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
     """The newest whole checkpoint of ``adapter``, and the newer ones that are not."""
-    root = adapter_folder(run_folder, adapter)
+    root = run_folder.adapter_checkpoints(adapter)
     broken, newest = _vanished(root), None
     for version in reversed(versions_in(root)):
         path = version_folder(root, version)
@@ -139,19 +132,19 @@ def find(run_folder: Path, adapter: str) -> AdapterResume:
     return AdapterResume(adapter=adapter, newest=newest, broken=tuple(broken), leftovers=tuple(leftovers_in(root)))
 
 
-def check_present(run_folder: Path, config: Config) -> None:
+def check_present(run_folder: RunFolder, config: Config) -> None:
     """Raises CheckpointError if an adapter has made steps and has no checkpoint left. Cheap, unlike `explain`."""
-    bare = [a.name for a in config.adapters if not versions_in(adapter_folder(run_folder, a.name))]
+    bare = [a.name for a in config.adapters if not versions_in(run_folder.adapter_checkpoints(a.name))]
     ResumePlan(adapters=tuple(find(run_folder, name) for name in bare)).check()
 
 
-def _steps_without(run_folder: Path, adapter: str) -> list[Broken]:
+def _steps_without(run_folder: RunFolder, adapter: str) -> list[Broken]:
     """What is wrong where there is no checkpoint: nothing before the first step, for which version 0 is written."""
     steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
     if not steps:
         return []
-    reason = f"{METRICS_FILE} has {steps} steps of it and there is no checkpoint"
-    return [Broken(path=adapter_folder(run_folder, adapter), reason=reason)]
+    reason = f"{run_folder.metrics.name} has {steps} steps of it and there is no checkpoint"
+    return [Broken(path=run_folder.adapter_checkpoints(adapter), reason=reason)]
 
 
 def _vanished(root: Path) -> list[Broken]:

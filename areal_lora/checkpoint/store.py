@@ -38,19 +38,15 @@ from areal_lora.checkpoint.state import (
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
 from areal_lora.processes.faults import reached
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 
 if TYPE_CHECKING:  # the launcher reads checkpoints without torch
     from areal_lora.distributed.exchange import Exchange
 
-FOLDER = "checkpoints"
 NEWEST_FILE = "newest"
 BROKEN_PREFIX = "broken-"
 _VERSION = re.compile(r"v(\d{6,})")
-
-
-def adapter_folder(run_folder: Path, adapter: str) -> Path:
-    return run_folder / FOLDER / adapter
 
 
 def version_folder(root: Path, version: int) -> Path:
@@ -102,7 +98,7 @@ class _Part(msgspec.Struct, frozen=True):
 class Store:
     """One rank's part in writing the checkpoints of a run. Not for several threads at once."""
 
-    def __init__(self, run_folder: Path, exchange: Exchange, disk: Disk) -> None:
+    def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: Disk) -> None:
         self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
 
     def write(self, snapshot: Snapshot) -> int:
@@ -129,7 +125,7 @@ class Store:
         return msgspec.msgpack.decode(raw, type=_Said)
 
     def _open(self, snapshot: Snapshot) -> _Said:
-        root = adapter_folder(self._run_folder, snapshot.ref.name)
+        root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
         scratch = root / f".{version_folder(root, snapshot.ref.version).name}.{secrets.token_hex(4)}"
         try:
             for folder in (root.parent, root):
@@ -185,7 +181,7 @@ class Store:
 
     def delete_old(self, snapshot: Snapshot, config: CheckpointConfig) -> list[int]:
         """Apply `plan_deletions` to what is on the disk, after writing ``snapshot`` (rank 0). Raises OSError."""
-        root = adapter_folder(self._run_folder, snapshot.ref.name)
+        root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
         present = versions_in(root)
         sound: list[int] = []
         for version in reversed(present):

@@ -18,11 +18,11 @@ from areal_lora.config.models import (
     ModelConfig,
     MultiTurnWorkflowConfig,
 )
+from areal_lora.config.place import own_place
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families import shape as arch
 from areal_lora.families.peft_folder import PeftFolder, describe
-from areal_lora.network.addresses import own_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterSpec, ExpertLayout
 
 NonNegInt = Annotated[int, Field(ge=0)]
@@ -398,5 +399,5 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @property
-    def run_folder(self) -> Path:
-        return self.run.root / self.run.name
+    def run_folder(self) -> RunFolder:
+        return RunFolder(self.run.root / self.run.name)

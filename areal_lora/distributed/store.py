@@ -33,8 +33,8 @@ from areal_lora.distributed.store_server import (
     StoreRequest,
     Swap,
 )
+from areal_lora.network.addresses import bracketed
 from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
-from areal_lora.run_folder.rendezvous import bracketed
 
 
 class _Connection:

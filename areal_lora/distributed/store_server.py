@@ -19,10 +19,10 @@ import torch.distributed as dist
 import zmq
 from zmq.utils import z85
 
+from areal_lora.network.addresses import bracketed
 from areal_lora.network.curve import serve_curve, zmq_curve_keys
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
-from areal_lora.run_folder.rendezvous import bracketed
 
 SERVER_ROLE, CLIENT_ROLE = "torch-store", "torch-store-client"  # CURVE identities
 MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here

@@ -34,7 +34,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> int:
     memory of the run is left.
     """
     view = LiveConsole(plan.run_folder, config.run.steps, console)
-    with Interrupts() as interrupts, Supervisor(plan.run_folder / "logs", config.run.stop_grace_s) as supervisor:
+    with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, config.run.stop_grace_s) as supervisor:
         supervisor.start(plan.processes)
         view.start()
         try:

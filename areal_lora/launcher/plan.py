@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 from areal_lora.families import shape as arch
 from areal_lora.network.addresses import WILDCARDS
-from areal_lora.network.tls import CA_FILE, DATA_KEY_FILE, on_loopback
+from areal_lora.network.tls import on_loopback
+from areal_lora.run_folder.paths import RunFolder
 
 TRAINER, CONTROLLER, SERVER = "trainer", "controller", "server"
 MODULES = {
@@ -93,7 +93,7 @@ class PortPlan:
 class JobPlan:
     """All that a launcher needs. ``processes`` are in starting order."""
 
-    run_folder: Path
+    run_folder: RunFolder
     nodes: int
     processes: tuple[ProcessSpec, ...]
     ports: tuple[PortPlan, ...]
@@ -107,7 +107,7 @@ class JobPlan:
 
 def make_plan(config: Config, facts: Facts) -> JobPlan:
     """Plan a configuration that has passed the guardrails. Raises ConfigError where it does not fit its nodes."""
-    folder = config.run_folder.absolute()
+    folder = RunFolder(config.run_folder.path.absolute())
     trainers = _trainers(config, folder)
     servers = _servers(config, folder, used=config.trainer.world_size)
     if facts.hf_config is None:
@@ -142,12 +142,12 @@ def _common_env(config: Config, threads: int) -> dict[str, str]:
     return env
 
 
-def _argv(config: Config, role: str, folder: Path, *more: str) -> tuple[str, ...]:
+def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str, ...]:
     python = {TRAINER: config.trainer.python, SERVER: config.rollout.python, CONTROLLER: None}[role]
     return (python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
 
 
-def _trainers(config: Config, folder: Path) -> list[ProcessSpec]:
+def _trainers(config: Config, folder: RunFolder) -> list[ProcessSpec]:
     cluster, trainer = config.cluster, config.trainer
     on_cpu = cluster.device == "cpu"
     per_node = -(-trainer.world_size // cluster.nodes) if on_cpu else cluster.devices_per_node
@@ -179,7 +179,7 @@ def _trainers(config: Config, folder: Path) -> list[ProcessSpec]:
     return specs
 
 
-def _servers(config: Config, folder: Path, used: int) -> list[ProcessSpec]:
+def _servers(config: Config, folder: RunFolder, used: int) -> list[ProcessSpec]:
     """Servers on the devices after the first ``used``; one that would straddle two nodes starts on the next."""
     cluster, rollout = config.cluster, config.rollout
     next_device = used
@@ -217,7 +217,7 @@ def _servers(config: Config, folder: Path, used: int) -> list[ProcessSpec]:
     return specs
 
 
-def _controller(config: Config, folder: Path) -> ProcessSpec:
+def _controller(config: Config, folder: RunFolder) -> ProcessSpec:
     return ProcessSpec(
         role=CONTROLLER,
         index=0,
@@ -239,23 +239,15 @@ def _ports(config: Config) -> tuple[PortPlan, ...]:
     return tuple(ports)
 
 
-def _files(config: Config, folder: Path) -> tuple[str, ...]:
-    names = [
-        "config.json",
-        "secret",
-        "rendezvous/<role>-<index>.json",
-        "status/<role>-<index>.txt",
-        "logs/<role>-<index>.log",
-        "metrics.jsonl",
-        "samples/",
-        "tensorboard/",
-        "adapters/<name>/",
-        "report.html",
-        "summary.json",
-    ]
+def _files(config: Config, folder: RunFolder) -> tuple[str, ...]:
+    process = "<role>-<index>"
+    files = [folder.config, folder.secret, folder.endpoint(process), folder.status(process), folder.log(process)]
+    folders = [folder.samples, folder.tensorboard, folder.adapter_export("<name>")]
+    names = [*map(str, [*files, folder.metrics]), *(f"{path}/" for path in folders)]
+    names += map(str, [folder.report, folder.summary])
     if not on_loopback(config.cluster.bind):
-        names += [CA_FILE, DATA_KEY_FILE]
-    return tuple(str(folder / name) for name in names)
+        names += map(str, [folder.ca, folder.data_key])
+    return tuple(names)
 
 
 def _estimates(config: Config, shape: arch.ModelShape) -> Estimates:

@@ -20,6 +20,7 @@ import msgspec
 
 from areal_lora.errors import ConfigError
 from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.paths import RunFolder
 
 NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -72,10 +73,10 @@ def _started(pid: int) -> int | None:
 class RunLock:
     """Held from :meth:`take` to :meth:`release`, or until the process ends."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_folder: RunFolder) -> None:
         self._folder = run_folder
-        self._path = run_folder.with_name(f".{run_folder.name}.lock")
-        self.owner_path = run_folder.with_name(f".{run_folder.name}.owner")
+        self._path = run_folder.lock
+        self.owner_path = run_folder.owner
         self._fd = -1
         self._mine = False
 

@@ -21,12 +21,9 @@ from pathlib import Path
 from areal_lora.config.models import Config
 from areal_lora.errors import NON_RETRYABLE, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
-from areal_lora.launcher.start import ANEW, JOB_FILE, RunStart
+from areal_lora.launcher.start import RunStart
 from areal_lora.network.addresses import NODES_VARIABLE
 
-SCRIPT_NAME = "job.sbatch"
-FAILURES_FILE = "job.failures"
-EXITS_FOLDER = "exits"
 _FINAL = " ".join(str(int(code)) for code in sorted({ExitCode.DONE, *NON_RETRYABLE}))
 SIGNAL_LEAD_S = 60
 """How long before the time limit Slurm signals the script."""
@@ -34,25 +31,28 @@ SIGNAL_LEAD_S = 60
 
 def sbatch_script(config: Config, plan: JobPlan) -> str:
     """The whole batch script as text."""
-    made_again = " ".join((*ANEW, EXITS_FOLDER))
+    run = plan.run_folder
+    emptied = " ".join(path.name for path in (*run.living(), run.exits))
+    scratch = f"$RUN/.{run.secret.name}.job"
     parts = [
         "#!/bin/bash",
         *_directives(config, plan),
         "set -u",
-        f"RUN={shlex.quote(str(plan.run_folder))}",
+        f"RUN={shlex.quote(str(run))}",
         f"MOST={config.run.max_restarts}",
         f"FINAL={shlex.quote(f' {_FINAL} ')}",
-        f"FAILURES={shlex.quote(str(plan.run_folder / FAILURES_FILE))}",
-        f"JOB_FILE={shlex.quote(str(plan.run_folder / JOB_FILE))}",
+        f"FAILURES={shlex.quote(str(run.job_failures))}",
+        f"JOB_FILE={shlex.quote(str(run.job_id))}",
+        f"EXITS={shlex.quote(str(run.exits))}",
         f"GRACE_S={math.ceil(config.run.stop_grace_s)}",
         _FUNCTIONS,
         f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
         'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         f'export {NODES_VARIABLE}="${{NODES[*]}}"',
         "# A requeued job must meet neither the ports nor the secret of its former life.",
-        f'( cd "$RUN" && rm -rf {made_again} && mkdir -p {made_again} logs ) || exit 70',
-        "( umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > \"$RUN/.secret.job\" )",
-        'mv "$RUN/.secret.job" "$RUN/secret"',
+        f'( cd "$RUN" && rm -rf {emptied} && mkdir -p {emptied} {run.logs.name} ) || exit 70',
+        f"( umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > \"{scratch}\" )",
+        f'mv "{scratch}" "$RUN/{run.secret.name}"',
         "",
     ]
     for role in (SERVER, CONTROLLER, TRAINER):
@@ -66,7 +66,7 @@ def submit(config: Config, plan: JobPlan, start: RunStart) -> str:
     A job that Slurm refuses leaves the folder as it was.
     """
     text = sbatch_script(config, plan)
-    script = plan.run_folder / SCRIPT_NAME
+    script = plan.run_folder.job_script
     if shutil.which("sbatch") is None:
         start.prepare()
         script.write_text(text, encoding="utf-8")
@@ -78,8 +78,8 @@ def submit(config: Config, plan: JobPlan, start: RunStart) -> str:
     try:
         start.prepare()
         script.write_text(text, encoding="utf-8")
-        (plan.run_folder / JOB_FILE).write_text(f"{job}\n", encoding="ascii")
-        (plan.run_folder / FAILURES_FILE).unlink(missing_ok=True)
+        plan.run_folder.job_id.write_text(f"{job}\n", encoding="ascii")
+        plan.run_folder.job_failures.unlink(missing_ok=True)
         _slurm("scontrol", "release", job, fix="submit again")
     except (OSError, EnvironmentError_):
         _slurm("scancel", job, fix=f"scancel {job}")
@@ -110,7 +110,7 @@ def _directives(config: Config, plan: JobPlan) -> list[str]:
         f"--time={slurm.time_limit}",
         *([f"--partition={slurm.partition}"] if slurm.partition else []),
         *([f"--account={slurm.account}"] if slurm.account else []),
-        f"--output={plan.run_folder}/logs/job-%j.log",
+        f"--output={plan.run_folder.log('job-%j')}",
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{SIGNAL_LEAD_S}",
@@ -120,12 +120,14 @@ def _directives(config: Config, plan: JobPlan) -> list[str]:
 
 
 def _step(config: Config, plan: JobPlan, role: str) -> list[str]:
-    specs = plan.role(role)
+    specs, run = plan.role(role), plan.run_folder
+    hosts_file, script = f"$RUN/{run.task_hosts(role).name}", f"$RUN/{run.task_script(role).name}"
+    log = f"$RUN/{run.log(f'{role}-%t').relative_to(run)}"
     hosts = " ".join(f'"${{NODES[{spec.node}]}}"' for spec in specs)
     return [
         f"# {role}: {len(specs)} tasks",
-        f'printf "%s\\n" {hosts} > "$RUN/hosts-{role}"',
-        f"cat > \"$RUN/task-{role}.sh\" <<'END_OF_TASK'",
+        f'printf "%s\\n" {hosts} > "{hosts_file}"',
+        f"cat > \"{script}\" <<'END_OF_TASK'",
         "#!/bin/bash",
         *config.cluster.slurm.setup,
         "task() {",
@@ -134,14 +136,14 @@ def _step(config: Config, plan: JobPlan, role: str) -> list[str]:
         "  esac",
         "}",
         f'NAME="{role}-$SLURM_PROCID"',
-        f"EXITS={shlex.quote(str(plan.run_folder / EXITS_FOLDER))}",
+        f"EXITS={shlex.quote(str(run.exits))}",
         _TASK_END,
         "END_OF_TASK",
         # --nodelist would override the host file.
-        f'SLURM_HOSTFILE="$RUN/hosts-{role}" srun --overlap --kill-on-bad-exit=1 --distribution=arbitrary \\',
+        f'SLURM_HOSTFILE="{hosts_file}" srun --overlap --kill-on-bad-exit=1 --distribution=arbitrary \\',
         f"  --nodes={len({spec.node for spec in specs})} --ntasks={len(specs)} "
         f"--cpus-per-task={max(s.cpus for s in specs)} \\",
-        f'  --output="$RUN/logs/{role}-%t.log" --open-mode=append bash "$RUN/task-{role}.sh" &',
+        f'  --output="{log}" --open-mode=append bash "{script}" &',
         f"{role.upper()}=$!",
         "",
     ]
@@ -234,7 +236,7 @@ while true; do
 done
 trap '' TERM USR1
 WHO="A step"
-if [ "$CODE" -ne 0 ] && FIRST=$(readlink "$RUN/exits/first"); then
+if [ "$CODE" -ne 0 ] && FIRST=$(readlink "$EXITS/first"); then
   CODE=${FIRST##*.}
   WHO=${FIRST%.*}
 fi

@@ -8,14 +8,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from areal_lora.processes import stacks
-from areal_lora.processes.log import read_statuses
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import read_statuses
 
 WRITE_S, SETTLE_S = 3.0, 0.3
 
 
-def write_stall(run_folder: Path, pids: Iterable[int], stuck: str) -> Path:
+def write_stall(run_folder: RunFolder, pids: Iterable[int], stuck: str) -> Path:
     """Ask all ``pids`` for their stacks and gather them in ``stacks/stall-N.txt``; returns that file."""
-    folder = run_folder / stacks.FOLDER
+    folder = run_folder.stacks
     folder.mkdir(exist_ok=True)
     before = _sizes(folder)
     asked = sum(stacks.ask(pid) for pid in pids)
@@ -23,7 +24,7 @@ def write_stall(run_folder: Path, pids: Iterable[int], stuck: str) -> Path:
     parts = [f"{stuck}; {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"]
     statuses = read_statuses(run_folder)
     for name in sorted(statuses.keys() | {path.stem for path in before}):
-        path = folder / f"{name}.txt"
+        path = run_folder.stack_dump(name)
         text = path.read_bytes()[before.get(path, 0) :].decode("utf-8", "replace") if path.exists() else ""
         if text or name in statuses:
             parts.append(f"==== {name}: {statuses.get(name, '')}\n{text or '(no answer)'}")
@@ -34,7 +35,7 @@ def write_stall(run_folder: Path, pids: Iterable[int], stuck: str) -> Path:
     return target
 
 
-def waits(run_folder: Path) -> str:
+def waits(run_folder: RunFolder) -> str:
     """``trainer-0: step 3: waiting for rollouts; server-0: serving``."""
     return "; ".join(f"{who}: {text}" for who, text in read_statuses(run_folder).items())
 

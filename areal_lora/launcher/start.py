@@ -8,24 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from pydantic import ValidationError
 
-from areal_lora.checkpoint.store import adapter_folder, versions_in
+from areal_lora.checkpoint.store import versions_in
 from areal_lora.config.models import Config, ModelConfig
+from areal_lora.config.recorded import read_config, write_config
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.resume import conflict
 from areal_lora.launcher.run_lock import RunLock
-from areal_lora.obs.report.summary import CONFIG_FILE, SUMMARY_FILE, read_summary
-from areal_lora.run_folder import heartbeat
+from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import StartEvent, now_utc, write_event
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 
-JOB_FILE = "job.id"
 SQUEUE_S = 60.0
 _FORGOTTEN = "Invalid job id"
 """What squeue says of a job that has been over for some minutes."""
-ANEW = ("rendezvous", "status", heartbeat.FOLDER)
-"""Folders that speak of living processes only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +38,12 @@ class PreviousRun:
         return self.steps_done >= config.run.steps
 
 
-def previous_run(folder: Path) -> PreviousRun | None:
+def previous_run(folder: RunFolder) -> PreviousRun | None:
     """The run in ``folder``, None where there is none. Raises ConfigError for a folder of something else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not _holds_run(folder):
         return None
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError("run.name", f"{folder} exists and is not a run folder", "set another run.name or run.root")
-    try:
-        config = Config.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise ConfigError(
-            str(path),
-            f"this version cannot read it ({error.error_count()} keys differ), so the run cannot go on",
-            "set another run.name, or start over with --fresh",
-        ) from None
-    versions = {a.name: versions_in(adapter_folder(folder, a.name)) for a in config.adapters}
+    config = read_config(folder)
+    versions = {a.name: versions_in(folder.adapter_checkpoints(a.name)) for a in config.adapters}
     return PreviousRun(config=config, steps_done=_steps_done(folder), versions=versions)
 
 
@@ -66,7 +53,7 @@ def recorded_model(config: Config) -> ModelConfig | None:
     return previous.config.model if previous else None
 
 
-def _steps_done(folder: Path) -> int:
+def _steps_done(folder: RunFolder) -> int:
     """Of a run that ended well; 0 for one that did not."""
     try:
         return read_summary(folder).steps
@@ -91,14 +78,14 @@ class RunStart:
 
     def __init__(self, config: Config, fresh: bool = False) -> None:
         self.config = with_absolute_root(config)
-        self.path = self.config.run_folder
+        self.folder = self.config.run_folder
         self.previous: PreviousRun | None = None
         self.moved: Path | None = None
         self._fresh = fresh
-        self._lock = RunLock(self.path)
+        self._lock = RunLock(self.folder)
 
     def __enter__(self) -> RunStart:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock.take()
         try:
             self._look()
@@ -111,46 +98,52 @@ class RunStart:
         self._lock.release()
 
     def _look(self) -> None:
-        check_no_job(self.path)
+        check_no_job(self.folder)
         if self._fresh:
-            self.moved = move_aside(self.path)
-        self.previous = previous_run(self.path)
+            self.moved = move_aside(self.folder)
+        self.previous = previous_run(self.folder)
         if self.previous is not None and (error := conflict(self.previous.config, self.config)) is not None:
             raise error
 
     def prepare(self) -> None:
         """Write the configuration and make anew what speaks of processes: secret, ports, statuses, beats."""
-        self.path.mkdir(exist_ok=True)
-        for name in ANEW:
-            shutil.rmtree(self.path / name, ignore_errors=True)
-            (self.path / name).mkdir()
-        (self.path / "logs").mkdir(exist_ok=True)
+        self.folder.path.mkdir(exist_ok=True)
+        for path in self.folder.living():
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        self.folder.logs.mkdir(exist_ok=True)
         # Written at the end: an unfinished run has none.
-        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-        temporary = self.path / f".{CONFIG_FILE}.tmp"
-        temporary.write_text(self.config.model_dump_json(indent=2), encoding="utf-8")
-        temporary.replace(self.path / CONFIG_FILE)
-        create_secret(self.path)
-        write_event(self.path, StartEvent(at=now_utc(), resumes=self.previous is not None))
+        self.folder.summary.unlink(missing_ok=True)
+        write_config(self.folder, self.config)
+        create_secret(self.folder)
+        write_event(self.folder, StartEvent(at=now_utc(), resumes=self.previous is not None))
 
 
-def move_aside(folder: Path) -> Path | None:
+def move_aside(folder: RunFolder) -> Path | None:
     """Rename an earlier run's folder to the first free ``<name>.N``; None where there was none."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not _holds_run(folder):
         return None
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError("run.name", f"{folder} exists and is not a run folder", "set another run.name or run.root")
     n = 1
-    while (target := folder.with_name(f"{folder.name}.{n}")).exists():
+    while (target := folder.path.with_name(f"{folder.name}.{n}")).exists():
         n += 1
-    folder.rename(target)
+    folder.path.rename(target)
     return target
 
 
-def check_no_job(folder: Path) -> None:
+def _holds_run(folder: RunFolder) -> bool:
+    """False for a missing or empty folder. Raises ConfigError for a folder of something else."""
+    path = folder.path
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return False
+    if not folder.config.is_file():
+        raise ConfigError("run.name", f"{folder} exists and is not a run folder", "set another run.name or run.root")
+    return True
+
+
+def check_no_job(folder: RunFolder) -> None:
     """Raise ConfigError where the Slurm job that was submitted for ``folder`` waits or runs, or may do so."""
     try:
-        job = (folder / JOB_FILE).read_text(encoding="ascii").strip()
+        job = folder.job_id.read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return
     command = ["squeue", "-h", "-j", job, "-o", "%T"]
@@ -169,5 +162,5 @@ def check_no_job(folder: Path) -> None:
         raise ConfigError(
             "run.name",
             f"Slurm job {job} may still work in {folder}: {why}",
-            f"start where squeue works, or remove {folder / JOB_FILE} if the job is over",
+            f"start where squeue works, or remove {folder.job_id} if the job is over",
         )

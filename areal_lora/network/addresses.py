@@ -12,14 +12,10 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import psutil
 
-from areal_lora.config.models import ClusterConfig
 from areal_lora.errors import ConfigError
-from areal_lora.run_folder.rendezvous import published_hosts
 
 WILDCARDS = ("0.0.0.0", "::")
 NODES_VARIABLE = "AREAL_LORA_NODES"
@@ -49,6 +45,11 @@ class Place:
 
     address: str
     interface: str
+
+
+def bracketed(host: str) -> str:
+    """``host`` as URLs and zmq addresses write it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def choose(
@@ -131,20 +132,15 @@ def _listing(interfaces: Sequence[Interface]) -> str:
 # --- facts -------------------------------------------------------------------------------
 
 
-def own_place(cluster: ClusterConfig, run_folder: Path) -> Place:
-    """Where this process listens, for as long as it runs. Raises ConfigError."""
-    return _own_place(cluster.bind, cluster.interface, cluster.nodes, run_folder)
-
-
-@cache  # what is published meanwhile must not move a process to another address
-def _own_place(bind: str, interface: str, nodes: int, run_folder: Path) -> Place:
+def find_place(*, bind: str, interface: str, nodes: int, peers: Sequence[str]) -> Place:
+    """``choose`` with the facts of this machine. ``peers`` are addresses of other processes of the run."""
     interfaces = look()
     mine = {address for one in interfaces for address in one.addresses}
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     routes: list[_Address] = []
     if bind in WILDCARDS and interface == "auto":
-        peers = [*os.environ.get(NODES_VARIABLE, "").split(), *published_hosts(run_folder)]
-        routes = [a for peer in [*peers, _ELSEWHERE[family]] for a in _facing(peer, family, mine)]
+        known = [*os.environ.get(NODES_VARIABLE, "").split(), *peers, _ELSEWHERE[family]]
+        routes = [a for peer in known for a in _facing(peer, family, mine)]
     return choose(bind=bind, interface=interface, interfaces=interfaces, routes=routes, nodes=nodes)
 
 

@@ -31,7 +31,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from areal_lora.network.keys import Plane, bearer_key, derived_key
 
-CA_FILE, DATA_KEY_FILE = "ca.pem", "data.key"
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 # A secret is made for every start of a run, and its certificates with it: they need no other end.
 _FROM, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2020, 2100))
@@ -79,17 +78,17 @@ def server_context(secret: str, plane: Plane, bind: str) -> ssl.SSLContext:
     return context
 
 
-def write_client_files(run_folder: Path, secret: str) -> None:
-    """``ca.pem`` and ``data.key`` (mode 0600): what a client outside the run needs to use the data plane."""
-    for name, content, mode in (
-        (CA_FILE, ca_pem(secret, Plane.DATA), 0o644),
-        (DATA_KEY_FILE, bearer_key(secret, Plane.DATA).encode(), 0o600),
+def write_client_files(ca: Path, data_key: Path, secret: str) -> None:
+    """Write what a client outside the run needs for the data plane: certificate and bearer key (mode 0600)."""
+    for path, content, mode in (
+        (ca, ca_pem(secret, Plane.DATA), 0o644),
+        (data_key, bearer_key(secret, Plane.DATA).encode(), 0o600),
     ):
-        temporary = run_folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
+        temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
         temporary.unlink(missing_ok=True)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
-        temporary.replace(run_folder / name)
+        temporary.replace(path)
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -29,7 +28,8 @@ from areal_lora.obs.metrics.records import (
     RolloutSampleRecord,
     StepRecord,
 )
-from areal_lora.processes.log import read_statuses
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import read_statuses
 
 QUIET_S = 15.0
 """After this long without a record the process statuses are shown again."""
@@ -137,12 +137,12 @@ class LiveConsole:
 
     def __init__(
         self,
-        run_folder: Path | str,
+        run_folder: RunFolder,
         total_steps: int,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = Path(run_folder)
+        self._folder = run_folder
         self._total = total_steps
         self._console = console or Console(highlight=False)
         self._clock = clock

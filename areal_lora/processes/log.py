@@ -1,21 +1,11 @@
-"""Logging to stderr and one-line process statuses.
-
-Every process logs to stderr; the launcher redirects that to ``<run_folder>/logs/``. What a
-process is doing or waiting for right now is one line in ``<run_folder>/status/``, so that a
-person and the console see why nothing moves yet.
-"""
+"""Logging to stderr, which the launcher redirects to the ``logs`` folder of the run."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import sys
-import threading
-from pathlib import Path
 
 ROOT = "areal_lora"
-STATUS_FOLDER = "status"
 
 
 class _Formatter(logging.Formatter):
@@ -55,35 +45,3 @@ def setup_logging(role: str, index: int | None = None, level: int = logging.INFO
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
-
-
-def set_status(run_folder: Path | str, role: str, index: int, text: str) -> None:
-    """Replace the status line of ``role-index``: what it does or waits for, in a few words.
-
-    A disk that fails is a warning: nobody ends for want of a status.
-    """
-    folder = Path(run_folder) / STATUS_FOLDER
-    target = folder / f"{role}-{index}.txt"
-    # Threads of one process may report at the same time: the id keeps their temporary files apart.
-    temporary = folder / f".{target.name}.{os.getpid()}.{threading.get_ident():x}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(" ".join(text.split()) + "\n", encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        get_logger(__name__).warning("%s cannot be written: %s", target, error.strerror)
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def read_statuses(run_folder: Path | str) -> dict[str, str]:
-    """``{"trainer-0": "loading the base model", ...}`` in name order; empty before the first report.
-
-    What cannot be read now is left out: statuses are looked at again, and nobody ends for want of one.
-    """
-    folder, statuses = Path(run_folder) / STATUS_FOLDER, {}
-    with contextlib.suppress(OSError):
-        for path in sorted(folder.glob("[!.]*.txt")):
-            with contextlib.suppress(OSError):
-                statuses[path.stem] = path.read_text(encoding="utf-8").strip()
-    return statuses

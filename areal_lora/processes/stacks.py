@@ -1,4 +1,4 @@
-"""Stack dumps on demand: SIGUSR1 makes a process append the stacks of all its threads to a file of the run folder.
+"""Stack dumps on demand: SIGUSR1 makes a process append the stacks of all its threads to a file.
 
 Written by ``faulthandler`` inside the signal handler, so it works while the interpreter is stuck
 in a C call such as a collective.
@@ -12,24 +12,13 @@ import signal
 from pathlib import Path
 from typing import IO
 
-FOLDER = "stacks"
 SIGNAL = signal.SIGUSR1
 
 _open: list[IO[str]] = []
 
 
-def stack_path(run_folder: Path | str, name: str) -> Path:
-    return Path(run_folder) / FOLDER / f"{name}.txt"
-
-
-def install(run_folder: Path | str, role: str, index: int) -> None:
-    """Make this process ``role-index`` write its stacks at SIGUSR1. Call it once, early."""
-    install_as(run_folder, f"{role}-{index}")
-
-
-def install_as(run_folder: Path | str, name: str) -> None:
-    """The same for a process that has no index of its own."""
-    path = stack_path(run_folder, name)
+def install(path: Path) -> None:
+    """Make this process append its stacks to ``path`` at SIGUSR1. Call it once, early."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Stays open: nothing can be opened when the process is stuck.
     file = path.open("a", encoding="utf-8")

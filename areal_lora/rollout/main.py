@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
+from areal_lora.config.place import own_place
+from areal_lora.config.recorded import read_config
 from areal_lora.errors import ArealLoraError
-from areal_lora.network.addresses import own_place
 from areal_lora.processes import stacks
-from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agents import Sessions
 from areal_lora.rollout.channel.control import ControlSocket
@@ -35,13 +35,15 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.prompts import PromptStream, tokenize
 from areal_lora.rollout.controller.runtime import AdapterRuntime
 from areal_lora.rollout.controller.staleness import StalenessBudget
-from areal_lora.rollout.ledger.ledger import LEDGER_FILE, Ledger, LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, TextTokenizer, WorkflowContext
 from areal_lora.rollout.workflows.gateway import AgentGateway
 from areal_lora.rollout.workflows.loading import build_workflow
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
+from areal_lora.run_folder.status import set_status
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.scorer import ScorerPool
 
@@ -68,13 +70,13 @@ class AdapterData:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_lora.rollout.main", description=__doc__)
-    parser.add_argument("--run-folder", type=Path, required=True)
-    run_folder: Path = parser.parse_args(argv).run_folder
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    run_folder: RunFolder = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
-    stacks.install(run_folder, ROLE, 0)
+    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
-        config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
+        config = read_config(run_folder)
         data = load_data(config, run_folder)
         asyncio.run(serve_until_signal(config, run_folder, data))
     except ArealLoraError as error:
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def load_data(config: Config, run_folder: Path) -> list[AdapterData]:
+def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
     from transformers import AutoTokenizer  # slow to import: only once the arguments are known to be right
 
     set_status(run_folder, ROLE, 0, "reading prompts")
@@ -108,19 +110,19 @@ def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenize
     )
 
 
-async def serve_until_signal(config: Config, run_folder: Path, data: Sequence[AdapterData]) -> None:
+async def serve_until_signal(config: Config, run_folder: RunFolder, data: Sequence[AdapterData]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await serve(config, run_folder, data, stop)
 
 
-async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], stop: asyncio.Event) -> None:
+async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterData], stop: asyncio.Event) -> None:
     """Serve until ``stop`` is set; nothing is left behind. Raises the first error of any rollout or request."""
     secret = read_secret(run_folder)
     router = Router()
     async with AsyncExitStack() as stack:
-        ledger = LedgerFile(run_folder / LEDGER_FILE, config.run.name)
+        ledger = LedgerFile(run_folder.ledger, config.run.name)
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         gateway = None
@@ -128,7 +130,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
             gateway = await stack.enter_async_context(AgentGateway())
         runtimes = {}
         for part in data:
-            scorer = await stack.enter_async_context(ScorerPool(part.config.reward, hidden=run_folder))
+            scorer = await stack.enter_async_context(ScorerPool(part.config.reward, hidden=run_folder.path))
             runtimes[part.config.name] = build_runtime(
                 config,
                 part,
@@ -159,7 +161,7 @@ async def serve(config: Config, run_folder: Path, data: Sequence[AdapterData], s
             raise _first(errors) from errors
 
 
-async def _tick(config: Config, run_folder: Path) -> None:
+async def _tick(config: Config, run_folder: RunFolder) -> None:
     """Keep the heart beating for as long as this event loop runs; workflows are user code and may hold it up."""
     heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
     try:

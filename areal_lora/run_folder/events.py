@@ -1,16 +1,14 @@
-"""What the launcher did during a run: one JSON object per line in ``<run_folder>/events.jsonl``."""
+"""What the launcher did during a run: one JSON object per line in ``events.jsonl``."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 
 from areal_lora.run_folder.jsonl import JsonlSink
-
-EVENTS_FILE = "events.jsonl"
+from areal_lora.run_folder.paths import RunFolder
 
 
 class StartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="start"):
@@ -43,22 +41,21 @@ def now_utc() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def write_event(run_folder: Path | str, event: Event) -> None:
+def write_event(run_folder: RunFolder, event: Event) -> None:
     """Append one event; it is in the file when this returns."""
-    sink = JsonlSink(Path(run_folder) / EVENTS_FILE)
+    sink = JsonlSink(run_folder.events)
     sink.write(msgspec.json.encode(event))
     sink.close()
 
 
-def read_events(run_folder: Path | str) -> list[Event]:
-    path = Path(run_folder) / EVENTS_FILE
-    if not path.exists():
+def read_events(run_folder: RunFolder) -> list[Event]:
+    if not run_folder.events.exists():
         return []
     decoder = msgspec.json.Decoder(Event)
-    return [decoder.decode(line) for line in path.read_bytes().splitlines()]
+    return [decoder.decode(line) for line in run_folder.events.read_bytes().splitlines()]
 
 
-def count_restarts(run_folder: Path | str) -> dict[str, int]:
+def count_restarts(run_folder: RunFolder) -> dict[str, int]:
     """Restarts by process since the run began, over all starts of the launcher; ``trainer`` is all ranks together."""
     counts = Counter(event.who for event in read_events(run_folder) if isinstance(event, RestartEvent))
     return dict(sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""Signs of life: each process touches ``<run_folder>/heartbeats/<role>-<index>`` while it gets on with its work.
+"""Signs of life: each process touches ``heartbeats/<role>-<index>`` while it gets on with its work.
 
 Trainer rank 0 beats in its loop and in its waits: ``beat``. Controller and servers have a ``Heart``, a thread that
 beats however long a step of the model or a piece of user code takes, for as long as each of their parts has got on
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.paths import RunFolder
 
-FOLDER = "heartbeats"
 EVERY_S = 1.0
 SLOW_S = 10.0
 """What stands still for so long is named in the log."""
@@ -28,12 +28,12 @@ _last: dict[Path, float] = {}
 log = get_logger(__name__)
 
 
-def beat(run_folder: Path | str, role: str, index: int) -> None:
+def beat(run_folder: RunFolder, role: str, index: int) -> None:
     """Say that ``role-index`` is getting on. Costs nothing when called again within a second.
 
     A disk that fails is a warning: the next beat may succeed, and silence for long enough says the rest.
     """
-    path = Path(run_folder) / FOLDER / f"{role}-{index}"
+    path = run_folder.heartbeat(f"{role}-{index}")
     now = time.monotonic()
     if now - _last.get(path, -EVERY_S) < EVERY_S:
         return
@@ -45,9 +45,9 @@ def beat(run_folder: Path | str, role: str, index: int) -> None:
         log.warning("no sign of life could be written: %s", error)
 
 
-def beat_on(run_folder: Path | str, role: str, index: int) -> None:
+def beat_on(run_folder: RunFolder, role: str, index: int) -> None:
     """``beat``, but never the first: for waits that may come before ``role-index`` has begun its work."""
-    if Path(run_folder) / FOLDER / f"{role}-{index}" in _last:
+    if run_folder.heartbeat(f"{role}-{index}") in _last:
         beat(run_folder, role, index)
 
 
@@ -61,7 +61,7 @@ class Heart:
 
     def __init__(
         self,
-        run_folder: Path | str,
+        run_folder: RunFolder,
         role: str,
         index: int,
         limits: Mapping[str, float],
@@ -108,14 +108,14 @@ class Heart:
                 beat(self._run_folder, self._role, self._index)
 
 
-def last_beats(run_folder: Path | str) -> dict[str, int]:
+def last_beats(run_folder: RunFolder) -> dict[str, int]:
     """``{"trainer-0": time of the last beat in ns}`` by the file system's clock; processes that never beat are absent.
 
     To be compared with an earlier answer only. What cannot be read now is absent too.
     """
     beats = {}
     try:
-        for path in list((Path(run_folder) / FOLDER).glob("*-*")):
+        for path in list(run_folder.heartbeats.glob("*-*")):
             try:
                 beats[path.name] = path.stat().st_mtime_ns
             except OSError:
@@ -125,6 +125,6 @@ def last_beats(run_folder: Path | str) -> dict[str, int]:
     return beats
 
 
-def forget_beats(run_folder: Path | str, role: str, index: int) -> None:
+def forget_beats(run_folder: RunFolder, role: str, index: int) -> None:
     """Before ``role-index`` is started again: only its next life's beats count."""
-    (Path(run_folder) / FOLDER / f"{role}-{index}").unlink(missing_ok=True)
+    run_folder.heartbeat(f"{role}-{index}").unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """How the processes of a run find and trust each other: small files in the run folder, no torch.
 
 Every process binds port 0 and publishes what was bound as
-``<run_folder>/rendezvous/<role>-<index>.json``; others wait for that file. Files appear
+``rendezvous/<role>-<index>.json``; others wait for that file. Files appear
 atomically (temporary name, then rename), so a reader never sees half of one. The run
-secret is 32 random bytes in hex, in ``<run_folder>/secret`` with mode 0600 (contract C12).
+secret is 32 random bytes in hex, in ``secret`` with mode 0600 (contract C12).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
+from areal_lora.run_folder.paths import RunFolder
 
 POLL_S = 0.05
 REMIND_S = 10.0
@@ -41,12 +42,8 @@ class Endpoint:
     tls: tuple[str, ...] = ()
 
 
-def endpoint_path(run_folder: Path | str, role: str, index: int) -> Path:
-    return Path(run_folder) / "rendezvous" / f"{role}-{index}.json"
-
-
 def publish_endpoint(
-    run_folder: Path | str,
+    run_folder: RunFolder,
     role: str,
     index: int,
     ports: Mapping[str, int],
@@ -59,7 +56,7 @@ def publish_endpoint(
     """
     if host in ("0.0.0.0", "::", ""):
         raise ConfigError("cluster.bind", f"nobody can dial {host!r}", "publish an address of this machine")
-    path = endpoint_path(run_folder, role, index)
+    path = run_folder.endpoint(f"{role}-{index}")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     endpoint = {"pid": os.getpid(), "host": host, "ports": dict(ports), "tls": list(tls)}
@@ -67,26 +64,26 @@ def publish_endpoint(
     temporary.replace(path)
 
 
-def published_hosts(run_folder: Path | str) -> list[str]:
+def published_hosts(run_folder: RunFolder) -> list[str]:
     """Addresses that processes of the run have published so far, each once."""
     hosts: dict[str, None] = {}
-    for file in sorted((Path(run_folder) / "rendezvous").glob("*.json")):
+    for file in sorted(run_folder.endpoints.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # its process is over
             hosts[str(json.loads(file.read_text(encoding="utf-8"))["host"])] = None
     return list(hosts)
 
 
-def bracketed(host: str) -> str:
-    """``host`` as URLs and zmq's addresses have it: IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
+def published_indices(run_folder: RunFolder, role: str) -> list[int]:
+    """Indices of the processes of ``role`` that have published."""
+    return [int(path.stem.removeprefix(f"{role}-")) for path in run_folder.endpoints.glob(f"{role}-*.json")]
 
 
-def read_endpoint(run_folder: Path | str, role: str, index: int) -> Endpoint | None:
+def read_endpoint(run_folder: RunFolder, role: str, index: int) -> Endpoint | None:
     """What ``<role>-<index>`` published, or None where it has not yet.
 
     A file that is replaced while it is read is read again. Raises OSError where that does not help.
     """
-    path = endpoint_path(run_folder, role, index)
+    path = run_folder.endpoint(f"{role}-{index}")
     for tries_left in reversed(range(READ_TRIES)):
         try:
             return _endpoint(path.read_text(encoding="utf-8"))
@@ -111,13 +108,13 @@ def _endpoint(text: str) -> Endpoint:
     )
 
 
-def forget_endpoint(run_folder: Path | str, role: str, index: int) -> None:
+def forget_endpoint(run_folder: RunFolder, role: str, index: int) -> None:
     """``<role>-<index>`` is over: whoever looks for it waits for what its next life publishes."""
-    endpoint_path(run_folder, role, index).unlink(missing_ok=True)
+    run_folder.endpoint(f"{role}-{index}").unlink(missing_ok=True)
 
 
 def wait_endpoint(
-    run_folder: Path | str, role: str, index: int, timeout_s: float, still_alive: Callable[[], bool] | None = None
+    run_folder: RunFolder, role: str, index: int, timeout_s: float, still_alive: Callable[[], bool] | None = None
 ) -> Endpoint:
     """Wait until ``<role>-<index>`` has published.
 
@@ -125,6 +122,7 @@ def wait_endpoint(
     waited for, at ``timeout_s`` or as soon as ``still_alive`` returns False. A file that cannot
     be read is waited for like one that is not there.
     """
+    process = f"{role}-{index}"
     start = time.monotonic()
     remind_at = start + REMIND_S
     while True:
@@ -137,25 +135,24 @@ def wait_endpoint(
             problem = f" ({error.filename}: {error.strerror})"
         now = time.monotonic()
         if still_alive is not None and not still_alive():
-            raise ProcessFailed(f"{role}-{index} ended before it published its ports; see logs/{role}-{index}.log")
+            raise ProcessFailed(f"{process} ended before it published its ports; see {run_folder.log(process)}")
         if now - start >= timeout_s:
             raise ProcessFailed(
-                f"{role}-{index} did not publish its ports within {timeout_s:.0f} s{problem}; "
-                f"see logs/{role}-{index}.log"
+                f"{process} did not publish its ports within {timeout_s:.0f} s{problem}; see {run_folder.log(process)}"
             )
         if now >= remind_at:
             remind_at = now + REMIND_S
-            print(f"waiting for {role}-{index} since {now - start:.0f} s{problem}", file=sys.stderr, flush=True)
+            print(f"waiting for {process} since {now - start:.0f} s{problem}", file=sys.stderr, flush=True)
         time.sleep(POLL_S)
 
 
-def create_secret(run_folder: Path | str) -> Path:
+def create_secret(run_folder: RunFolder) -> Path:
     """Write a fresh run secret, readable by this user only; returns the file's path.
 
     One of an earlier start is replaced: what that start left behind anywhere is locked out.
     """
-    path = Path(run_folder) / "secret"
-    temporary = path.with_name(f".secret.{os.getpid()}")
+    path = run_folder.secret
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w", encoding="ascii") as file:
@@ -164,9 +161,9 @@ def create_secret(run_folder: Path | str) -> Path:
     return path
 
 
-def read_secret(run_folder: Path | str) -> str:
+def read_secret(run_folder: RunFolder) -> str:
     """The run secret (64 hex digits). Raises EnvironmentError_ where the file is missing or readable by others."""
-    path = Path(run_folder) / "secret"
+    path = run_folder.secret
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from transformers import AutoTokenizer
 
@@ -15,15 +14,16 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import Config
+from areal_lora.config.place import own_place
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
-from areal_lora.network.addresses import own_place
 from areal_lora.platforms.device import own_device, platform_of
 from areal_lora.processes.faults import reached
-from areal_lora.processes.log import set_status
 from areal_lora.rollout.channel.client import RolloutClient
 from areal_lora.run_folder.heartbeat import beat_on
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
+from areal_lora.run_folder.status import set_status
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
@@ -41,7 +41,7 @@ CONTROLLER_START_S = 120.0  # what a controller that was ended needs to be there
 CONTROL_TIMEOUT_S = 7200.0  # rank 0 may wait this long for rollouts while the others wait for rank 0
 
 
-def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
+def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     """Collective over all ranks. Rank 0 waits for servers and controller; see its status line."""
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
@@ -89,7 +89,7 @@ def build_trainer(config: Config, run_folder: Path, rank: int) -> Trainer:
     )
 
 
-def _controller(config: Config, run_folder: Path, tenants: Sequence[Tenant]) -> RolloutClient:
+def _controller(config: Config, run_folder: RunFolder, tenants: Sequence[Tenant]) -> RolloutClient:
     """A client that has said what the tenants go on from."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
@@ -118,7 +118,7 @@ def _commit(client: RolloutClient, ref: AdapterRef) -> None:
         reached("trainer.committed")
 
 
-def _coordinator(config: Config, run_folder: Path, client: RolloutClient, auditor: Auditor) -> Coordinator:
+def _coordinator(config: Config, run_folder: RunFolder, client: RolloutClient, auditor: Auditor) -> Coordinator:
     """Rank 0's: knows the servers of the run folder, and tells the controller where each version serves."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)

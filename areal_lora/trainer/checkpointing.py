@@ -18,6 +18,7 @@ from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
 from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.peft import warm_start
 from areal_lora.trainer.tenant import Tenant
 
@@ -91,7 +92,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def resume(
-    engine: TrainEngine, tenants: Sequence[Tenant], config: Config, run_folder: Path, exchange: Exchange
+    engine: TrainEngine, tenants: Sequence[Tenant], config: Config, run_folder: RunFolder, exchange: Exchange
 ) -> None:
     """Give every tenant its state. Collective; rank 0 reads all of the checkpoints, the others what they need.
 

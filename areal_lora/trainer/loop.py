@@ -15,16 +15,16 @@ Step k is consumed once the checkpoint of version k + 1 is durable; a crash repe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.processes.faults import reached
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing
 from areal_lora.trainer.learn import annotate, count_skips, learn, learning_rate
-from areal_lora.trainer.peft import adapter_folder, export_adapter
+from areal_lora.trainer.peft import export_adapter
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.tenant import Tenant
@@ -45,7 +45,7 @@ class Trainer:
     """What a rank holds for a whole run. ``recorder`` and ``auditor`` talk to others: rank 0 only."""
 
     config: Config
-    run_folder: Path
+    run_folder: RunFolder
     engine: TrainEngine
     tenants: list[Tenant]
     checkpointing: Checkpointing
@@ -79,7 +79,7 @@ def train(trainer: Trainer) -> None:
         while not evaluated(trainer, tenant):
             catch_up(trainer)
     if trainer.recorder:
-        trainer.recorder.finish(adapter_folder(trainer.run_folder, trainer.tenants[0]))
+        trainer.recorder.finish(trainer.run_folder.adapter_export(trainer.tenants[0].name))
     trainer.control.all_gather_bytes(b"done")
 
 

@@ -11,20 +11,23 @@ import logging
 import os
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from areal_lora.config.models import Config
+from areal_lora.config.place import own_place
+from areal_lora.config.recorded import read_config
 from areal_lora.distributed.store import CurveStore
 from areal_lora.distributed.store_server import StoreServer
 from areal_lora.errors import ArealLoraError, ExitCode
-from areal_lora.network.addresses import own_place, set_variables
+from areal_lora.network.addresses import set_variables
 from areal_lora.platforms.device import platform_of
 from areal_lora.processes import stacks
-from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, wait_endpoint
+from areal_lora.run_folder.status import set_status
 
 ROLE = "trainer"
 STARTUP_TIMEOUT_S = 600.0
@@ -32,7 +35,7 @@ STARTUP_TIMEOUT_S = 600.0
 log = get_logger("areal_lora.trainer.main")  # __name__ is __main__ here
 
 
-def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> None:
+def join_world(config: Config, run_folder: RunFolder, rank: int, world_size: int) -> None:
     """Initialise torch.distributed over a store that asks for the run secret."""
     place = own_place(config.cluster, run_folder)
     if warning := set_variables(place):
@@ -57,12 +60,12 @@ def join_world(config: Config, run_folder: Path, rank: int, world_size: int) -> 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="One trainer rank; started by areal_lora.launch.")
-    parser.add_argument("--run-folder", type=Path, required=True)
-    run_folder: Path = parser.parse_args(argv).run_folder
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    run_folder: RunFolder = parser.parse_args(argv).run_folder
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     setup_logging(ROLE, rank)
-    stacks.install(run_folder, ROLE, rank)
-    config = Config.model_validate_json((run_folder / "config.json").read_text(encoding="utf-8"))
+    stacks.install(run_folder.stack_dump(f"{ROLE}-{rank}"))
+    config = read_config(run_folder)
     torch.set_num_threads(config.trainer.threads)
     set_status(run_folder, ROLE, rank, "importing Megatron")
     # Heavy imports wait until the arguments are known to be right.

@@ -25,6 +25,7 @@ from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.engine.megatron_engine import initial_tensor
 from areal_lora.errors import CheckpointError
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
 
@@ -32,17 +33,13 @@ CHUNK_BYTES = 16 << 20
 """What is sent at once; one tensor may be larger."""
 
 
-def adapter_folder(run_folder: Path, tenant: Tenant) -> Path:
-    return run_folder / "adapters" / tenant.name
-
-
-def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_folder: Path) -> Path:
+def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_folder: RunFolder) -> Path:
     """Write ``tenant.ref`` from all source ranks; rank 0 writes. Collective over all ranks.
 
     What an earlier end of the run has exported is replaced once the new folder is whole. Raises
     CheckpointError if it cannot be written, and PublishError if a rank is gone.
     """
-    folder, layout = adapter_folder(run_folder, tenant), engine.adapter_layout(tenant.name)
+    folder, layout = run_folder.adapter_export(tenant.name), engine.adapter_layout(tenant.name)
     mine = engine.export_adapter(tenant.name)
     if exchange.rank:
         _send(mine, next((s for s in layout.shards if s.source == exchange.rank), None), exchange)

@@ -33,7 +33,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_lora.run_folder.rendezvous import bracketed
+from areal_lora.network.addresses import bracketed
 
 INFO_PATH = "/admin/info"
 MODULES_PATH = "/admin/modules"

@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 from itertools import islice
-from pathlib import Path
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.config.models import RewardConfig
-from areal_lora.obs.report.summary import read_config, read_summary
+from areal_lora.config.recorded import read_config
+from areal_lora.obs.report.summary import read_summary
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.tasks.tally import tally
@@ -30,10 +31,10 @@ BATCH = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate the adapter of a run with stock peft and transformers.")
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder", type=RunFolder.of)
     parser.add_argument("--base", action="store_true", help="evaluate the base model without the adapter")
     arguments = parser.parse_args()
-    config, _ = read_config(arguments.run_folder)
+    config = read_config(arguments.run_folder)
     adapter = config.adapters[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(config.model.folder, padding_side="left")

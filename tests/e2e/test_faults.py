@@ -25,10 +25,10 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
         [f"run.root={root}", "run.name=faults", "trainer.world_size=1", "trainer.ep=1", "weight_sync.deadline_s=20"],
     )
-    folder = config.run_folder
+    folder = config.run_folder.path
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json())
-    create_secret(folder)
+    create_secret(config.run_folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "areal_lora.engine.vllm_ext.server", "--run-folder", str(folder), "--index", "0"]
     with (folder / "server.log").open("wb") as log:

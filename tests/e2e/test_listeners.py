@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, interpreter
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
@@ -132,10 +133,10 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
 
 def wait_version(launcher: subprocess.Popen[bytes], folder: Path) -> None:
     """Until the server holds a version: all groups are formed."""
-    wait_endpoint(folder, "server", 0, 120.0, still_alive=lambda: launcher.poll() is None)
-    server = RendezvousWatch(folder, workers=1).server(0)
+    wait_endpoint(RunFolder(folder), "server", 0, 120.0, still_alive=lambda: launcher.poll() is None)
+    server = RendezvousWatch(RunFolder(folder), workers=1).server(0)
     assert server is not None
-    client, deadline_s = AdminClient(server, read_secret(folder)), time.monotonic() + 120
+    client, deadline_s = AdminClient(server, read_secret(RunFolder(folder))), time.monotonic() + 120
     while not client.info(10.0).refs:
         assert launcher.poll() is None, f"the run ended:\n{(folder.parent / 'log').read_text()}"
         assert time.monotonic() < deadline_s, "no version was published in time"

@@ -18,6 +18,7 @@ import pytest
 
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
@@ -60,20 +61,20 @@ class Run:
         )
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(self.config.model_dump_json(), encoding="utf-8")
-        create_secret(folder)
+        create_secret(RunFolder(folder))
         self.processes = {name: self.start(name) for name in SERVERS}
         for name in SERVERS:
             self.wait(name)
         self.active: list[Active] = []
-        self.watch = RendezvousWatch(folder, workers=1)
+        self.watch = RendezvousWatch(RunFolder(folder), workers=1)
         self.publisher = Publisher(
             run="test",
             config=self.config.weight_sync,
             exchange=SoloExchange(),
-            secret=read_secret(folder),
+            secret=read_secret(RunFolder(folder)),
             coordinator=Coordinator(
                 run="test",
-                secret=read_secret(folder),
+                secret=read_secret(RunFolder(folder)),
                 servers=self.watch.present(),
                 config=self.config.weight_sync,
                 watch=self.watch,
@@ -91,7 +92,7 @@ class Run:
     def wait(self, name: str) -> None:
         process = self.processes[name]
         index = int(name.removeprefix("server-"))
-        wait_endpoint(self.folder, "server", index, 180.0, still_alive=lambda: process.poll() is None)
+        wait_endpoint(RunFolder(self.folder), "server", index, 180.0, still_alive=lambda: process.poll() is None)
 
     def restart(self, name: str) -> None:
         before = self.watch.server(int(name.removeprefix("server-")))

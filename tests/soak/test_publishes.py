@@ -23,6 +23,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
@@ -202,7 +203,7 @@ def test_a_thousand_publishes_under_streaming_requests(server):
     layout = server.layout(adapter(server.model, 0))
     values = Values(layout, seed=1)
     config = server.config.weight_sync.model_copy(update={"deadline_s": 60.0})
-    secret = read_secret(server.folder)
+    secret = read_secret(RunFolder(server.folder))
     coordinator = Coordinator(run="test", secret=secret, servers=[server.admin.server], config=config)
     publisher = Publisher(run="test", config=config, exchange=SoloExchange(), coordinator=coordinator, secret=secret)
     began = time.monotonic()

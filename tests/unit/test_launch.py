@@ -18,6 +18,7 @@ from areal_lora.launcher.start import RunStart
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"
@@ -164,11 +165,13 @@ def finished_run(tmp_path: Path, steps: int) -> Path:
     config = load_config([MOE, EMBEDDED], [f"run.root={tmp_path / 'runs'}", "run.name=x", f"run.steps={steps}"])
     with RunStart(config) as run:
         run.prepare()
-    with MetricsWriter(folder) as metrics:
+    with MetricsWriter(RunFolder(folder)) as metrics:
         for step in range(steps):
             metrics.write(StepRecord(step=step, version=step, time_s=step, adapter="gsm8k"))
     (folder / "checkpoints" / "gsm8k" / f"v{steps:06d}").mkdir(parents=True)
-    write_summary(folder, wall_s=7.5, adapter_path=folder / "adapters" / "gsm8k", report_path=folder / "report.html")
+    write_summary(
+        RunFolder(folder), wall_s=7.5, adapter_path=folder / "adapters" / "gsm8k", report_path=folder / "report.html"
+    )
     return folder
 
 

@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from areal_lora.config.models import Config
+from areal_lora.config.place import own_place
 from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
@@ -28,7 +29,7 @@ from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.engine.vllm_ext.worker_channel import WorkerChannel
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import TARGETS, Scope
-from areal_lora.network.addresses import own_place
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply
 
@@ -113,7 +114,7 @@ def max_num_seqs(config: Config) -> int:
     return 1 if config.rollout.deterministic else config.rollout.max_num_seqs
 
 
-async def assemble(config: Config, run_folder: Path, index: int, secret: str, stop: Callable[[], None]) -> Parts:
+async def assemble(config: Config, run_folder: RunFolder, index: int, secret: str, stop: Callable[[], None]) -> Parts:
     """Start the engine and connect everything; ready to serve when it returns."""
     digest = base_digest(config.model.folder)
     engine = AsyncLLM.from_engine_args(engine_args(config))

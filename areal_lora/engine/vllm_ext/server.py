@@ -24,7 +24,6 @@ import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -33,16 +32,20 @@ import uvloop
 from starlette.types import ASGIApp
 
 from areal_lora.config.models import Config
+from areal_lora.config.place import own_place
+from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
-from areal_lora.network.addresses import own_place, set_variables
+from areal_lora.network.addresses import set_variables
 from areal_lora.network.keys import Plane
 from areal_lora.network.tls import on_loopback, server_context, write_client_files
 from areal_lora.processes import stacks
-from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
+from areal_lora.run_folder.status import set_status
 from areal_lora.weight_sync.messages import RESTART_EXIT
 
 if TYPE_CHECKING:
@@ -64,14 +67,14 @@ ENGINE_STOP_S = 1.5  # then it is killed: it holds nothing that must be saved
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.server", description=__doc__)
-    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     parser.add_argument("--index", type=int, required=True)
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
-    stacks.install(args.run_folder, ROLE, args.index)
+    stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
     try:
         die_with_parent(signal.SIGTERM)
-        config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
+        config = read_config(args.run_folder)
         place = own_place(config.cluster, args.run_folder)
         with bound_sockets(config, args.index, place.address) as sockets:
             set_environment(config)
@@ -103,11 +106,11 @@ def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socke
         yield sockets[0], sockets[1]
 
 
-def server_tls(host: str, run_folder: Path, secret: str) -> dict[str, ssl.SSLContext]:
+def server_tls(host: str, run_folder: RunFolder, secret: str) -> dict[str, ssl.SSLContext]:
     """TLS of the planes that speak it: the admin plane, and the data plane where other machines can reach ``host``."""
     planes = [Plane.ADMIN] if on_loopback(host) else [Plane.ADMIN, Plane.DATA]
     if Plane.DATA in planes:
-        write_client_files(run_folder, secret)
+        write_client_files(run_folder.ca, run_folder.data_key, secret)
     return {plane: server_context(secret, plane, host) for plane in planes}
 
 
@@ -136,7 +139,7 @@ def set_environment(config: Config) -> None:
     os.environ.update(env)
 
 
-async def serve(config: Config, run_folder: Path, index: int, sockets: tuple[socket.socket, socket.socket]) -> int:
+async def serve(config: Config, run_folder: RunFolder, index: int, sockets: tuple[socket.socket, socket.socket]) -> int:
     """Run until told to stop. Raises ProcessFailed if the engine ends by itself."""
     from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
 

@@ -37,20 +37,23 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from areal_lora.config.models import Config
+from areal_lora.config.place import own_place
+from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
 from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.shape import target_of
-from areal_lora.network.addresses import own_place
 from areal_lora.network.keys import Plane
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
-from areal_lora.processes.log import get_logger, set_status, setup_logging
+from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
+from areal_lora.run_folder.status import set_status
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.served import served_shapes
@@ -67,21 +70,21 @@ _encode = msgspec.json.Encoder().encode
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.stand_in", description=__doc__)
-    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     parser.add_argument("--index", type=int, required=True)
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
-    stacks.install(args.run_folder, ROLE, args.index)
+    stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
     try:
         die_with_parent(signal.SIGTERM)
-        config = Config.model_validate_json((args.run_folder / "config.json").read_text(encoding="utf-8"))
+        config = read_config(args.run_folder)
         return asyncio.run(serve(config, args.run_folder, args.index))
     except ArealLoraError as e:
         log.error("%s", e)
         return e.exit_code
 
 
-async def serve(config: Config, run_folder: Path, index: int) -> int:
+async def serve(config: Config, run_folder: RunFolder, index: int) -> int:
     """Run until told to stop; the exit code."""
     stop, loop = Stop(), asyncio.get_running_loop()
     stop.on_signals()

@@ -10,7 +10,6 @@ import msgspec
 
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import (
-    METRICS_FILE,
     CheckpointRecord,
     EvalRecord,
     PublishRecord,
@@ -24,6 +23,7 @@ from areal_lora.obs.metrics.records import (
 from areal_lora.obs.metrics.samples import sample_lines
 from areal_lora.obs.metrics.undone import BY_STEP, Mark, Undone
 from areal_lora.run_folder.jsonl import whole_lines
+from areal_lora.run_folder.paths import RunFolder
 
 D = TypeVar("D")
 
@@ -33,8 +33,8 @@ TAIL_BYTES = 4 << 20
 class MetricsTail:
     """Reads what was appended to a metrics file since the last call; a line still being written waits."""
 
-    def __init__(self, run_folder: Path | str) -> None:
-        self.path = Path(run_folder) / METRICS_FILE
+    def __init__(self, run_folder: RunFolder) -> None:
+        self.path = run_folder.metrics
         self._offset = 0
         self._lines = 0
 
@@ -58,20 +58,20 @@ class MetricsTail:
         return records
 
 
-def recorded_s(run_folder: Path | str) -> float:
+def recorded_s(run_folder: RunFolder) -> float:
     """The wall time of the last step recorded, undone ones included; 0 before the first."""
-    return max((head.time_s for _, head in _heads(Path(run_folder)) if head.kind == "step"), default=0.0)
+    return max((head.time_s for _, head in _heads(run_folder.metrics) if head.kind == "step"), default=0.0)
 
 
-def iter_metrics(run_folder: Path | str) -> Iterator[Record]:
+def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
     """Everything recorded so far, one record at a time: those of ``metrics.jsonl`` in the order written, then samples.
 
     What a resumed run has undone is left out. So the file is read twice; what is appended meanwhile waits for
     the next call. Raises ConfigError with file and line for a line that is not a record.
     """
-    folder = Path(run_folder)
-    path, undone, end = folder / METRICS_FILE, Undone(), 0
-    for number, (nbytes, head) in enumerate(_heads(folder), 1):
+    folder = RunFolder.of(run_folder)
+    path, undone, end = folder.metrics, Undone(), 0
+    for number, (nbytes, head) in enumerate(_heads(path), 1):
         undone.note(number, head.mark())
         end += nbytes
     if end:
@@ -83,7 +83,7 @@ def iter_metrics(run_folder: Path | str) -> Iterator[Record]:
         yield _decode(_RECORD, line, sample_path, number)
 
 
-def read_metrics(run_folder: Path | str) -> RunMetrics:
+def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
     """All that `iter_metrics` gives, in memory; empty if nothing was recorded."""
     found = RunMetrics()
     samples: dict[tuple[str, int, str, str], RolloutSampleRecord] = {}
@@ -144,9 +144,8 @@ _RECORD = msgspec.json.Decoder(Record)
 _HEAD = msgspec.json.Decoder(_Head)
 
 
-def _heads(folder: Path) -> Iterator[tuple[int, _Head]]:
+def _heads(path: Path) -> Iterator[tuple[int, _Head]]:
     """(bytes of the line, head) of every record of ``metrics.jsonl``."""
-    path = folder / METRICS_FILE
     if path.exists():
         for number, line in enumerate(whole_lines(path), 1):
             yield len(line), _decode(_HEAD, line, path, number)

@@ -1,6 +1,6 @@
 """Record types of a run. `writer` appends records to the run folder, `reader` returns them.
 
-``<run_folder>/metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollout samples have
+``metrics.jsonl`` holds one JSON object per line; ``kind`` names the record type. Rollout samples have
 files of their own (`samples`). Every record names its adapter. A float that is not finite is stored as ``null`` and
 read as None.
 """
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-METRICS_FILE = "metrics.jsonl"
 SEQUENCE = ("wire", "verify", "write", "commit_wait")
 """Sequential phases of a publish on the slowest server; ``wire`` includes waiting for the trainer to pack."""
 

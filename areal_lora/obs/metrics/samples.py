@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.run_folder.jsonl import JsonlSink, refused, whole_lines
+from areal_lora.run_folder.paths import RunFolder
 
-SAMPLES_FOLDER = "samples"
 FILE_BYTES = 8 << 20
 NEWEST_FILES = 7
 TOTAL_BYTES = (1 + NEWEST_FILES) * FILE_BYTES
@@ -37,14 +37,14 @@ def cut_middle(text: str, limit: int = TEXT_CHARS) -> str:
     return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[len(text) - tail :]}"
 
 
-def sample_files(run_folder: Path | str) -> list[Path]:
+def sample_files(run_folder: RunFolder) -> list[Path]:
     """Those that exist now, oldest first."""
-    folder = Path(run_folder) / SAMPLES_FOLDER
+    folder = run_folder.samples
     found = [path for path in folder.glob("*.jsonl") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=_number)
 
 
-def sample_lines(run_folder: Path | str) -> Iterator[tuple[Path, int, bytes]]:
+def sample_lines(run_folder: RunFolder) -> Iterator[tuple[Path, int, bytes]]:
     """Every whole line with its file and its number in it, oldest first, one at a time.
 
     A file that is rotated away meanwhile is left out.
@@ -60,9 +60,9 @@ def sample_lines(run_folder: Path | str) -> Iterator[tuple[Path, int, bytes]]:
 class SampleFiles:
     """Appends lines of at most ``FILE_BYTES``. One writer per run folder at a time."""
 
-    def __init__(self, run_folder: Path | str) -> None:
-        self._run_folder = Path(run_folder)
-        self._folder = self._run_folder / SAMPLES_FOLDER
+    def __init__(self, run_folder: RunFolder) -> None:
+        self._run_folder = run_folder
+        self._folder = run_folder.samples
         for path in self._folder.glob(".*.tmp"):
             path.unlink()  # of a `drop` that was killed
         files = sample_files(run_folder)

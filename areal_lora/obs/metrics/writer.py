@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from areal_lora.obs.metrics.records import (
-    METRICS_FILE,
     CheckpointRecord,
     EvalRecord,
     PublishRecord,
@@ -22,21 +20,19 @@ from areal_lora.obs.metrics.records import (
 from areal_lora.obs.metrics.samples import SampleFiles, cut_middle
 from areal_lora.obs.metrics.tensorboard import TensorBoardSink
 from areal_lora.run_folder.jsonl import JsonlSink
+from areal_lora.run_folder.paths import RunFolder
 
 T = TypeVar("T", RolloutSampleRecord, SampleRecord, EvalRecord)
-
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsWriter:
     """Stores records as JSONL and scalars for TensorBoard. One writer per run folder at a time."""
 
-    def __init__(self, run_folder: Path | str) -> None:
-        folder = Path(run_folder)
+    def __init__(self, run_folder: RunFolder) -> None:
         self._encoder = msgspec.json.Encoder()
-        self._jsonl = JsonlSink(folder / METRICS_FILE)
-        self._samples = SampleFiles(folder)
-        self._tensorboard = TensorBoardSink(folder / TENSORBOARD_FOLDER)
+        self._jsonl = JsonlSink(run_folder.metrics)
+        self._samples = SampleFiles(run_folder)
+        self._tensorboard = TensorBoardSink(run_folder.tensorboard)
 
     def write(self, record: Record) -> None:
         """Append one record; it is in its file when this returns. Long texts of samples are cut in the middle."""

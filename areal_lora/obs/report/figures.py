@@ -22,6 +22,7 @@ from areal_lora.obs.metrics.records import (
     RolloutSampleRecord,
     StepRecord,
 )
+from areal_lora.run_folder.paths import RunFolder
 
 SAMPLES_KEPT = 4
 """Early and late samples kept, each."""
@@ -101,7 +102,7 @@ class Figures:
         self.probe_mean_abs = largest([self.probe_mean_abs, record.probe_mean_abs])
 
 
-def read_figures(run_folder: Path | str) -> Figures:
+def read_figures(run_folder: RunFolder | Path | str) -> Figures:
     figures = Figures()
     for record in iter_metrics(run_folder):
         figures.add(record)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from areal_lora.config.recorded import config_digest, read_config
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import RolloutSampleRecord
@@ -14,10 +15,8 @@ from areal_lora.obs.metrics.samples import cut_middle
 from areal_lora.obs.report import svg
 from areal_lora.obs.report.figures import Figures
 from areal_lora.obs.report.plots import Plots
-from areal_lora.obs.report.summary import read_config
 from areal_lora.run_folder.events import RestartEvent, StallEvent, read_events
-
-REPORT_FILE = "report.html"
+from areal_lora.run_folder.paths import RunFolder
 
 PAGE_STYLE = """
 * { box-sizing: border-box; } html { color-scheme: light dark; }
@@ -47,10 +46,10 @@ details { border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px
 """
 
 
-def write_report(run_folder: Path | str) -> Path:
+def write_report(run_folder: RunFolder | Path | str) -> Path:
     """Write ``report.html`` from what the run folder holds now; also works on a run that is not finished."""
-    folder = Path(run_folder)
-    config, digest = read_config(folder)
+    folder = RunFolder.of(run_folder)
+    config, digest = read_config(folder), config_digest(folder)
     metrics, plots = Figures(), Plots()
     for record in iter_metrics(folder):
         metrics.add(record)
@@ -70,14 +69,14 @@ def write_report(run_folder: Path | str) -> Path:
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{resolved}</pre></details>
 </body></html>
 """
-    target = folder / REPORT_FILE
-    temporary = folder / f".{REPORT_FILE}.tmp"
+    target = folder.report
+    temporary = target.with_name(f".{target.name}.tmp")
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(target)
     return target
 
 
-def write_plot(run_folder: Path | str, path: Path | str) -> Path:
+def write_plot(run_folder: RunFolder | Path | str, path: Path | str) -> Path:
     """Reward and held-out accuracy of a run as one SVG file."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,7 @@ def _resumes(metrics: Figures) -> str:
     return _table("Resumed from a checkpoint", ("adapter", "version", "after"), rows)
 
 
-def _restarts(folder: Path) -> str:
+def _restarts(folder: RunFolder) -> str:
     rows = []
     for event in read_events(folder):
         match event:

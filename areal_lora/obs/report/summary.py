@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import sys
@@ -13,14 +12,11 @@ import msgspec
 from rich.console import Console
 
 from areal_lora.config.models import Config
-from areal_lora.errors import ConfigError
-from areal_lora.obs.metrics.records import METRICS_FILE
-from areal_lora.obs.metrics.writer import TENSORBOARD_FOLDER
+from areal_lora.config.recorded import config_digest, read_config
 from areal_lora.obs.report.figures import read_figures
 from areal_lora.run_folder.events import count_restarts
+from areal_lora.run_folder.paths import RunFolder
 
-SUMMARY_FILE = "summary.json"
-CONFIG_FILE = "config.json"
 SERVE_PORT = 8000
 EVALUATE = Path(__file__).resolve().parents[3] / "examples" / "math" / "evaluate.py"
 """In a checkout of this package only."""
@@ -64,11 +60,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     report_path: str
 
 
-def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path | str, report_path: Path | str) -> Path:
+def write_summary(run_folder: RunFolder, *, wall_s: float, adapter_path: Path | str, report_path: Path | str) -> Path:
     """Build ``summary.json`` from the metrics and the resolved configuration in the run folder."""
-    folder = Path(run_folder)
-    config, digest = read_config(folder)
-    figures = read_figures(folder)
+    config = read_config(run_folder)
+    figures = read_figures(run_folder)
     dropped: Counter[str] = Counter()
     for step in figures.last_by_adapter.values():
         dropped.update(step.dropped)
@@ -77,7 +72,7 @@ def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path |
         run=config.run.name,
         model=config.model.path,
         seed=config.run.seed,
-        config_sha256=digest,
+        config_sha256=config_digest(run_folder),
         steps=figures.steps,
         wall_s=round(wall_s, 3),
         eval_before=evals[0].accuracy if evals else None,
@@ -95,45 +90,35 @@ def write_summary(run_folder: Path | str, *, wall_s: float, adapter_path: Path |
         max_staleness=figures.max_staleness,
         max_staleness_allowed=config.rollout.max_staleness,
         dropped=dict(sorted(dropped.items())),
-        restarts=count_restarts(folder),
+        restarts=count_restarts(run_folder),
         adapter_path=str(adapter_path),
         report_path=str(report_path),
     )
-    target = folder / SUMMARY_FILE
-    temporary = folder / f".{SUMMARY_FILE}.tmp"
+    target = run_folder.summary
+    temporary = target.with_name(f".{target.name}.tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     temporary.replace(target)
     return target
 
 
-def read_config(folder: Path) -> tuple[Config, str]:
-    """The resolved configuration of a run and the sha256 of its file. Raises ConfigError if there is none."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(str(path), "the run folder has no resolved configuration", "name the folder of a started run")
-    content = path.read_bytes()
-    return Config.model_validate_json(content), hashlib.sha256(content).hexdigest()
-
-
-def read_summary(run_folder: Path | str) -> Summary:
+def read_summary(run_folder: RunFolder | Path | str) -> Summary:
     """Inverse of ``write_summary``."""
-    return msgspec.json.decode((Path(run_folder) / SUMMARY_FILE).read_bytes(), type=Summary)
+    return msgspec.json.decode(RunFolder.of(run_folder).summary.read_bytes(), type=Summary)
 
 
-def print_closing(run_folder: Path | str, console: Console) -> None:
+def print_closing(run_folder: RunFolder, console: Console) -> None:
     """Say where everything is and how to use it; the last lines are the summary, ``key: JSON value``."""
-    folder = Path(run_folder)
-    summary = read_summary(folder)
-    config, _ = read_config(folder)
+    summary = read_summary(run_folder)
+    config = read_config(run_folder)
     lines = [
         "",
         f"adapter      {summary.adapter_path}",
         f"report       {summary.report_path}",
-        f"metrics      {folder / METRICS_FILE}",
+        f"metrics      {run_folder.metrics}",
         f"TensorBoard  {_python(config.trainer.python)} -m tensorboard.main"
-        f" --logdir {shlex.quote(str(folder / TENSORBOARD_FOLDER))}",
+        f" --logdir {shlex.quote(str(run_folder.tensorboard))}",
         "",
-        *_how_to_use(folder, config, summary),
+        *_how_to_use(run_folder, config, summary),
         "",
         *(f"{key}: {json.dumps(value)}" for key, value in msgspec.to_builtins(summary, str_keys=True).items()),
     ]
@@ -142,7 +127,7 @@ def print_closing(run_folder: Path | str, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _how_to_use(folder: Path, config: Config, summary: Summary) -> list[str]:
+def _how_to_use(folder: RunFolder, config: Config, summary: Summary) -> list[str]:
     """Commands and Python lines that work as pasted, in any folder and without an activated environment."""
     name, model = config.adapters[0].name, config.model.folder
     cpu = " --enforce-eager" if config.cluster.device == "cpu" else ""

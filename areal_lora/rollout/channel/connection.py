@@ -8,9 +8,10 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from areal_lora.network.addresses import bracketed
 from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
 from areal_lora.rollout.channel.control import CLIENT_ROLE, MAX_REPLY_BYTES, SERVER_ROLE
-from areal_lora.run_folder.rendezvous import Endpoint, bracketed
+from areal_lora.run_folder.rendezvous import Endpoint
 
 LOOK_S = 0.25  # how often a waiting request looks whether the controller has moved
 

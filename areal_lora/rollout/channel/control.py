@@ -10,12 +10,12 @@ import zmq
 import zmq.asyncio
 
 from areal_lora.errors import ArealLoraError
+from areal_lora.network.addresses import bracketed
 from areal_lora.network.curve import OnlyKeyOf, serve_curve
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched_zmq import WatchedAuthenticator
 from areal_lora.rollout.channel.messages import Failed, Reply, Request, decode_request, encode
 from areal_lora.rollout.ledger.ledger import LedgerError
-from areal_lora.run_folder.rendezvous import bracketed
 
 SERVER_ROLE = "controller"
 CLIENT_ROLE = "trainer"

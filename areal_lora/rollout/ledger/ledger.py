@@ -31,7 +31,6 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.records import LIVE, SCHEMA_VERSION, GroupState, Head, OpenGroup, Row, Snapshot
 
-LEDGER_FILE = "ledger.sqlite"  # in the run folder
 KEEP_STEPS = 64  # steps whose closed rows are kept, for a trainer that falls back so far
 FOLD_EVERY = 16  # committed steps
 LOCK_S, LOCK_WAIT_S = 10.0, 120.0  # NFS keeps the locks of a machine that died for about 90 s
@@ -72,7 +71,7 @@ class LedgerError(RolloutError):
 
 
 class LedgerFile:
-    """The only connection to ``<run_folder>/ledger.sqlite`` (or ``:memory:``), used by one thread of the controller."""
+    """The only connection to the run ledger's file (or ``:memory:``), used by one thread of the controller."""
 
     def __init__(self, path: Path | str, run: str) -> None:
         """Open or create.

@@ -12,23 +12,25 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.ledger import LEDGER_FILE, Ledger, LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
 from areal_lora.rollout.ledger.reconcile import Reconciliation, plan_for
 from areal_lora.rollout.ledger.records import Head, Snapshot, decode_snapshot
+from areal_lora.run_folder.paths import RunFolder
 
 TRIES, PAUSE_S = 20, 0.05
 
 
 def reconciliations(
-    run_folder: Path, run: str, versions: Mapping[str, int], snapshots: Mapping[str, bytes]
+    run_folder: RunFolder, run: str, versions: Mapping[str, int], snapshots: Mapping[str, bytes]
 ) -> dict[str, Reconciliation]:
     """By adapter, for a trainer that goes on from ``versions`` with its checkpoints' ledger ``snapshots``.
 
     Raises RolloutError where neither the ledger nor a snapshot says what was consumed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        _copy(run_folder, Path(folder))
-        file = LedgerFile(Path(folder) / LEDGER_FILE, run)
+        copy = Path(folder) / run_folder.ledger.name
+        _copy(run_folder.ledger, copy)
+        file = LedgerFile(copy, run)
         try:
             plans = {}
             for name, version in versions.items():
@@ -39,30 +41,33 @@ def reconciliations(
             file.close()
 
 
-def _copy(run_folder: Path, folder: Path) -> None:
+def _copy(ledger: Path, copy: Path) -> None:
     """Copy file and log as of one moment. A running controller has the file locked, so SQLite cannot copy it."""
-    names = (LEDGER_FILE, f"{LEDGER_FILE}-wal")
+    copies = {ledger: copy, _wal(ledger): _wal(copy)}
     for _ in range(TRIES):
-        before = _stats(run_folder, names)
-        for name in before:
+        before = _stats(copies)
+        for path in before:
             with contextlib.suppress(FileNotFoundError):
-                shutil.copy(run_folder / name, folder)
-        if _stats(run_folder, names) == before:
+                shutil.copy(path, copies[path])
+        if _stats(copies) == before:
             return
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
+        for path in copies.values():
+            path.unlink(missing_ok=True)
         time.sleep(PAUSE_S)
-    raise RolloutError(
-        f"{run_folder / LEDGER_FILE} is being written: the run is going on (fix: ask again when it has ended)"
-    )
+    raise RolloutError(f"{ledger} is being written: the run is going on (fix: ask again when it has ended)")
 
 
-def _stats(run_folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+def _wal(ledger: Path) -> Path:
+    """SQLite's write-ahead log of ``ledger``."""
+    return ledger.with_name(f"{ledger.name}-wal")
+
+
+def _stats(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
     stats = {}
-    for name in names:
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            stat = (run_folder / name).stat()
-            stats[name] = (stat.st_size, stat.st_mtime_ns)
+            stat = path.stat()
+            stats[path] = (stat.st_size, stat.st_mtime_ns)
     return stats
 
 

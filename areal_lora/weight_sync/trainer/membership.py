@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
-from areal_lora.run_folder.rendezvous import read_endpoint
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.refusal import Refusal
 
@@ -150,13 +150,12 @@ class ServerWatch(Protocol):
 class RendezvousWatch:
     """Servers that have published their ports in a run folder; restarted ones publish new ports."""
 
-    def __init__(self, run_folder: Path, workers: int) -> None:
+    def __init__(self, run_folder: RunFolder, workers: int) -> None:
         self._run_folder, self._workers = run_folder, workers
 
     def present(self) -> list[ServerEndpoint]:
         found = []
-        for path in (self._run_folder / "rendezvous").glob("server-*.json"):
-            index = int(path.stem.removeprefix("server-"))
+        for index in published_indices(self._run_folder, "server"):
             if (endpoint := self.server(index)) is not None:
                 found.append(endpoint)
         return found

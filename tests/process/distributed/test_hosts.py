@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from tests.support.distributed.namespaces import two_hosts, unavailable
 
@@ -31,7 +32,7 @@ def hosts():
 
 def run_ranks(hosts, folder: Path, bind: str, interface: str, stack: ExitStack) -> list[dict]:
     """What both ranks print. They stay until the stack is closed."""
-    create_secret(folder)
+    create_secret(RunFolder(folder))
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
     env = {k: v for k, v in os.environ.items() if k not in names}
     env |= {"OMP_NUM_THREADS": "1", "AREAL_LORA_NODES": " ".join(h.name for h in hosts)}

@@ -80,7 +80,7 @@ def submitted(slurm: Slurm, folder: Path, trainer: str, *overrides: str) -> Job:
         for name in ("SLURM_CONF", "PATH"):
             patch.setenv(name, slurm.environment[name])
         with RunStart(config) as run:
-            return Job(id=submit(config, plan, run), folder=plan.run_folder, config=config)
+            return Job(id=submit(config, plan, run), folder=plan.run_folder.path, config=config)
 
 
 def running(slurm: Slurm, job: Job, life: int = 0) -> Job:

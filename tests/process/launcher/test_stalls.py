@@ -14,6 +14,7 @@ import pytest
 from areal_lora.config.load import load_config
 from areal_lora.run_folder.events import count_restarts
 from areal_lora.run_folder.heartbeat import last_beats
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint
 from tests.support.launcher.drive import EXAMPLES
 from tests.unit.launcher.test_local import Run, begin
@@ -40,38 +41,38 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(begin: Call
     )
     folder.mkdir()
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    create_secret(folder)
+    create_secret(RunFolder(folder))
     run = begin(
         ("server", 0, SERVER.format(folder=str(folder))),
         ("controller", 0, CONTROLLER.format(folder=str(folder))),
         ("trainer", 0, TRAINER.format(folder=str(folder))),
         overrides=overrides,
     )
-    run.wait_for(lambda: last_beats(folder).keys() == set(BOTH), timeout_s=60)
+    run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH), timeout_s=60)
     time.sleep(LIMIT_S + 1.0)
-    assert count_restarts(folder) == {}, "both beat, although nobody asks anything of them"
+    assert count_restarts(RunFolder(folder)) == {}, "both beat, although nobody asks anything of them"
     old = {name: pid_of(folder, name) for name in BOTH}
     stopped_at = time.monotonic()
     for pid in old.values():
         os.kill(pid, signal.SIGSTOP)
     for name in BOTH:
-        run.wait_for(lambda name=name: count_restarts(folder).get(name) == 1)  # type: ignore[misc]
+        run.wait_for(lambda name=name: count_restarts(RunFolder(folder)).get(name) == 1)  # type: ignore[misc]
         found_s = time.monotonic() - stopped_at
         print(f"\n{name}: found after {found_s:.1f} s of {LIMIT_S:g} s")
         assert LIMIT_S - 2.0 < found_s < LIMIT_S + LATER_S
     run.wait_for(lambda: all(pid_of(folder, name) not in (0, old[name]) for name in BOTH), timeout_s=60)
-    run.wait_for(lambda: last_beats(folder).keys() == set(BOTH))
+    run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH))
     (folder / "enough").touch()
     code, output = run.end(timeout_s=40)
     assert code == 0, output
     for name in BOTH:
         assert re.search(rf"{name} gave no sign of life for \d+ s; it is started again in 1 s \(1 of 3\)", output)
-    assert count_restarts(folder) == dict.fromkeys(BOTH, 1)
+    assert count_restarts(RunFolder(folder)) == dict.fromkeys(BOTH, 1)
     assert run.alive() == []
 
 
 def pid_of(folder: Path, name: str) -> int:
     """Of the life that has published its ports, 0 if there is none."""
     role, _, index = name.partition("-")
-    endpoint = read_endpoint(folder, role, int(index))
+    endpoint = read_endpoint(RunFolder(folder), role, int(index))
     return 0 if endpoint is None else endpoint.pid

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.load import load_config
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.main import join_world
 from tests.support.distributed.intruder import intrude, intrude_all
@@ -28,7 +29,7 @@ WORLD = 2
 
 def rank_process(pipe: Connection, folder: Path, rank: int, bind: str) -> None:
     config = load_config(SHIPPED, [f"cluster.bind={bind}"])
-    join_world(config, folder, rank, WORLD)
+    join_world(config, RunFolder(folder), rank, WORLD)
     groups = [dist.new_group(list(range(WORLD))) for _ in range(3)]
     pipe.send("met")
     while pipe.recv() == "sum":
@@ -41,7 +42,7 @@ def rank_process(pipe: Connection, folder: Path, rank: int, bind: str) -> None:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, tmp_path: Path):
-    create_secret(tmp_path)
+    create_secret(RunFolder(tmp_path))
     context = mp.get_context("spawn")
     members = []
     for rank in range(WORLD):
@@ -86,7 +87,7 @@ def test_nothing_that_trainer_ranks_listen_on_serves_a_stranger(ranks):
 def test_a_rank_of_another_run_does_not_get_in(tmp_path):
     """It found the endpoint, but its secret is another: an error at once instead of a wait of ten minutes."""
     config = load_config(SHIPPED, ["cluster.bind=127.0.0.1"])
-    create_secret(tmp_path)
+    create_secret(RunFolder(tmp_path))
     context = mp.get_context("spawn")
     mine, theirs = context.Pipe()
     first = context.Process(target=rank_process, args=(theirs, tmp_path, 0, "127.0.0.1"), daemon=True)
@@ -98,9 +99,9 @@ def test_a_rank_of_another_run_does_not_get_in(tmp_path):
             assert deadline_s > 0
             deadline_s -= 0.1
             first.join(0.1)
-        create_secret(tmp_path)
+        create_secret(RunFolder(tmp_path))
         with pytest.raises(dist.DistNetworkError, match="another run"):
-            join_world(config, tmp_path, 1, WORLD)
+            join_world(config, RunFolder(tmp_path), 1, WORLD)
     finally:
         first.kill()
         first.join()

@@ -11,7 +11,8 @@ import pytest
 
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import Manifest
-from areal_lora.checkpoint.store import adapter_folder, version_folder, versions_in
+from areal_lora.checkpoint.store import version_folder, versions_in
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from tests.support.distributed.oracle import make_model
 from tests.support.distributed.spawn import RanksFailed, run_ranks
@@ -58,7 +59,7 @@ def world(what: Any, life: Life, store: Path) -> list[Any]:
 
 
 def manifests(folder: Path) -> list[Manifest]:
-    root = adapter_folder(folder, "a")
+    root = RunFolder(folder).adapter_checkpoints("a")
     return [verify(version_folder(root, v), AdapterRef(name="a", version=v)) for v in versions_in(root)]
 
 
@@ -153,7 +154,7 @@ def changed(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     }
     with pytest.raises(RanksFailed) as failed:
         world(live, Life(str(folder), path, rank=8, steps=STEPS + 3), tmp / "rank")
-    root = adapter_folder(folder, "a")
+    root = RunFolder(folder).adapter_checkpoints("a")
     (root / f"v{STEPS + 2:06d}" / "rank-0001.safetensors").write_bytes(b"torn")
     ends["fallback"] = world(live, Life(str(folder), path, sizes=pp2, steps=STEPS + 2), tmp / "fallback")
     return {"ends": ends, "refusal": str(failed.value), "manifests": manifests(folder), "root": root}

@@ -12,6 +12,7 @@ import numpy as np
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import PARTS, AdapterState, Clock, Evaluation, Manifest, RankRandom
 from areal_lora.checkpoint.store import Snapshot, Store
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef, AdapterSpec
 
 SPEC = AdapterSpec(name="math", base_model="m", rank=2, alpha=4.0, target_modules=("linear_qkv", "linear_fc1"))
@@ -95,7 +96,7 @@ def on_ranks(work: Callable[[int], R], world: int = WORLD) -> list[R | Exception
 
 
 def stores(run_folder: Path, disks: Sequence[Disk] = (Disk(), Disk())) -> list[Store]:
-    return [Store(run_folder, e, disk) for e, disk in zip(ThreadExchange.make(WORLD), disks, strict=True)]
+    return [Store(RunFolder(run_folder), e, disk) for e, disk in zip(ThreadExchange.make(WORLD), disks, strict=True)]
 
 
 def write(

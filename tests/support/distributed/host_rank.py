@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.config.load import load_config
+from areal_lora.config.place import own_place
 from areal_lora.distributed.exchange import GroupExchange
-from areal_lora.network.addresses import own_place
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.trainer.main import join_world
 from areal_lora.weight_sync.link.groups import GroupListener, join_group
@@ -32,11 +33,11 @@ TIMEOUT_S = 20.0
 
 def main(folder: Path, rank: int, bind: str, interface: str) -> None:
     config = load_config(SHIPPED, [f"cluster.bind='{bind}'", f"cluster.interface={interface}", "cluster.nodes=2"])
-    join_world(config, folder, rank, 2)
+    join_world(config, RunFolder(folder), rank, 2)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
-    place = own_place(config.cluster, folder)
-    secret, exchange = read_secret(folder), GroupExchange(timeout_s=TIMEOUT_S)
+    place = own_place(config.cluster, RunFolder(folder))
+    secret, exchange = read_secret(RunFolder(folder)), GroupExchange(timeout_s=TIMEOUT_S)
     flat = torch.full((5000,), 7 * (1 - rank), dtype=torch.uint8)
     if rank == 0:
         listener = GroupListener(

@@ -22,6 +22,7 @@ from areal_lora.config.load import load_config
 from areal_lora.engine.vllm_ext import stand_in
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint
 from tests.support.e2e import crash_child
 from tests.support.paths import ROOT
@@ -121,7 +122,7 @@ def execute(run: CrashRun) -> CrashRun:
     for name in ("logs", "rendezvous", "status"):
         (run.folder / name).mkdir(parents=True)
     (run.folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    create_secret(run.folder)
+    create_secret(RunFolder(run.folder))
     began = time.monotonic()
     slow = {stand_in.TOKEN_S: str(TOKEN_S)} if run.victim == "server" else {}
     with Processes(run.folder, make_plan(config, facts).processes, slow) as processes:
@@ -165,7 +166,7 @@ class Processes:
             self._kill([s.name for s in restarted if s.name in self._alive])
             for spec in restarted:
                 if victim != "server":
-                    forget_endpoint(self._folder, spec.role, spec.index)
+                    forget_endpoint(RunFolder(self._folder), spec.role, spec.index)
         for spec in self._specs if first else restarted:
             hit = fault if spec.role == victim and (spec.index == index or (not first and victim == "server")) else ""
             process = self._context.Process(

@@ -22,6 +22,7 @@ from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.trainer.main import join_world
@@ -162,16 +163,16 @@ def small_effects(config: Config, engine: MegatronEngine, tenant: Tenant, random
 
 def main(run_folder: Path) -> None:
     config = Config.model_validate_json((run_folder / "config.json").read_text())
-    join_world(config, run_folder, 0, 1)
+    join_world(config, RunFolder(run_folder), 0, 1)
     engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
     tenant = build_tenant(config, config.adapters[0], tokenizer)
     engine.add_adapter(tenant.spec, tenant.config.optimizer, 1)
-    wait_endpoint(run_folder, "server", 0, 120)
+    wait_endpoint(RunFolder(run_folder), "server", 0, 120)
     coordinator = Coordinator(
         run=config.run.name,
-        secret=read_secret(run_folder),
-        servers=RendezvousWatch(run_folder, 1).present(),
+        secret=read_secret(RunFolder(run_folder)),
+        servers=RendezvousWatch(RunFolder(run_folder), 1).present(),
         config=config.weight_sync,
     )
     publisher = Tampering(
@@ -180,7 +181,7 @@ def main(run_folder: Path) -> None:
             config=config.weight_sync,
             exchange=SoloExchange(),
             coordinator=coordinator,
-            secret=read_secret(run_folder),
+            secret=read_secret(RunFolder(run_folder)),
         )
     )
     publishing = AdapterPublishing(engine, publisher, config.weight_sync, None)

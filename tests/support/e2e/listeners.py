@@ -30,6 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
 from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 
 FOREIGN = "5f" * 32  # the secret of another run
@@ -69,7 +70,7 @@ class Listener:
 
 
 def main(launcher: int, run_folder: Path) -> list[Listener]:
-    secret = read_secret(run_folder)
+    secret = read_secret(RunFolder(run_folder))
     family = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
     found = list(listening(family, planes(run_folder)))
     with ThreadPoolExecutor(16) as pool:

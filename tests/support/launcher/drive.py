@@ -17,6 +17,7 @@ from areal_lora.config.load import load_config
 from areal_lora.families.shape import known_config
 from areal_lora.launcher import local
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"
@@ -34,7 +35,9 @@ def main() -> int:
         for role, index, code in processes
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    dummy = JobPlan(run_folder=folder, nodes=1, processes=specs, ports=(), files=(), ranks=(), estimates=plan.estimates)
+    dummy = JobPlan(
+        run_folder=RunFolder(folder), nodes=1, processes=specs, ports=(), files=(), ranks=(), estimates=plan.estimates
+    )
     local.EARLY_END_S = float(os.environ.get("EARLY_END_S", local.EARLY_END_S))
     return local.run_local(config, dummy, Console())
 

@@ -15,6 +15,7 @@ from areal_lora.obs.metrics.records import (
 )
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.events import RestartEvent, write_event
+from areal_lora.run_folder.paths import RunFolder
 
 ADAPTER = "toy"
 PHASES = {"pack": 4, "wire": 3, "verify": 2, "write": 0.5, "commit_wait": 8}
@@ -49,7 +50,7 @@ def make_run(folder: Path, steps: int = 40, seed: int = 0) -> Path:
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(make_config().model_dump_json())
-    with MetricsWriter(folder) as writer:
+    with MetricsWriter(RunFolder(folder)) as writer:
         _write_publish(writer, rng, 0)
         _write_eval(writer, 0, 0.25)
         for step in range(steps):
@@ -60,7 +61,7 @@ def make_run(folder: Path, steps: int = 40, seed: int = 0) -> Path:
             )
             if step == steps // 2:
                 event = RestartEvent(at="2026-01-01T00:00:00Z", who="trainer", how="was killed by signal 9")
-                write_event(folder, event)
+                write_event(RunFolder(folder), event)
                 writer.write(ResumeRecord(version=step + 1, time_s=2.0 * (step + 1), adapter=ADAPTER))
             if (step + 1) % 10 == 0:
                 _write_eval(writer, step + 1, 0.25 + 0.6 * (step + 1) / steps)

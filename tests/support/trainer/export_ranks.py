@@ -24,6 +24,7 @@ from areal_lora.engine.megatron_utils.convert.registry import Dims
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import PublishError
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.peft import export_adapter
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
@@ -91,7 +92,7 @@ def export_all(folder: Path, cases: list[tuple[str, Dims, dict[str, int], int, E
         ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide what is taken anew
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_bytes("VmRSS")
-        export_adapter(engine, tenant, exchange, folder / name)
+        export_adapter(engine, tenant, exchange, RunFolder(folder / name))
         grown[name] = memory_bytes("VmHWM") - before
         dist.barrier()
     return grown

@@ -16,7 +16,6 @@ import msgspec
 
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.metrics.records import (
-    METRICS_FILE,
     CheckpointRecord,
     EvalRecord,
     PublishRecord,
@@ -25,6 +24,7 @@ from areal_lora.obs.metrics.records import (
     SampleRecord,
     StepRecord,
 )
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.recording import Recorder
 from tests.support.obs.fake_run import ADAPTER, make_config
 
@@ -115,14 +115,14 @@ def main(folder: Path, steps: int) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(make_config().model_dump_json())
     encoder = msgspec.json.Encoder()
-    with (folder / METRICS_FILE).open("wb") as file:
+    with RunFolder(folder).metrics.open("wb") as file:
         for record in records(steps):
             file.write(encoder.encode(record) + b"\n")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
     before, began = memory("VmRSS"), time.monotonic()
     tenant: Any = Tenant(round(steps * RESUMED))
-    recorder = Recorder(make_config(), folder, Client(), [tenant], began)  # type: ignore[arg-type]
-    console = LiveConsole(folder, steps)
+    recorder = Recorder(make_config(), RunFolder(folder), Client(), [tenant], began)  # type: ignore[arg-type]
+    console = LiveConsole(RunFolder(folder), steps)
     console.start()
     opened = time.monotonic()
     recorder.finish(folder / "adapters" / ADAPTER)
@@ -131,7 +131,7 @@ def main(folder: Path, steps: int) -> dict[str, Any]:
         "grown_bytes": memory("VmHWM") - before,
         "opened_s": opened - began,
         "finished_s": finished - opened,
-        "file_bytes": (folder / METRICS_FILE).stat().st_size,
+        "file_bytes": RunFolder(folder).metrics.stat().st_size,
         "steps_done": console.view.steps_done,
     }
 

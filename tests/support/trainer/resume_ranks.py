@@ -25,6 +25,7 @@ from areal_lora.data.order import PromptOrder
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.processes import faults
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop
 from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.learn import LearnReport, learn
@@ -84,7 +85,7 @@ class Publishing:
             if save is not None:
                 save.wait_settled()
             faults.reached("trainer.publish_begun")
-            newest = find(self._folder, ref.name).newest
+            newest = find(RunFolder(self._folder), ref.name).newest
             assert newest is not None
             assert newest.manifest.version >= ref.version, "published before its checkpoint was durable"
             faults.reached("trainer.published")
@@ -173,14 +174,16 @@ def live(life: Life) -> dict[str, Any]:
         algorithm=build_algorithm(adapter.algorithm, minibatches=1),
     )
     engine.add_adapter(tenant.spec, adapter.optimizer, seed=1)
-    resume(engine, [tenant], config, folder, GroupExchange(60.0))
+    resume(engine, [tenant], config, RunFolder(folder), GroupExchange(60.0))
     begun = tenant.version
     controller = Controller(folder, engine, tenant, config.run.steps)
     commit = partial(_commit, controller) if engine.rank == 0 else None
-    saver = Saver(store=Store(folder, GroupExchange(60.0), Disk()), config=config.checkpoint, committed=commit)
+    saver = Saver(
+        store=Store(RunFolder(folder), GroupExchange(60.0), Disk()), config=config.checkpoint, committed=commit
+    )
     trainer: Any = loop.Trainer(
         config=config,
-        run_folder=folder,
+        run_folder=RunFolder(folder),
         engine=engine,
         tenants=[tenant],
         recorder=controller if engine.rank == 0 else None,  # type: ignore[arg-type]

@@ -11,12 +11,13 @@ import pytest
 
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan, check_compatible, explain, find, tidy
-from areal_lora.checkpoint.store import adapter_folder, versions_in
+from areal_lora.checkpoint.store import versions_in
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AdapterConfig
 from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import ExpertLayout
 from tests.support.checkpoint.helpers import SPEC, stores, write, written
 from tests.support.paths import ROOT
@@ -48,10 +49,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_broken_newest_one_is_named_and_the_one_before_is_used(tmp_path: Path, kind: str) -> None:
     written(tmp_path, 0, 1, 2)
-    root = adapter_folder(tmp_path, SPEC.name)
+    root = RunFolder(tmp_path).adapter_checkpoints(SPEC.name)
     damage, reason = DAMAGE[kind]
     damage(root / "v000002")
-    plan = find(tmp_path, SPEC.name)
+    plan = find(RunFolder(tmp_path), SPEC.name)
     assert plan.newest is not None
     assert (plan.ref.version, plan.newest.manifest.ledger) == (1, b"ledger 1")
     assert [(b.path, reason in b.reason) for b in plan.broken] == [(root / "v000002", True)], plan.broken
@@ -62,45 +63,45 @@ def test_a_broken_newest_one_is_named_and_the_one_before_is_used(tmp_path: Path,
     assert versions_in(root) == [0, 1]
     assert (root / "broken-v000002").is_dir() == (kind != "deleted")
     assert write(stores(tmp_path), 2) == [None, None]
-    assert (find(tmp_path, SPEC.name).ref.version, find(tmp_path, SPEC.name).broken) == (2, ())
+    assert (find(RunFolder(tmp_path), SPEC.name).ref.version, find(RunFolder(tmp_path), SPEC.name).broken) == (2, ())
 
 
 def test_two_broken_ones_in_a_row_are_both_named(tmp_path: Path) -> None:
     written(tmp_path, 0, 1, 2)
-    root = adapter_folder(tmp_path, SPEC.name)
+    root = RunFolder(tmp_path).adapter_checkpoints(SPEC.name)
     flip(root / "v000001" / FILE, 3)
     shutil.rmtree(root / "v000002")
-    plan = find(tmp_path, SPEC.name)
+    plan = find(RunFolder(tmp_path), SPEC.name)
     assert [b.path.name for b in plan.broken] == ["v000002", "v000001"]
     assert plan.ref.version == 0
 
 
 def test_a_manifest_of_another_version_is_not_believed(tmp_path: Path) -> None:
     written(tmp_path, 0, 1)
-    root = adapter_folder(tmp_path, SPEC.name)
+    root = RunFolder(tmp_path).adapter_checkpoints(SPEC.name)
     (root / "v000001").rename(root / "v000007")
-    plan = find(tmp_path, SPEC.name)
+    plan = find(RunFolder(tmp_path), SPEC.name)
     assert plan.ref.version == 0
     assert "speaks of math@v1" in plan.broken[0].reason
 
 
 def test_if_none_is_left_the_start_fails_and_names_them(tmp_path: Path) -> None:
     written(tmp_path, 0, 1)
-    root = adapter_folder(tmp_path, SPEC.name)
+    root = RunFolder(tmp_path).adapter_checkpoints(SPEC.name)
     for folder in ("v000000", "v000001"):
         (root / folder / FILE).unlink()
-    plan = find(tmp_path, SPEC.name)
+    plan = find(RunFolder(tmp_path), SPEC.name)
     assert plan.lost
     with pytest.raises(CheckpointError, match=r"v000001: .* missing; .*v000000: .* missing .*--fresh"):
         ResumePlan(adapters=(plan,)).check()
     for folder in ("v000000", "v000001"):
         shutil.rmtree(root / folder)
     with pytest.raises(CheckpointError, match="v000001: it was written and its folder is gone"):
-        ResumePlan(adapters=(find(tmp_path, SPEC.name),)).check()
+        ResumePlan(adapters=(find(RunFolder(tmp_path), SPEC.name),)).check()
 
 
 def test_nothing_was_ever_written(tmp_path: Path) -> None:
-    plan = ResumePlan(adapters=(find(tmp_path, SPEC.name),))
+    plan = ResumePlan(adapters=(find(RunFolder(tmp_path), SPEC.name),))
     plan.check()
     assert (plan.adapters[0].newest, plan.adapters[0].broken) == (None, ())
     assert plan.adapters[0].ref.version == 0
@@ -108,30 +109,30 @@ def test_nothing_was_ever_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rest", ["folder deleted", "adapter deleted", "never written"])
 def test_steps_without_any_checkpoint_are_never_taken_again_in_silence(tmp_path: Path, rest: str) -> None:
-    root = adapter_folder(tmp_path, SPEC.name)
-    with MetricsWriter(tmp_path) as metrics:
+    root = RunFolder(tmp_path).adapter_checkpoints(SPEC.name)
+    with MetricsWriter(RunFolder(tmp_path)) as metrics:
         for step in range(3):
             metrics.write(StepRecord(adapter=SPEC.name, step=step, version=step, time_s=1.0))
         metrics.write(StepRecord(adapter="other", step=7, version=7, time_s=1.0))
     if rest != "never written":
         written(tmp_path, 0, 1)
-        find(tmp_path, SPEC.name)
+        find(RunFolder(tmp_path), SPEC.name)
         shutil.rmtree(root if rest == "adapter deleted" else root.parent)
-    plan = find(tmp_path, SPEC.name)
+    plan = find(RunFolder(tmp_path), SPEC.name)
     assert plan.lost
     text = rf"{root}: metrics.jsonl has 3 steps of it and there is no checkpoint .*--fresh"
     with pytest.raises(CheckpointError, match=text):
         ResumePlan(adapters=(plan,)).check()
-    assert find(tmp_path, "third").broken == (), "an adapter that has made no step begins"
+    assert find(RunFolder(tmp_path), "third").broken == (), "an adapter that has made no step begins"
 
 
 def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     written(tmp_path, 0)
-    root = adapter_folder(tmp_path, SPEC.name)
+    root = RunFolder(tmp_path).adapter_checkpoints(SPEC.name)
     (root / ".v000001.0a1b2c3d").mkdir()
     (root / ".v000001.0a1b2c3d" / FILE).write_bytes(b"half")
     (root / ".newest.0a1b2c3d").write_text("")
-    plan = find(tmp_path, SPEC.name)
+    plan = find(RunFolder(tmp_path), SPEC.name)
     assert (plan.ref.version, len(plan.leftovers), plan.broken) == (0, 2, ())
     tidy(ResumePlan(adapters=(plan,)), Disk())
     assert sorted(p.name for p in root.iterdir()) == ["newest", "v000000"]
@@ -159,7 +160,7 @@ def adapter_like(**changes: object) -> AdapterConfig:
 )
 def test_another_adapter_or_base_is_refused(tmp_path: Path, changes: dict[str, object], path: str, reason: str) -> None:
     written(tmp_path, 0)
-    found = find(tmp_path, SPEC.name).newest
+    found = find(RunFolder(tmp_path), SPEC.name).newest
     assert found is not None
     with pytest.raises(ConfigError) as caught:
         check_compatible(found, adapter_like(**changes), 0, "other" if path == "model.path" else "base")
@@ -170,7 +171,7 @@ def test_another_adapter_or_base_is_refused(tmp_path: Path, changes: dict[str, o
 
 def test_other_spellings_and_settings_are_fine(tmp_path: Path) -> None:
     written(tmp_path, 0)
-    found = find(tmp_path, SPEC.name).newest
+    found = find(RunFolder(tmp_path), SPEC.name).newest
     assert found is not None
     changed = adapter_like(target_modules=list(reversed(SPEC.target_modules)), minibatches=2)
     check_compatible(found, changed, 0, "base")
@@ -180,4 +181,4 @@ def test_checkpoints_of_a_name_that_is_gone_are_not_ignored(tmp_path: Path) -> N
     written(tmp_path, 0)
     renamed = CONFIG.model_copy(update={"adapters": [adapter_like(name="algebra")]})
     with pytest.raises(ConfigError, match="holds checkpoints of 'math'"):
-        explain(tmp_path, renamed)
+        explain(RunFolder(tmp_path), renamed)

@@ -15,6 +15,7 @@ from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError, PublishError, RolloutError
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from tests.support.checkpoint.helpers import SPEC, snapshot_of
 
@@ -37,7 +38,9 @@ class Saving:
         self.disk, self.committed = Held(), list[str]()
         self.commit_error: Exception | None = None
         self.saver = Saver(
-            store=Store(folder, SoloExchange(), self.disk), config=CheckpointConfig(**config), committed=self.commit
+            store=Store(RunFolder(folder), SoloExchange(), self.disk),
+            config=CheckpointConfig(**config),
+            committed=self.commit,
         )
 
     def commit(self, ref: AdapterRef) -> None:
@@ -50,10 +53,10 @@ def test_neither_the_gate_opens_nor_the_step_is_committed_before_it_is_durable(t
     saving = Saving(tmp_path)
     save = saving.saver.save(snapshot_of(1, 0))
     assert not save.settled.wait(0.3)
-    assert (saving.committed, find(tmp_path, SPEC.name).newest) == ([], None)
+    assert (saving.committed, find(RunFolder(tmp_path), SPEC.name).newest) == ([], None)
     saving.disk.go_on.set()
     save.wait_settled()
-    assert find(tmp_path, SPEC.name).ref.version == 1
+    assert find(RunFolder(tmp_path), SPEC.name).ref.version == 1
     assert saving.saver.join(SPEC.name) is save
     assert saving.committed == ["math@v1"]
     assert save.nbytes == sum(path.stat().st_size for path in tmp_path.rglob("rank-*.safetensors")) > 0
@@ -84,7 +87,7 @@ def test_a_full_disk_is_survived_until_it_has_failed_too_often(
     with pytest.raises(CheckpointError, match=r"3 checkpoints of 'math' in a row .*max_failures is 2"):
         saving.saver.join(SPEC.name)
     assert saving.committed == ["math@v3"]
-    assert find(tmp_path, SPEC.name).ref.version == 3
+    assert find(RunFolder(tmp_path), SPEC.name).ref.version == 3
     warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warned) == 5
     assert all("No space left on device" in w and "/checkpoints/math/.v00000" in w for w in warned)

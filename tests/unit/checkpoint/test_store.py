@@ -14,16 +14,17 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan as Plan
 from areal_lora.checkpoint.recover import find, tidy
 from areal_lora.checkpoint.state import PARTS, AdapterState, Evaluation, read_files
-from areal_lora.checkpoint.store import adapter_folder, plan_deletions, versions_in
+from areal_lora.checkpoint.store import plan_deletions, versions_in
 from areal_lora.checkpoint.testing import FaultyDisk
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.checkpoint.helpers import SPEC, on_ranks, snapshot_of, state_of, stores, write, written
 
 
 def read_back(run_folder: Path) -> tuple[int, bytes]:
     """(version, ledger) of the newest whole checkpoint, after comparing every number in it."""
-    found = find(run_folder, SPEC.name).newest
+    found = find(RunFolder(run_folder), SPEC.name).newest
     assert found is not None
     version = found.manifest.version
     tensors = read_files([found.path / entry.name for entry in found.manifest.files])
@@ -38,7 +39,7 @@ def read_back(run_folder: Path) -> tuple[int, bytes]:
 def test_a_checkpoint_holds_what_all_ranks_gave(tmp_path: Path) -> None:
     written(tmp_path, 0, 1)
     assert read_back(tmp_path) == (1, b"ledger 1")
-    plan = find(tmp_path, SPEC.name)
+    plan = find(RunFolder(tmp_path), SPEC.name)
     assert (plan.broken, plan.leftovers, plan.lost) == ((), (), False)
     assert plan.newest is not None
     assert [r.host for r in plan.newest.manifest.random] == [b"random 0", b"random 1"]
@@ -56,7 +57,7 @@ def test_a_rank_that_owns_nothing_writes_no_file(tmp_path: Path) -> None:
         return made[rank].write(replace(snapshot, state=empty) if rank else snapshot)
 
     sizes = on_ranks(save)
-    found = find(tmp_path, SPEC.name).newest
+    found = find(RunFolder(tmp_path), SPEC.name).newest
     assert found is not None
     assert [entry.name for entry in found.manifest.files] == ["rank-0000.safetensors"]
     assert [r.host for r in found.manifest.random] == [b"random 0", b"random 1"]
@@ -94,7 +95,7 @@ def test_every_operation_fails_once(tmp_path: Path, rank: int, code: int) -> Non
                 operation, path = disks[rank].log[n - 1]
                 assert path.name in str(outcome[0]), (operation, str(outcome[0]))
                 assert "injected" in str(outcome[0])
-            newest = find(folder, SPEC.name)
+            newest = find(RunFolder(folder), SPEC.name)
             assert newest.broken == ()
             assert all(path.name.startswith(".newest") for path in newest.leftovers)
             if newest.newest is not None:
@@ -115,7 +116,7 @@ def test_every_write_is_torn_once_and_the_checkpoint_before_is_used(tmp_path: Pa
         for version in (0, 1):
             assert write(made, version) == [None, None]
         operation, path = disks[rank].log[n - 1]
-        plan = find(folder, SPEC.name)
+        plan = find(RunFolder(folder), SPEC.name)
         if operation == "write" and "v000001" in str(path.parent):
             torn += 1
             assert read_back(folder)[0] == 0
@@ -140,15 +141,15 @@ def test_old_checkpoints_are_deleted_as_planned(tmp_path: Path) -> None:
         evaluations = {v: Evaluation(accuracy=a, reward_mean=-a) for v, a in accuracies.items()}
         assert write(made, version, evaluations) == [None, None]
         made[0].delete_old(snapshot_of(version, 0, evaluations), config)
-    assert versions_in(adapter_folder(tmp_path, SPEC.name)) == [3, 4, 8, 9, 10]
+    assert versions_in(RunFolder(tmp_path).adapter_checkpoints(SPEC.name)) == [3, 4, 8, 9, 10]
 
 
 def test_a_damaged_newest_one_does_not_count_as_kept(tmp_path: Path) -> None:
     made = stores(tmp_path)
     written(tmp_path, 0, 1, 2, 3)
-    (adapter_folder(tmp_path, SPEC.name) / "v000002" / "manifest.json").unlink()
+    (RunFolder(tmp_path).adapter_checkpoints(SPEC.name) / "v000002" / "manifest.json").unlink()
     made[0].delete_old(snapshot_of(3, 0), CheckpointConfig(keep_last=2))
-    assert versions_in(adapter_folder(tmp_path, SPEC.name)) == [1, 2, 3]
+    assert versions_in(RunFolder(tmp_path).adapter_checkpoints(SPEC.name)) == [1, 2, 3]
 
 
 def test_deletions_on_random_histories() -> None:

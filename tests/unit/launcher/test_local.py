@@ -21,6 +21,7 @@ from areal_lora.launcher import supervise
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.supervise import Supervisor
 from areal_lora.run_folder.events import count_restarts
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import ROOT
 
 FOREVER = "import time; time.sleep(600)"
@@ -289,10 +290,11 @@ from areal_lora.run_folder.rendezvous import publish_endpoint, read_endpoint
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.heartbeat import beat
-from areal_lora.processes.log import set_status
-folder, role, index = pathlib.Path({folder!r}), {role!r}, {index}
-stacks.install(folder, role, index)
-alone = open(folder / f"{{role}}-{{index}}.lock", "w")
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import set_status
+folder, role, index = RunFolder.of({folder!r}), {role!r}, {index}
+stacks.install(folder.stack_dump(f"{{role}}-{{index}}"))
+alone = open(folder.path / f"{{role}}-{{index}}.lock", "w")
 fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where an earlier life is still there
 if read_endpoint(folder, role, index) is None:
     print("no old ports")
@@ -329,7 +331,7 @@ def test_the_controller_is_started_again_without_the_others(
     assert "controller-0 was killed by SIGKILL; it is started again in 1 s (1 of 3)" in output
     assert [run.log(name).count("started") for name in ("server-0", "controller-0", "trainer-0")] == [1, 2, 1]
     assert run.log("controller-0").count("no old ports") == 2, "whoever reads them waits for the new ones"
-    assert count_restarts(run.folder) == {"controller-0": 1}
+    assert count_restarts(RunFolder(run.folder)) == {"controller-0": 1}
     assert run.alive() == []
 
 
@@ -350,7 +352,7 @@ def test_a_restarted_process_may_take_longer_to_its_first_beat_than_a_stall(
     code, output = run.end(timeout_s=40)
     assert code == 0, output
     assert "no sign of life" not in output
-    assert count_restarts(run.folder) == {"controller-0": 1}
+    assert count_restarts(RunFolder(run.folder)) == {"controller-0": 1}
     assert run.log("controller-0").count("started") == 2
 
 
@@ -363,7 +365,7 @@ def test_a_rank_that_ended_well_beside_one_that_failed_is_not_missed_later(
     run = begin(rank(tmp_path, "trainer", 0, steps=40), rank(tmp_path, "trainer", 1, steps=3, beats=False))
     code, output = run.end(timeout_s=40)
     assert code == 0, output
-    assert count_restarts(run.folder) == {"trainer": 1}
+    assert count_restarts(RunFolder(run.folder)) == {"trainer": 1}
 
 
 @pytest.mark.parametrize("dead", [0, 1])

@@ -14,17 +14,18 @@ import pytest
 
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.run_lock import Owner, RunLock
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import SUPPORT
 
 NO_LOCKS = SUPPORT / "no_locks.py"
 LACKS = [["flock", "ENOSYS"], ["flock", "EOPNOTSUPP"], ["flock", "ENOLCK"]]
 HOLD = """
 import sys
-from pathlib import Path
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.run_lock import RunLock
+from areal_lora.run_folder.paths import RunFolder
 try:
-    lock = RunLock(Path(sys.argv[1]))
+    lock = RunLock(RunFolder.of(sys.argv[1]))
     lock.take()
 except ConfigError as error:
     print("refused:", error, flush=True)
@@ -103,7 +104,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> 
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", no_flock)
-    lock = RunLock(tmp_path / "run")
+    lock = RunLock(RunFolder(tmp_path / "run"))
     lock.owner_path.write_bytes(content)
     return lock
 

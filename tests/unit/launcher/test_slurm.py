@@ -107,10 +107,10 @@ def run_script(
     script = tmp_path / "job.sh"
     text = sbatch_script(config, plan).replace(f" {own_python} ", f" {bin_folder}/controller-python ")
     script.write_text(text)
-    plan.run_folder.mkdir()
-    before(plan.run_folder)
+    plan.run_folder.path.mkdir()
+    before(plan.run_folder.path)
     if failures is not None:
-        (plan.run_folder / "job.failures").write_text(f"{failures}\n")
+        (plan.run_folder.path / "job.failures").write_text(f"{failures}\n")
     env = os.environ | {
         "PATH": f"{bin_folder}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "n[1-3]",
@@ -120,7 +120,7 @@ def run_script(
     }
     (tmp_path / "state").write_text(f"{state}\n")
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60, check=False)
-    return done, plan.run_folder
+    return done, plan.run_folder.path
 
 
 def test_trainer_end_ends_the_job_and_tasks_get_rank_and_node(tmp_path: Path) -> None:
@@ -254,24 +254,28 @@ def test_submitting_without_slurm_says_what_to_do(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentError_, match=r"sbatch is not on this machine .*job\.sbatch"):
         submit(config, plan, RunStart(config))
-    assert (plan.run_folder / "job.sbatch").read_text() == sbatch_script(config, plan)
-    assert (plan.run_folder / "config.json").is_file()
+    assert (plan.run_folder.path / "job.sbatch").read_text() == sbatch_script(config, plan)
+    assert (plan.run_folder.path / "config.json").is_file()
 
 
 def test_the_job_is_submitted_before_the_folder_is_touched_and_begins_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, plan = job(tmp_path)
-    secret, calls = plan.run_folder / "secret", tmp_path / "calls"
-    plan.run_folder.mkdir()
+    secret, calls = plan.run_folder.path / "secret", tmp_path / "calls"
+    plan.run_folder.path.mkdir()
     secret.write_text("old")
-    (plan.run_folder / "job.failures").write_text("3\n")
+    (plan.run_folder.path / "job.failures").write_text("3\n")
     see = f'echo "$0 $*: $(cat {secret})" >> {calls}'
     with_programs(tmp_path, monkeypatch, sbatch=f"{see}; cat > {tmp_path}/got; echo '42;cluster'", scontrol=see)
     assert submit(config, plan, RunStart(config)) == "42"
-    assert (tmp_path / "got").read_text() == (plan.run_folder / "job.sbatch").read_text() == sbatch_script(config, plan)
-    assert (plan.run_folder / "job.id").read_text() == "42\n"
-    assert not (plan.run_folder / "job.failures").exists(), "who submits again begins to count again"
+    assert (
+        (tmp_path / "got").read_text()
+        == (plan.run_folder.path / "job.sbatch").read_text()
+        == sbatch_script(config, plan)
+    )
+    assert (plan.run_folder.path / "job.id").read_text() == "42\n"
+    assert not (plan.run_folder.path / "job.failures").exists(), "who submits again begins to count again"
     first, second = calls.read_text().splitlines()
     assert first.endswith("sbatch --parsable --hold: old")
     assert second.endswith(f"scontrol release 42: {secret.read_text()}")
@@ -282,7 +286,7 @@ def test_a_refused_job_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: 
     with_programs(tmp_path, monkeypatch, sbatch="echo 'invalid partition' >&2; exit 1")
     with pytest.raises(EnvironmentError_, match=r"sbatch refused .*: invalid partition"):
         submit(config, plan, RunStart(config))
-    assert not plan.run_folder.exists()
+    assert not plan.run_folder.path.exists()
 
 
 def test_a_job_that_cannot_be_released_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,13 +314,13 @@ DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect
 def entered(tmp_path: Path) -> Path:
     """Start beside job 17, whose folder has a secret and ports."""
     config, plan = job(tmp_path)
-    if not plan.run_folder.exists():
+    if not plan.run_folder.path.exists():
         with RunStart(config) as folder:
             folder.prepare()
-        (plan.run_folder / "job.id").write_text("17\n")
-        (plan.run_folder / "rendezvous" / "trainer-0.json").write_text("{}")
+        (plan.run_folder.path / "job.id").write_text("17\n")
+        (plan.run_folder.path / "rendezvous" / "trainer-0.json").write_text("{}")
     with RunStart(config):
-        return plan.run_folder
+        return plan.run_folder.path
 
 
 @pytest.mark.parametrize("squeue", ["true", FORGOTTEN], ids=["over", "forgotten"])

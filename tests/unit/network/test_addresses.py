@@ -8,9 +8,11 @@ from ipaddress import ip_address
 import pytest
 
 from areal_lora.config.load import load_config
+from areal_lora.config.place import own_place
 from areal_lora.errors import ConfigError
 from areal_lora.network import addresses
-from areal_lora.network.addresses import Interface, Place, choose, look, own_place, set_variables
+from areal_lora.network.addresses import Interface, Place, choose, look, set_variables
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from tests.support.paths import ROOT
 
@@ -94,12 +96,12 @@ def test_a_process_stays_where_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(addresses, "_facing", lambda peer, *rest: asked.append(peer) or [])
     monkeypatch.setenv(addresses.NODES_VARIABLE, "n1 n2")
     monkeypatch.setattr(addresses, "look", lambda: (LO, ETH))
-    publish_endpoint(tmp_path, "controller", 0, {"control": 1}, host="10.0.0.9")
-    first = own_place(cluster, tmp_path)
+    publish_endpoint(RunFolder(tmp_path), "controller", 0, {"control": 1}, host="10.0.0.9")
+    first = own_place(cluster, RunFolder(tmp_path))
     assert asked == ["n1", "n2", "10.0.0.9", "192.0.2.1"]
     assert first == Place(address="192.168.1.7", interface="eth0")
     monkeypatch.setattr(addresses, "look", lambda: (LO, IB))
-    assert own_place(cluster, tmp_path) == first
+    assert own_place(cluster, RunFolder(tmp_path)) == first
 
 
 def test_variables_of_the_user_win_and_are_named(monkeypatch):
@@ -131,4 +133,4 @@ def test_the_name_of_the_host_is_not_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(addresses, "look", lambda: (LO, ETH))
     monkeypatch.setattr(addresses, "_facing", lambda *a: [])
     cluster = load_config(SHIPPED, ["cluster.bind=0.0.0.0"]).cluster
-    assert own_place(cluster, tmp_path).address == "192.168.1.7"
+    assert own_place(cluster, RunFolder(tmp_path)).address == "192.168.1.7"

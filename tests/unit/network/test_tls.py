@@ -14,15 +14,7 @@ from socket import create_connection, create_server, gethostname
 import pytest
 
 from areal_lora.network.keys import Plane, bearer_key
-from areal_lora.network.tls import (
-    CA_FILE,
-    DATA_KEY_FILE,
-    ca_pem,
-    client_context,
-    on_loopback,
-    server_context,
-    write_client_files,
-)
+from areal_lora.network.tls import ca_pem, client_context, on_loopback, server_context, write_client_files
 
 SECRET, OTHER = "5e" * 32, "5e" * 31 + "5f"
 
@@ -85,12 +77,13 @@ def test_servers_have_keys_of_their_own() -> None:
 
 
 def test_an_outside_client_with_the_two_files_checks_names_too(tmp_path: Path) -> None:
-    write_client_files(tmp_path, SECRET)
-    write_client_files(tmp_path, SECRET)  # every server does
-    assert (tmp_path / DATA_KEY_FILE).read_text() == bearer_key(SECRET, Plane.DATA)
-    assert (tmp_path / DATA_KEY_FILE).stat().st_mode & 0o777 == 0o600
-    assert sorted(p.name for p in tmp_path.iterdir()) == [CA_FILE, DATA_KEY_FILE]
-    outside = ssl.create_default_context(cafile=str(tmp_path / CA_FILE))
+    ca, data_key = tmp_path / "ca.pem", tmp_path / "data.key"
+    write_client_files(ca, data_key, SECRET)
+    write_client_files(ca, data_key, SECRET)  # every server does
+    assert data_key.read_text() == bearer_key(SECRET, Plane.DATA)
+    assert data_key.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == [ca.name, data_key.name]
+    outside = ssl.create_default_context(cafile=str(ca))
     outside.verify_flags |= ssl.VERIFY_X509_STRICT  # Python 3.13's default
     with echo(SECRET, Plane.DATA, "0.0.0.0") as port:
         for name in ("127.0.0.1", "localhost", gethostname()):

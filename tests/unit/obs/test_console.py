@@ -10,7 +10,8 @@ from rich.console import Console
 from areal_lora.obs.console import KEPT, PROBLEMS_SHOWN, LiveConsole, duration, number, publish_problem, sparkline
 from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.processes.log import set_status
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.status import set_status
 from tests.support.obs.fake_run import make_run
 
 
@@ -27,25 +28,25 @@ class Clock:
 
 def plain(folder: Path, total: int = 10) -> tuple[LiveConsole, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
-    view = LiveConsole(folder, total, console=Console(file=out, force_terminal=False, width=40), clock=clock)
+    view = LiveConsole(RunFolder(folder), total, console=Console(file=out, force_terminal=False, width=40), clock=clock)
     view.start()
     return view, out, clock
 
 
 def test_statuses_are_shown_once_each_until_the_first_step(tmp_path: Path) -> None:
     view, out, clock = plain(tmp_path)
-    set_status(tmp_path, "server", 0, "loading [weights]")
+    set_status(RunFolder(tmp_path), "server", 0, "loading [weights]")
     view.tick()
     view.tick()
     clock.now = 61.0
-    set_status(tmp_path, "server", 0, "ready")
+    set_status(RunFolder(tmp_path), "server", 0, "ready")
     view.tick()
     assert out.getvalue().splitlines() == ["[0:00] server-0: loading [weights]", "[1:01] server-0: ready"]
 
 
 def test_one_line_per_step_eval_and_publish_problem(tmp_path: Path) -> None:
     view, out, _ = plain(tmp_path)
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(EvalRecord(version=0, step=0, accuracy=0.25, n=200))
         writer.write(PublishRecord(version=0, total_ms=20.0, probe_mean_abs=0.0))
         writer.write(step(0, reward_mean=0.5, loss=0.01, rollout_tokens_per_s=4321.0))
@@ -78,11 +79,11 @@ def test_a_resumed_run_does_not_print_its_past(tmp_path: Path) -> None:
 def test_statuses_return_when_nothing_is_recorded_for_long(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     view, out, clock = plain(tmp_path)
-    set_status(tmp_path, "trainer", 0, "waiting for rollouts")
+    set_status(RunFolder(tmp_path), "trainer", 0, "waiting for rollouts")
     view.tick()
     assert out.getvalue() == ""
     clock.now = 60.0
-    set_status(tmp_path, "trainer", 0, "still waiting for rollouts")
+    set_status(RunFolder(tmp_path), "trainer", 0, "still waiting for rollouts")
     view.tick()
     assert out.getvalue() == "[1:00] trainer-0: still waiting for rollouts\n"
 
@@ -91,7 +92,9 @@ def test_statuses_return_when_nothing_is_recorded_for_long(tmp_path: Path) -> No
 def test_the_panel_shows_the_run(tmp_path: Path, width: int) -> None:
     make_run(tmp_path, steps=20)
     out = io.StringIO()
-    view = LiveConsole(tmp_path, 40, console=Console(file=out, force_terminal=True, width=width, color_system=None))
+    view = LiveConsole(
+        RunFolder(tmp_path), 40, console=Console(file=out, force_terminal=True, width=width, color_system=None)
+    )
     view.start()
     view.tick()
     view.stop()
@@ -101,9 +104,11 @@ def test_the_panel_shows_the_run(tmp_path: Path, width: int) -> None:
 
 
 def test_the_panel_shows_what_processes_wait_for_before_the_first_step(tmp_path: Path) -> None:
-    set_status(tmp_path, "server", 0, "loading [weights]")
+    set_status(RunFolder(tmp_path), "server", 0, "loading [weights]")
     out = io.StringIO()
-    view = LiveConsole(tmp_path, 40, console=Console(file=out, force_terminal=True, width=100, color_system=None))
+    view = LiveConsole(
+        RunFolder(tmp_path), 40, console=Console(file=out, force_terminal=True, width=100, color_system=None)
+    )
     view.start()
     view.stop()
     view.stop()
@@ -112,7 +117,7 @@ def test_the_panel_shows_what_processes_wait_for_before_the_first_step(tmp_path:
 
 
 def test_a_long_resumed_run_is_remembered_in_part_and_counted_in_full(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for k in range(2 * KEPT):
             writer.write(step(k, reward_mean=0.5))
             writer.write(PublishRecord(version=k + 1, total_ms=20.0, probe_mean_abs=1e-6))

@@ -15,6 +15,7 @@ import pytest
 
 from areal_lora.rollout.channel.client import RolloutClient
 from areal_lora.rollout.channel.messages import Batch
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
 from tests.support.paths import ROOT
@@ -34,7 +35,7 @@ asyncio.run(main())
 
 
 def prepare(folder: Path) -> None:
-    create_secret(folder)
+    create_secret(RunFolder(folder))
     (folder / "config.json").write_text(config(str(TINY)).model_dump_json())
 
 
@@ -46,8 +47,8 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
     process = subprocess.Popen([*COMMAND, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         assert fake.stdout is not None
-        endpoint = wait_endpoint(tmp_path, "controller", 0, 120, lambda: process.poll() is None)
-        client = RolloutClient(lambda: endpoint, read_secret(tmp_path))
+        endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 120, lambda: process.poll() is None)
+        client = RolloutClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({NAME: 0}, {})
         url = f"http://127.0.0.1:{int(fake.stdout.readline())}"
         client.announce(AdapterRef(name=NAME, version=0), {"server-0": url})
@@ -95,7 +96,9 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
     assert fake.stdout is not None
     servers = {"server-0": f"http://127.0.0.1:{int(fake.stdout.readline())}"}
     process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
-    client = RolloutClient(lambda: read_endpoint(tmp_path, "controller", 0), read_secret(tmp_path))
+    client = RolloutClient(
+        lambda: read_endpoint(RunFolder(tmp_path), "controller", 0), read_secret(RunFolder(tmp_path))
+    )
     ref = AdapterRef(name=NAME, version=0)
     try:
         client.hello({NAME: 0}, {})

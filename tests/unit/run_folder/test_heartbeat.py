@@ -15,47 +15,48 @@ import pytest
 
 from areal_lora.processes import stacks
 from areal_lora.run_folder import heartbeat
+from areal_lora.run_folder.paths import RunFolder
 
 
 def test_beats_change_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
-    heartbeat.beat_on(tmp_path, "trainer", 0)
-    assert heartbeat.last_beats(tmp_path) == {}, "a wait before the work has begun is no beat"
-    heartbeat.beat(tmp_path, "trainer", 0)
+    heartbeat.beat_on(RunFolder(tmp_path), "trainer", 0)
+    assert heartbeat.last_beats(RunFolder(tmp_path)) == {}, "a wait before the work has begun is no beat"
+    heartbeat.beat(RunFolder(tmp_path), "trainer", 0)
     path = tmp_path / "heartbeats" / "trainer-0"
     os.utime(path, ns=(5, 5))
     clock[0] += 0.9
-    heartbeat.beat(tmp_path, "trainer", 0)
-    assert heartbeat.last_beats(tmp_path) == {"trainer-0": 5}
+    heartbeat.beat(RunFolder(tmp_path), "trainer", 0)
+    assert heartbeat.last_beats(RunFolder(tmp_path)) == {"trainer-0": 5}
     clock[0] += 0.2
-    heartbeat.beat_on(tmp_path, "trainer", 0)
-    assert heartbeat.last_beats(tmp_path)["trainer-0"] > 5
-    heartbeat.forget_beats(tmp_path, "trainer", 0)
-    heartbeat.forget_beats(tmp_path, "trainer", 1)
-    assert heartbeat.last_beats(tmp_path) == {}
+    heartbeat.beat_on(RunFolder(tmp_path), "trainer", 0)
+    assert heartbeat.last_beats(RunFolder(tmp_path))["trainer-0"] > 5
+    heartbeat.forget_beats(RunFolder(tmp_path), "trainer", 0)
+    heartbeat.forget_beats(RunFolder(tmp_path), "trainer", 1)
+    assert heartbeat.last_beats(RunFolder(tmp_path)) == {}
 
 
 def test_a_disk_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(*args: object, **options: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    heartbeat.beat(tmp_path, "trainer", 8)
+    heartbeat.beat(RunFolder(tmp_path), "trainer", 8)
     with monkeypatch.context() as broken:
         broken.setattr(Path, "touch", stale)
-        heartbeat.beat(tmp_path, "trainer", 9)
-    assert heartbeat.last_beats(tmp_path).keys() == {"trainer-8"}
+        heartbeat.beat(RunFolder(tmp_path), "trainer", 9)
+    assert heartbeat.last_beats(RunFolder(tmp_path)).keys() == {"trainer-8"}
     for method in ("stat", "glob"):
         with monkeypatch.context() as broken:
             broken.setattr(Path, method, stale)
-            assert heartbeat.last_beats(tmp_path) == {}
+            assert heartbeat.last_beats(RunFolder(tmp_path)) == {}
 
 
 def heart_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> tuple[heartbeat.Heart, list[float]]:
     """A heart whose clock is set by hand and which is not looked at by its own thread."""
     clock = [0.0]
     monkeypatch.setattr(heartbeat, "EVERY_S", 3600.0)
-    return heartbeat.Heart(folder, "server", 3, limits, clock=lambda: clock[0]), clock
+    return heartbeat.Heart(RunFolder(folder), "server", 3, limits, clock=lambda: clock[0]), clock
 
 
 def test_each_part_has_its_own_limit(
@@ -81,12 +82,13 @@ import asyncio, sys, time
 from areal_lora.run_folder import heartbeat
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
 from areal_lora.processes.log import setup_logging
+from areal_lora.run_folder.paths import RunFolder
 setup_logging("controller", 0)
 heartbeat.EVERY_S, heartbeat.SLOW_S = 0.1, 0.4
 def users_workflow():
     time.sleep(float(sys.argv[2]))
 async def main():
-    heart = Heart(sys.argv[1], "controller", 0, {EVENT_LOOP: 1.5})
+    heart = Heart(RunFolder.of(sys.argv[1]), "controller", 0, {EVENT_LOOP: 1.5})
     for _ in range(5):
         heart.progress(EVENT_LOOP)
         await asyncio.sleep(0.1)
@@ -105,7 +107,7 @@ def test_user_code_that_blocks_the_event_loop_does_not_stop_the_heart_until_its_
         process.stdout.readline()
         blocked_at, last, beats = time.monotonic(), 0, []
         while time.monotonic() < blocked_at + 3.0:
-            beat = heartbeat.last_beats(tmp_path)["controller-0"]
+            beat = heartbeat.last_beats(RunFolder(tmp_path))["controller-0"]
             if beat != last:
                 last = beat
                 beats.append(time.monotonic() - blocked_at)
@@ -120,10 +122,10 @@ def test_user_code_that_blocks_the_event_loop_does_not_stop_the_heart_until_its_
 
 
 STUCK = """
-import sys, threading, time
+import pathlib, sys, threading, time
 from areal_lora.processes import stacks
 if len(sys.argv) > 1:
-    stacks.install(sys.argv[1], "trainer", 3)
+    stacks.install(pathlib.Path(sys.argv[1]))
 def waits_for_a_peer():
     lock = threading.Lock(); lock.acquire()
     print("ready", flush=True)
@@ -147,9 +149,9 @@ def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
 
 
 def test_a_stuck_process_writes_its_stacks_and_lives_on(tmp_path: Path) -> None:
-    process = stuck(str(tmp_path))
+    path = RunFolder(tmp_path).stack_dump("trainer-3")
+    process = stuck(str(path))
     try:
-        path = stacks.stack_path(tmp_path, "trainer-3")
         assert path.read_text() == ""
         assert stacks.ask(process.pid)
         assert until(lambda: "waits_for_a_peer" in path.read_text()), path.read_text()

@@ -13,55 +13,56 @@ import pytest
 from areal_lora.errors import ConfigError, EnvironmentError_, ProcessFailed
 from areal_lora.network import curve
 from areal_lora.run_folder import rendezvous
+from areal_lora.run_folder.paths import RunFolder
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
-    rendezvous.publish_endpoint(tmp_path, "server", 1, {"data": 1234, "admin": 1235})
-    endpoint = rendezvous.wait_endpoint(tmp_path, "server", 1, timeout_s=1)
+    rendezvous.publish_endpoint(RunFolder(tmp_path), "server", 1, {"data": 1234, "admin": 1235})
+    endpoint = rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 1, timeout_s=1)
     assert (endpoint.host, endpoint.ports, endpoint.pid) == ("127.0.0.1", {"data": 1234, "admin": 1235}, os.getpid())
     assert [p.name for p in (tmp_path / "rendezvous").iterdir()] == ["server-1.json"]
 
 
 def test_waiting_ends_when_it_appears(tmp_path: Path) -> None:
-    timer = threading.Timer(0.2, rendezvous.publish_endpoint, (tmp_path, "trainer", 0, {"store": 7}))
+    timer = threading.Timer(0.2, rendezvous.publish_endpoint, (RunFolder(tmp_path), "trainer", 0, {"store": 7}))
     timer.start()
-    assert rendezvous.wait_endpoint(tmp_path, "trainer", 0, timeout_s=10).ports == {"store": 7}
+    assert rendezvous.wait_endpoint(RunFolder(tmp_path), "trainer", 0, timeout_s=10).ports == {"store": 7}
     timer.join()
 
 
 def test_timeout_and_death_name_the_process(tmp_path: Path) -> None:
-    with pytest.raises(ProcessFailed, match=r"server-3 did not publish .* logs/server-3\.log"):
-        rendezvous.wait_endpoint(tmp_path, "server", 3, timeout_s=0.1)
+    with pytest.raises(ProcessFailed, match=r"server-3 did not publish .*/logs/server-3\.log"):
+        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 3, timeout_s=0.1)
     start = time.monotonic()
     with pytest.raises(ProcessFailed, match="server-3 ended before"):
-        rendezvous.wait_endpoint(tmp_path, "server", 3, timeout_s=30, still_alive=lambda: False)
+        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 3, timeout_s=30, still_alive=lambda: False)
     assert time.monotonic() - start < 5
 
 
 def test_waiting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(rendezvous, "REMIND_S", 0.05)
     with pytest.raises(ProcessFailed):
-        rendezvous.wait_endpoint(tmp_path, "server", 0, timeout_s=0.3)
+        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 0, timeout_s=0.3)
     assert "waiting for server-0" in capsys.readouterr().err
 
 
 def test_secret_is_private_random_and_anew_at_each_start(tmp_path: Path) -> None:
-    path = rendezvous.create_secret(tmp_path)
-    secret = rendezvous.read_secret(tmp_path)
+    path = rendezvous.create_secret(RunFolder(tmp_path))
+    secret = rendezvous.read_secret(RunFolder(tmp_path))
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(bytes.fromhex(secret)) == 32
-    assert rendezvous.create_secret(tmp_path) == path
-    assert rendezvous.read_secret(tmp_path) != secret
+    assert rendezvous.create_secret(RunFolder(tmp_path)) == path
+    assert rendezvous.read_secret(RunFolder(tmp_path)) != secret
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    rendezvous.create_secret(tmp_path).chmod(0o640)
+    rendezvous.create_secret(RunFolder(tmp_path)).chmod(0o640)
     with pytest.raises(EnvironmentError_, match="readable by others"):
-        rendezvous.read_secret(tmp_path)
+        rendezvous.read_secret(RunFolder(tmp_path))
     with pytest.raises(EnvironmentError_, match="no run secret"):
-        rendezvous.read_secret(tmp_path / "nowhere")
+        rendezvous.read_secret(RunFolder(tmp_path / "nowhere"))
 
 
 def test_curve_keys_are_pairs_that_depend_on_secret_and_role() -> None:
@@ -96,9 +97,9 @@ STALE = OSError(errno.ESTALE, "Stale file handle", "server-0.json")
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: OSError | str
 ) -> None:
-    rendezvous.publish_endpoint(tmp_path, "server", 0, {"admin": 5})
+    rendezvous.publish_endpoint(RunFolder(tmp_path), "server", 0, {"admin": 5})
     Trouble(monkeypatch, outcome)
-    endpoint = rendezvous.read_endpoint(tmp_path, "server", 0)
+    endpoint = rendezvous.read_endpoint(RunFolder(tmp_path), "server", 0)
     assert endpoint is not None
     assert endpoint.ports == {"admin": 5}
 
@@ -110,20 +111,20 @@ def test_a_file_that_stays_unreadable_is_an_os_error_and_named_by_who_waits_for_
     monkeypatch.setattr(rendezvous, "RETRY_S", 0.001)
     trouble = Trouble(monkeypatch, *[outcome] * 3)
     with pytest.raises(OSError, match=r"server-0\.json"):
-        rendezvous.read_endpoint(tmp_path, "server", 0)
+        rendezvous.read_endpoint(RunFolder(tmp_path), "server", 0)
     trouble.outcomes = [outcome] * 10_000
     with pytest.raises(ProcessFailed, match=r"within 0 s \(.*server-0.json: (Stale|holds no endpoint)"):
-        rendezvous.wait_endpoint(tmp_path, "server", 0, timeout_s=0.1)
+        rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 0, timeout_s=0.1)
 
 
 def test_a_wildcard_cannot_be_published(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", ""):
         with pytest.raises(ConfigError, match=r"cluster\.bind"):
-            rendezvous.publish_endpoint(tmp_path, "server", 0, {"data": 1}, host)
-    assert rendezvous.published_hosts(tmp_path) == []
+            rendezvous.publish_endpoint(RunFolder(tmp_path), "server", 0, {"data": 1}, host)
+    assert rendezvous.published_hosts(RunFolder(tmp_path)) == []
 
 
 def test_hosts_are_listed_once(tmp_path: Path) -> None:
     for index, host in enumerate(["10.0.0.2", "10.0.0.1", "10.0.0.2"]):
-        rendezvous.publish_endpoint(tmp_path, "server", index, {"data": 1}, host)
-    assert rendezvous.published_hosts(tmp_path) == ["10.0.0.2", "10.0.0.1"]
+        rendezvous.publish_endpoint(RunFolder(tmp_path), "server", index, {"data": 1}, host)
+    assert rendezvous.published_hosts(RunFolder(tmp_path)) == ["10.0.0.2", "10.0.0.1"]

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import CheckpointError
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import peft as peft_module
 from areal_lora.trainer.peft import export_adapter
 from areal_lora.types import ExpertLayout
@@ -136,7 +137,7 @@ def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
 
     def run(rank: int) -> Path:
         exchange: Any = Wires(rank, sent)
-        return export_adapter(engines[rank], tenant, exchange, tmp_path)  # type: ignore[arg-type]
+        return export_adapter(engines[rank], tenant, exchange, RunFolder(tmp_path))  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(4) as pool:
         [folder] = set(pool.map(run, range(4)))
@@ -150,7 +151,7 @@ def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
 def export(folder: Path, factor: float) -> Path:
     engine: Any = PlainEngine(0, {"world_size": 1}, factor)
     tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED), base_commit=None)
-    return export_adapter(engine, tenant, SoloExchange(), folder)
+    return export_adapter(engine, tenant, SoloExchange(), RunFolder(folder))
 
 
 def test_a_later_export_replaces_the_earlier_one_and_what_a_crash_left(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from areal_lora.obs.report import svg
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.rollout.channel.messages import EvalResult, EvalSample
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.recording import Recorder, evaluation_due
 from areal_lora.types import AdapterRef, TrajectoryGroup
@@ -46,7 +47,7 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     many = tuple(replace(trajectory(prompt, 0, reward=0.0), uid=f"a{i}", sample=0) for i in range(3))
     group = TrajectoryGroup(uid=prompt.uid, trajectories=(*many, trajectory(prompt, 0, index=1, reward=1.0)))
     tenant: Any = Tenant()
-    recorder = Recorder(config("m"), tmp_path, object(), [tenant], time.monotonic())  # type: ignore[arg-type]
+    recorder = Recorder(config("m"), RunFolder(tmp_path), object(), [tenant], time.monotonic())  # type: ignore[arg-type]
     report = LearnReport(sums=defaultdict(float, tokens=8.0), grad_norm=1.0, lr=1e-3, skipped=0.0)
     spans = Spans()
     phases = "wait_batch annotate train checkpoint_join checkpoint_copy publish_join publish_pack"
@@ -130,7 +131,7 @@ def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(
     tenant: Any = Tenant()
     client, made = Client(), config("m", steps=30)
     made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 5})})
-    recorder = Recorder(made, tmp_path, client, [tenant], time.monotonic())  # type: ignore[arg-type]
+    recorder = Recorder(made, RunFolder(tmp_path), client, [tenant], time.monotonic())  # type: ignore[arg-type]
     for tenant.version in range(31):
         if tenant.version in (13, 29):  # slow: two more had become due meanwhile
             recorder._record_evals([held_out(tenant)])
@@ -141,7 +142,7 @@ def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(
 
 def test_an_evaluation_is_recorded_with_all_that_it_could_not_judge(tmp_path: Path) -> None:
     tenant: Any = Tenant()
-    recorder = Recorder(config("m"), tmp_path, Client(), [tenant], time.monotonic())  # type: ignore[arg-type]
+    recorder = Recorder(config("m"), RunFolder(tmp_path), Client(), [tenant], time.monotonic())  # type: ignore[arg-type]
     for figures in ({"accuracy": None, "unscored": 2, "left_out": 3, "left_out_first": ("s1", "s9")}, {}):
         tenant.version += 1
         tenant.awaited = {tenant.version}

@@ -36,6 +36,7 @@ from areal_lora.engine.vllm_ext.worker_channel import Begin, Command, CommandThr
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes import stacks
 from areal_lora.processes.log import setup_logging
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync.manifest import decode
@@ -84,7 +85,7 @@ class _WorkerAdapters:
         self.max_rank = adapter_manager(worker).lora_config.max_lora_rank
         enable_slots(worker)
         self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
-        secret = read_secret(setup.run_folder)
+        secret = read_secret(RunFolder.of(setup.run_folder))
         self._receiver = AdapterReceiver(
             self.writer,
             run=setup.run,
@@ -175,7 +176,7 @@ class AdapterWorkerExtension:
     def al_setup(self, setup_bytes: bytes) -> None:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
-        stacks.install_as(setup.run_folder, f"server-{setup.index}-worker-{self.rank}")
+        stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
         refuse_files(self)
         own_logprobs(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)

@@ -24,6 +24,7 @@ from areal_lora.errors import ManifestError, ProcessFailed, PublishError
 from areal_lora.network.keys import Plane
 from areal_lora.network.tls import client_context
 from areal_lora.run_folder.heartbeat import last_beats
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync import messages as transport
@@ -117,7 +118,7 @@ def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: R
     ref = server.publish(tensors)
     temperatures = (1.0, 0.5, 2.0, 1.0)
     with ThreadPoolExecutor(4) as pool:  # together, so that the engine has them in one batch
-        clients = [AdminClient(server.admin.server, read_secret(server.folder)) for _ in temperatures]
+        clients = [AdminClient(server.admin.server, read_secret(RunFolder(server.folder))) for _ in temperatures]
         got = list(pool.map(lambda c, t: c.score(str(ref), [PROMPT], 10.0, t)[0], clients, temperatures))
     for temperature, scores in zip(temperatures, got, strict=True):
         assert largest(scores, server.logprobs(tensors, PROMPT, temperature)) < 1e-4
@@ -409,7 +410,7 @@ ADMIN_PATHS = [
 @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
 @pytest.mark.parametrize("header", [None, "Bearer " + "0" * 64, "Bearer", ""])
 def test_admin_without_its_key_is_401(server: RunningServer, method: str, path: str, header: str | None) -> None:
-    tls = client_context(read_secret(server.folder), Plane.ADMIN)
+    tls = client_context(read_secret(RunFolder(server.folder)), Plane.ADMIN)
     connection = http.client.HTTPSConnection("127.0.0.1", server.endpoint.ports["admin"], timeout=5, context=tls)
     connection.request(method, path, b"", {} if header is None else {"Authorization": header})
     assert connection.getresponse().status == 401
@@ -484,9 +485,9 @@ def test_a_stopped_engine_stops_the_heartbeat_of_a_server_that_still_answers(ser
     """Its API process lives on, so only what it asks its workers can tell."""
 
     def beats_again_within(timeout_s: float) -> bool:
-        before, deadline = last_beats(server.folder)["server-0"], time.monotonic() + timeout_s
+        before, deadline = last_beats(RunFolder(server.folder))["server-0"], time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if last_beats(server.folder)["server-0"] != before:
+            if last_beats(RunFolder(server.folder))["server-0"] != before:
                 return True
             time.sleep(0.05)
         return False

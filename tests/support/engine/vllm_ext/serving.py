@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_lora.config.models import Config
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
 from areal_lora.weight_sync.digests import base_digest
@@ -302,7 +303,7 @@ def start(
     )
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
-    create_secret(folder)
+    create_secret(RunFolder(folder))
     argv = [*command, "--run-folder", str(folder), "--index", "0"]
     with open(folder / "log", "wb") as log:
         return subprocess.Popen(
@@ -311,7 +312,7 @@ def start(
 
 
 def connect(folder: Path, model: Path, process: subprocess.Popen[bytes], backend: str = "gloo") -> RunningServer:
-    endpoint = wait_endpoint(folder, "server", 0, 300.0, still_alive=lambda: process.poll() is None)
+    endpoint = wait_endpoint(RunFolder(folder), "server", 0, 300.0, still_alive=lambda: process.poll() is None)
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     server = ServerEndpoint(
         name="server-0",
@@ -320,7 +321,7 @@ def connect(folder: Path, model: Path, process: subprocess.Popen[bytes], backend
         data_port=endpoint.ports["data"],
         workers=config.rollout.tp,
     )
-    secret = read_secret(folder)
+    secret = read_secret(RunFolder(folder))
     admin = AdminClient(server, secret)
     return RunningServer(
         folder=folder,

@@ -17,6 +17,7 @@ import numpy as np
 
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import SoloExchange
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
@@ -47,13 +48,17 @@ def dying(pack: Pack, tensors: int) -> Pack:
 def main(folder: Path) -> None:
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     model, spec = Path(config.model.path), config.adapters[0].spec(config.model.path)
-    watch = RendezvousWatch(folder, 1)
+    watch = RendezvousWatch(RunFolder(folder), 1)
     sync = config.weight_sync.model_copy(update={"bucket_mib": 0.01})
     coordinator = Coordinator(
-        run=config.run.name, secret=read_secret(folder), servers=watch.present(), config=sync, watch=watch
+        run=config.run.name, secret=read_secret(RunFolder(folder)), servers=watch.present(), config=sync, watch=watch
     )
     publisher = Publisher(
-        run=config.run.name, config=sync, exchange=SoloExchange(), coordinator=coordinator, secret=read_secret(folder)
+        run=config.run.name,
+        config=sync,
+        exchange=SoloExchange(),
+        coordinator=coordinator,
+        secret=read_secret(RunFolder(folder)),
     )
     print("ready", flush=True)
     for line in sys.stdin:

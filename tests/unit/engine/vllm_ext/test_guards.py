@@ -186,7 +186,7 @@ def documented(fence: str) -> str:
 
 
 def test_outside_clients_do_as_the_documentation_says(tmp_path: Path) -> None:
-    write_client_files(tmp_path, SECRET)
+    write_client_files(tmp_path / "ca.pem", tmp_path / "data.key", SECRET)
     app = guarded(Echo().app(), "0.0.0.0", SECRET)
     with serving(app, server_context(SECRET, Plane.DATA, "0.0.0.0")) as port:
         ask_models = "print(client.completions.create(model='a', prompt=[5, 6]).choices[0].text)"

@@ -7,41 +7,42 @@ import pytest
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics import reader
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
-from areal_lora.obs.metrics.records import METRICS_FILE, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.records import CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.records import PUBLISH, STEP
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(STEP)
-    with (tmp_path / METRICS_FILE).open("ab") as file:
+    with RunFolder(tmp_path).metrics.open("ab") as file:
         file.write(b'{"kind":"step","step":"four"}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a metrics record"):
         read_metrics(tmp_path)
 
 
 def test_the_tail_reads_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
-    tail = MetricsTail(tmp_path)
+    tail = MetricsTail(RunFolder(tmp_path))
     assert tail.read_new() == []
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(STEP)
         assert tail.read_new() == [STEP]
         assert tail.read_new() == []
         writer.write(PUBLISH)
-    whole = (tmp_path / METRICS_FILE).read_bytes()
-    (tmp_path / METRICS_FILE).write_bytes(whole[:-5])
+    whole = RunFolder(tmp_path).metrics.read_bytes()
+    RunFolder(tmp_path).metrics.write_bytes(whole[:-5])
     assert tail.read_new() == []
-    (tmp_path / METRICS_FILE).write_bytes(whole)
+    RunFolder(tmp_path).metrics.write_bytes(whole)
     assert tail.read_new() == [PUBLISH]
 
 
 def test_the_tail_takes_a_long_file_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "TAIL_BYTES", 2000)
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for step in range(40):
             writer.write(StepRecord(step=step, version=step, time_s=1.0))
-    tail, pieces = MetricsTail(tmp_path), []
+    tail, pieces = MetricsTail(RunFolder(tmp_path)), []
     while records := tail.read_new():
         pieces.append([r.step for r in records if isinstance(r, StepRecord)])
     assert len(pieces) > 5
@@ -49,7 +50,7 @@ def test_the_tail_takes_a_long_file_in_pieces(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_resume_undoes_what_was_recorded_beyond_its_version(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for adapter in ("a", "b"):
             for k in range(4):
                 writer.write(StepRecord(step=k, version=k, time_s=1.0, adapter=adapter, n_tokens=1))

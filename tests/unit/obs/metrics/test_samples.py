@@ -15,9 +15,10 @@ import pytest
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics import samples
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.metrics.records import METRICS_FILE, EvalRecord, ResumeRecord, RolloutSampleRecord, SampleRecord
+from areal_lora.obs.metrics.records import EvalRecord, ResumeRecord, RolloutSampleRecord, SampleRecord
 from areal_lora.obs.metrics.samples import TEXT_CHARS, SampleFiles, cut_middle, sample_files, sample_lines
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.run_folder.paths import RunFolder
 
 
 def line(step: int, adapter: str = "a", chars: int = 10) -> bytes:
@@ -25,7 +26,7 @@ def line(step: int, adapter: str = "a", chars: int = 10) -> bytes:
 
 
 def steps_in(folder: Path, adapter: str = "a") -> list[int]:
-    found = [json.loads(text) for _, _, text in sample_lines(folder)]
+    found = [json.loads(text) for _, _, text in sample_lines(RunFolder(folder))]
     return [row["step"] for row in found if row["adapter"] == adapter]
 
 
@@ -42,11 +43,11 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_answer_is_recorded_with_both_ends_and_not_beside_the_steps(tmp_path: Path) -> None:
     answer = "begin " + "thinking " * 20_000 + " #### 42"
     sample = SampleRecord(prompt="p", completion=answer, gold="42", reward=1.0)
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for step in range(5):
             writer.write(RolloutSampleRecord(step=step, prompt=answer, completion=answer, reward=1.0, gold=answer))
         writer.write(EvalRecord(version=0, step=0, accuracy=1.0, n=1, samples=[sample]))
-    assert (tmp_path / METRICS_FILE).stat().st_size < 2 * TEXT_CHARS
+    assert RunFolder(tmp_path).metrics.stat().st_size < 2 * TEXT_CHARS
     run = read_metrics(tmp_path)
     assert [s.step for s in run.samples] == [0, 1, 2, 3, 4]
     short, [scored] = run.samples[0], run.evals[0].samples
@@ -71,13 +72,13 @@ def test_what_is_cut_and_what_is_kept_make_the_whole(limit: int) -> None:
 
 @pytest.mark.usefixtures("small_files")
 def test_the_first_and_the_newest_files_stay_within_the_bound(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path)
+    files = SampleFiles(RunFolder(tmp_path))
     for step in range(300):
         files.write(line(step))
         assert folder_bytes(tmp_path) <= 4 * 1000
         assert steps_in(tmp_path)[-1] == step
     files.close()
-    names = [path.name for path in sample_files(tmp_path)]
+    names = [path.name for path in sample_files(RunFolder(tmp_path))]
     assert names[0] == "000000.jsonl"
     numbers = [int(name[:6]) for name in names[1:]]
     assert numbers == list(range(numbers[-1] - 2, numbers[-1] + 1))
@@ -89,11 +90,11 @@ def test_the_first_and_the_newest_files_stay_within_the_bound(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("small_files")
 def test_a_line_longer_than_a_file_has_one_of_its_own(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path)
+    files = SampleFiles(RunFolder(tmp_path))
     for step, chars in enumerate((10, 5000, 10)):
         files.write(line(step, chars=chars))
     files.close()
-    assert [len(path.read_bytes().splitlines()) for path in sample_files(tmp_path)] == [1, 1, 1]
+    assert [len(path.read_bytes().splitlines()) for path in sample_files(RunFolder(tmp_path))] == [1, 1, 1]
 
 
 @pytest.mark.usefixtures("small_files")
@@ -104,7 +105,7 @@ def test_the_total_is_what_the_module_says(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_files")
 def test_a_resume_takes_back_the_samples_of_steps_taken_again(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path)
+    files = SampleFiles(RunFolder(tmp_path))
     for step in range(40):
         files.write(line(step, "a"))
         files.write(line(step, "b"))
@@ -118,7 +119,7 @@ def test_a_resume_takes_back_the_samples_of_steps_taken_again(tmp_path: Path) ->
 
 
 def test_a_resume_record_voids_samples_too(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for step in range(4):
             writer.write(RolloutSampleRecord(step=step, prompt="p", completion="before", reward=0.0, adapter="a"))
         writer.write(ResumeRecord(version=2, time_s=1.0, adapter="a"))
@@ -131,14 +132,14 @@ def test_a_resume_record_voids_samples_too(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_not_read_and_cut_when_the_run_is_resumed(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path)
+    files = SampleFiles(RunFolder(tmp_path))
     files.write(line(0))
     files.close()
-    [path] = sample_files(tmp_path)
+    [path] = sample_files(RunFolder(tmp_path))
     with path.open("ab") as file:
         file.write(line(1)[:-7])
     assert steps_in(tmp_path) == [0]
-    files = SampleFiles(tmp_path)
+    files = SampleFiles(RunFolder(tmp_path))
     files.write(line(1))
     files.close()
     assert steps_in(tmp_path) == [0, 1]
@@ -149,15 +150,15 @@ def test_samples_of_older_versions_inside_the_metrics_file_are_read(tmp_path: Pa
         {"kind": "sample", "step": k, "prompt": "p", "completion": str(k), "reward": 0, "adapter": "a"}
         for k in (0, 1, 2)
     ]
-    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with MetricsWriter(tmp_path) as writer:
+    RunFolder(tmp_path).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(ResumeRecord(version=2, time_s=1.0, adapter="a"))
         writer.write(RolloutSampleRecord(step=2, prompt="p", completion="new", reward=0.0, adapter="a"))
     assert [s.completion for s in read_metrics(tmp_path).samples] == ["0", "1", "new"]
 
 
 def test_a_full_disk_is_one_clear_line_and_leaves_whole_lines(tmp_path: Path) -> None:
-    files, soft_hard = SampleFiles(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    files, soft_hard = SampleFiles(RunFolder(tmp_path)), resource.getrlimit(resource.RLIMIT_FSIZE)
     files.write(line(0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, soft_hard[1]))
     try:
@@ -172,11 +173,11 @@ def test_a_full_disk_is_one_clear_line_and_leaves_whole_lines(tmp_path: Path) ->
 
 CRASHING = """
 import itertools, os, signal, sys
-from pathlib import Path
 from areal_lora.obs.metrics import samples
+from areal_lora.run_folder.paths import RunFolder
 from tests.unit.obs.metrics.test_samples import line
 samples.FILE_BYTES, samples.NEWEST_FILES = 1000, 3
-folder, kill_at, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder, kill_at, first = RunFolder.of(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 left = kill_at
 def counted(event, arguments):
     global left
@@ -220,5 +221,5 @@ def test_a_kill_at_any_operation_of_rotation_and_resume_loses_no_newest_sample(t
             assert newest == list(range(newest[0], newest[-1] + 1))
             resumed = max(0, written[-1] - 3)
     assert completed
-    assert len(sample_files(tmp_path)) <= 4
+    assert len(sample_files(RunFolder(tmp_path))) <= 4
     assert not list((tmp_path / "samples").glob(".*"))

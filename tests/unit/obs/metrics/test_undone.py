@@ -8,17 +8,10 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
-from areal_lora.obs.metrics.records import (
-    METRICS_FILE,
-    CheckpointRecord,
-    EvalRecord,
-    PublishRecord,
-    Record,
-    ResumeRecord,
-    StepRecord,
-)
+from areal_lora.obs.metrics.records import CheckpointRecord, EvalRecord, PublishRecord, Record, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.undone import Mark, Undone
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.run_folder.paths import RunFolder
 
 KINDS = (StepRecord, PublishRecord, CheckpointRecord, EvalRecord)
 
@@ -71,7 +64,7 @@ def test_random_runs_are_read_like_a_table_says(tmp_path: Path) -> None:
     for case in range(150):
         folder, records = tmp_path / str(case), random_run(rng)
         folder.mkdir()
-        (folder / METRICS_FILE).write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in records))
+        RunFolder(folder).metrics.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in records))
         want = list(table(records).values())
         run = read_metrics(folder)
         for kind, got in zip(KINDS, (run.steps, run.publishes, run.checkpoints, run.evals), strict=True):
@@ -96,7 +89,7 @@ def test_memory_grows_with_resumes_and_not_with_records() -> None:
 
 
 def test_what_is_appended_while_the_file_is_read_waits_for_the_next_time(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(StepRecord(step=0, version=0, time_s=1.0))
         reading = iter_metrics(tmp_path)
         first = next(reading)

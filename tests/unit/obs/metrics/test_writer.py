@@ -11,33 +11,34 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
-from areal_lora.obs.metrics.records import METRICS_FILE, StepRecord
+from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.samples import sample_files, sample_lines
-from areal_lora.obs.metrics.writer import TENSORBOARD_FOLDER, MetricsWriter
+from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.jsonl import JsonlSink
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.records import EVAL, PUBLISH, SAMPLE, STEP
 
 
 def test_every_record_comes_back_as_written(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for record in (STEP, PUBLISH, EVAL, SAMPLE):
             writer.write(record)
             # Another process sees the whole line at once, before the writer is closed.
-            path = sample_files(tmp_path)[0] if record is SAMPLE else tmp_path / METRICS_FILE
+            path = sample_files(RunFolder(tmp_path))[0] if record is SAMPLE else RunFolder(tmp_path).metrics
             assert path.read_bytes().endswith(msgspec.json.encode(record) + b"\n")
     metrics = read_metrics(tmp_path)
     assert (metrics.steps, metrics.publishes, metrics.evals, metrics.samples) == ([STEP], [PUBLISH], [EVAL], [SAMPLE])
-    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
+    rows = [json.loads(line) for line in RunFolder(tmp_path).metrics.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [row["kind"] for row in rows] == ["step", "publish", "eval"]
-    assert [json.loads(line)["kind"] for _, _, line in sample_lines(tmp_path)] == ["sample"]
+    assert [json.loads(line)["kind"] for _, _, line in sample_lines(RunFolder(tmp_path))] == ["sample"]
     assert rows[0]["staleness"] == {"0": 7, "2": 1}
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for record in (STEP, PUBLISH, EVAL):
             writer.write(record)
-    events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER))
+    events = EventAccumulator(str(RunFolder(tmp_path).tensorboard))
     events.Reload()
     seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert seen["toy/train/reward_mean"] == [(3, 0.5)]
@@ -54,20 +55,20 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_come_back_as_none(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(StepRecord(step=0, version=0, time_s=1.0, loss=math.nan, grad_norm=math.inf, lr=0.1))
     step = read_metrics(tmp_path).steps[0]
     assert (step.loss, step.grad_norm, step.lr) == (None, None, 0.1)
 
 
 def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(StepRecord(step=0, version=0, time_s=1.0, reward_mean=0.1))
         writer.write(StepRecord(step=1, version=1, time_s=2.0, reward_mean=0.2))
-    with (tmp_path / METRICS_FILE).open("ab") as file:
+    with RunFolder(tmp_path).metrics.open("ab") as file:
         file.write(b'{"kind":"step","step":2,"ver')
     assert [s.step for s in read_metrics(tmp_path).steps] == [0, 1]
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.9))
         writer.write(StepRecord(step=1, version=1, time_s=3.0, reward_mean=0.4, adapter="other"))
     assert [(s.adapter, s.step, s.reward_mean) for s in read_metrics(tmp_path).steps] == [
@@ -79,15 +80,15 @@ def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: 
 
 def test_a_full_disk_leaves_no_half_line_in_the_middle(tmp_path: Path) -> None:
     """The kernel takes a part of a line before it says that there is no room."""
-    path, soft_hard = tmp_path / METRICS_FILE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    path, soft_hard = tmp_path / resource.getrlimit(resource.RLIMIT_FSIZE)
     sink = JsonlSink(path)
     sink.write(msgspec.json.encode(STEP))
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, soft_hard[1]))
     try:
-        with pytest.raises(RecordError, match=f"{METRICS_FILE}: a record cannot be written: File too large"):
+        with pytest.raises(RecordError, match=r"metrics\.jsonl: a record cannot be written: File too large"):
             sink.write(msgspec.json.encode(PUBLISH))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
     sink.write(msgspec.json.encode(PUBLISH))
     sink.close()
-    assert MetricsTail(tmp_path).read_new() == [STEP, PUBLISH]
+    assert MetricsTail(RunFolder(tmp_path)).read_new() == [STEP, PUBLISH]

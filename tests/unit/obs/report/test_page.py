@@ -8,6 +8,7 @@ from pathlib import Path
 from areal_lora.obs.metrics.records import EvalRecord, RolloutSampleRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_plot, write_report
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_config, make_run
 
 
@@ -74,7 +75,7 @@ def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
 def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     attack = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         writer.write(RolloutSampleRecord(step=0, prompt=attack, completion=attack, reward=0.0, gold=attack))
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert not {"script", "img"} & set(page.tags)
@@ -103,7 +104,7 @@ def test_the_plot_is_one_valid_svg(tmp_path: Path) -> None:
 
 def test_without_a_rule_for_what_is_correct_rewards_are_shown_and_no_accuracy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(make_config().model_dump_json())
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
         for version, reward in ((0, -0.25), (20, 0.125)):
             figures = {"accuracy": None, "reward_mean": reward, "n": 64, "unscored": 3}
             writer.write(EvalRecord(version=version, step=version, **figures))

@@ -14,13 +14,14 @@ from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, SampleReco
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import print_closing, read_summary, write_summary
 from areal_lora.run_folder.events import RestartEvent, now_utc, write_event
+from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_config
 
 
 def small_run(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(make_config().model_dump_json())
-    with MetricsWriter(folder) as writer:
+    with MetricsWriter(RunFolder(folder)) as writer:
         writer.write(EvalRecord(version=0, step=0, accuracy=0.25, reward_mean=0.5, n=200, tag="before"))
         writer.write(PublishRecord(version=0, total_ms=9.0, probe_mean_abs=1e-7, probe_max_abs=4e-6))
         writer.write(StepRecord(step=0, version=0, time_s=1.0, staleness={0: 10}, dropped={"stale": 1}))
@@ -41,12 +42,14 @@ def small_run(folder: Path) -> Path:
             )
         )
     for who in ("server-0", "trainer", "server-0"):
-        write_event(folder, RestartEvent(at=now_utc(), who=who, how="was killed by SIGKILL"))
+        write_event(RunFolder(folder), RestartEvent(at=now_utc(), who=who, how="was killed by SIGKILL"))
     return folder
 
 
 def write(folder: Path) -> Path:
-    return write_summary(folder, wall_s=12.3456, adapter_path=folder / "adapters" / "toy", report_path="r.html")
+    return write_summary(
+        RunFolder(folder), wall_s=12.3456, adapter_path=folder / "adapters" / "toy", report_path="r.html"
+    )
 
 
 def test_figures(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_closing_ends_with_the_summary_and_nothing_wraps(tmp_path: Path) -> None
     folder = small_run(tmp_path / "a rather long folder name [with] spaces in it")
     path = write(folder)
     out = io.StringIO()
-    print_closing(folder, Console(file=out, width=30, force_terminal=True))
+    print_closing(RunFolder(folder), Console(file=out, width=30, force_terminal=True))
     lines = out.getvalue().splitlines()
     values = json.loads(path.read_text())
     printed = dict(line.split(": ", 1) for line in lines[-len(values) :])
@@ -119,7 +122,7 @@ def test_commands_name_the_interpreters_of_the_roles_and_existing_files(tmp_path
     (folder / "config.json").write_text(config.model_copy(update=roles).model_dump_json())
     write(folder)
     out = io.StringIO()
-    print_closing(folder, Console(file=out))
+    print_closing(RunFolder(folder), Console(file=out))
     lines = out.getvalue().splitlines()
     words = ("evaluate.py", "tensorboard.main", "vllm.")
     commands = {word: shlex.split(line) for line in lines for word in words if word in line}

@@ -24,6 +24,7 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout.channel.client import RolloutClient
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.rollout.testing import FakeServer, Fault
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, Outcome, Sample
@@ -75,16 +76,16 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
     def start(*servers: FakeServer, workflow: WorkflowConfig | None = None, **settings: int) -> Running:
-        create_secret(tmp_path)
+        create_secret(RunFolder(tmp_path))
         for server in servers:
             server_loop.run(server.__aenter__())
         made = config("none", servers=len(servers), **settings)
         entry = made.adapters[0].model_copy(update={"workflow": workflow} if workflow else {})
         data = [adapter_data(made, entry, CharTokenizer())]
-        work = serve(made, tmp_path, data, stop)
+        work = serve(made, RunFolder(tmp_path), data, stop)
         ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
-        endpoint = wait_endpoint(tmp_path, "controller", 0, 20, lambda: not ended.done())
-        client = RolloutClient(lambda: endpoint, read_secret(tmp_path))
+        endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
+        client = RolloutClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({NAME: 0}, {})
         started.append(Running(client, endpoint, servers, ended, tmp_path))
         return started[-1]
@@ -171,7 +172,7 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
     while not any(isinstance(request["prompt"][0], list) for request in server.requests):
         time.sleep(0.01)
     before = len(server.requests)
-    other = RolloutClient(lambda: run.endpoint, read_secret(run.folder))
+    other = RolloutClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
         other.hello({NAME: 0}, {})
         other.announce(ref, {"server-0": server.url})

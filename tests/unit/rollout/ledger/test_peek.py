@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.ledger import LEDGER_FILE, LedgerFile
+from areal_lora.rollout.ledger.ledger import LedgerFile
 from areal_lora.rollout.ledger.peek import reconciliations
+from areal_lora.run_folder.paths import RunFolder
 
 KEPT: list[LedgerFile] = []  # a connection that is collected would fold its log in
 WRITER = """
@@ -34,7 +35,7 @@ def write_ledger(folder: Path) -> bytes:
 
     Left as by a kill: with a write-ahead log that was not folded in. Returns the snapshot for version 2.
     """
-    file = LedgerFile(folder / LEDGER_FILE, "run")
+    file = LedgerFile(RunFolder(folder).ledger, "run")
     ledger = file.adapter("math", "the prompts")
     seqs = [ledger.issue(position, 1) for position in range(9)]
     for n, seq in enumerate(seqs[:8]):
@@ -54,7 +55,7 @@ def write_ledger(folder: Path) -> bytes:
 def test_groups_are_counted_and_nothing_is_touched(tmp_path: Path) -> None:
     snapshot = write_ledger(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    made = reconciliations(tmp_path, "run", {"math": 2}, {"math": snapshot})["math"]
+    made = reconciliations(RunFolder(tmp_path), "run", {"math": 2}, {"math": snapshot})["math"]
     assert [row.position for row in made.consumed] == [2, 3], "step 1 was learned and its commit never arrived"
     assert [row.position for row in made.again] == [4, 5], "step 2 was leased to a trainer that is gone"
     assert [row.position for row in made.reissued] == [7], "it runs on a version that is gone"
@@ -66,14 +67,14 @@ def test_a_lost_ledger_is_rebuilt_from_the_snapshot(tmp_path: Path) -> None:
     snapshot = write_ledger(tmp_path)
     for path in tmp_path.iterdir():
         path.unlink()
-    assert "snapshot" in str(reconciliations(tmp_path, "run", {"math": 2}, {"math": snapshot})["math"])
+    assert "snapshot" in str(reconciliations(RunFolder(tmp_path), "run", {"math": 2}, {"math": snapshot})["math"])
     with pytest.raises(RolloutError, match="no ledger snapshot"):
-        reconciliations(tmp_path, "run", {"math": 2}, {})
+        reconciliations(RunFolder(tmp_path), "run", {"math": 2}, {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_has_issued_nothing(tmp_path: Path) -> None:
-    made = reconciliations(tmp_path, "run", {"math": 0}, {})["math"]
+    made = reconciliations(RunFolder(tmp_path), "run", {"math": 0}, {})["math"]
     assert str(made).startswith("0 groups committed late")
     assert list(tmp_path.iterdir()) == []
 
@@ -82,12 +83,12 @@ def test_the_ledger_of_a_running_controller_is_copied_between_two_writes(tmp_pat
     """As often as the file changes under the copy, it is copied again; what is told is of one moment."""
     run = tmp_path / "run"
     run.mkdir()
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(run / LEDGER_FILE)], stdout=subprocess.PIPE)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(RunFolder(run).ledger)], stdout=subprocess.PIPE)
     assert writer.stdout is not None
     writer.stdout.readline()
     try:
         for _ in range(10):
-            made = reconciliations(run, "run", {"math": 0}, {})["math"]
+            made = reconciliations(RunFolder(run), "run", {"math": 0}, {})["math"]
             assert not made.rebuild
             assert len(made.going_on) % 100 == 0
     finally:
@@ -106,4 +107,4 @@ def test_a_ledger_that_never_rests_is_one_clear_line(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "copy", written_meanwhile)
     monkeypatch.setattr("areal_lora.rollout.ledger.peek.PAUSE_S", 0.0)
     with pytest.raises(RolloutError, match=r"ledger.sqlite is being written: the run is going on"):
-        reconciliations(tmp_path, "run", {"math": 2}, {})
+        reconciliations(RunFolder(tmp_path), "run", {"math": 2}, {})

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.trainer.membership import (
@@ -163,10 +164,10 @@ def test_a_lost_server_rests_longer_each_time_until_it_has_served():
 
 
 def test_servers_of_a_run_folder(tmp_path):
-    watch = RendezvousWatch(tmp_path, workers=2)
+    watch = RendezvousWatch(RunFolder(tmp_path), workers=2)
     assert watch.present() == []
-    publish_endpoint(tmp_path, "server", 3, {"data": 5, "admin": 6})
-    publish_endpoint(tmp_path, "controller", 0, {"control": 7})
+    publish_endpoint(RunFolder(tmp_path), "server", 3, {"data": 5, "admin": 6})
+    publish_endpoint(RunFolder(tmp_path), "controller", 0, {"control": 7})
     found = ServerEndpoint(name="server-3", host="127.0.0.1", admin_port=6, data_port=5, workers=2)
     assert watch.present() == [found]
     assert found.data_url == "http://127.0.0.1:5"

@@ -1,0 +1,21 @@
+"""Where a process of a run listens: ``cluster``, with the peers that the run folder knows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from areal_lora.config.models import ClusterConfig
+from areal_lora.network.addresses import WILDCARDS, Place, find_place
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import published_hosts
+
+
+def own_place(cluster: ClusterConfig, run_folder: RunFolder) -> Place:
+    """Where this process listens until it exits. Raises ConfigError."""
+    return _own_place(cluster.bind, cluster.interface, cluster.nodes, run_folder)
+
+
+@cache  # endpoints published later must not move a process to another address
+def _own_place(bind: str, interface: str, nodes: int, run_folder: RunFolder) -> Place:
+    peers = published_hosts(run_folder) if bind in WILDCARDS else []
+    return find_place(bind=bind, interface=interface, nodes=nodes, peers=peers)

@@ -1,0 +1,57 @@
+"""The run folder's names are spelled in one module."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.paths import ROOT
+
+FOLDER = RunFolder(Path("runs/x"))
+PACKAGE = ROOT / "areal_lora"
+MODEL_FOLDER = {"families/shape.py", "config/snapshot.py", "launcher/hub.py", "weight_sync/digests.py"}
+"""These read the config.json of a model."""
+NAMES = sorted(
+    {
+        name
+        for attribute, value in vars(RunFolder).items()
+        if isinstance(value, property) and attribute not in ("name", "lock", "owner")
+        for name in [getattr(FOLDER, attribute).name]
+        if "." in name or name in ("rendezvous", "heartbeats", "checkpoints", "tensorboard", "stacks")
+    }
+)
+
+
+def strings(module: Path) -> list[str]:
+    """Every string of the code that is no docstring."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_a_name_of_the_run_folder_is_spelled_once() -> None:
+    patterns = {name: re.compile(rf"(^|/){re.escape(name)}($|/)") for name in NAMES}
+    found: dict[str, set[str]] = {name: set() for name in NAMES}
+    for module in PACKAGE.rglob("*.py"):
+        for text in strings(module):
+            for name, pattern in patterns.items():
+                if pattern.search(text):
+                    found[name].add(module.relative_to(PACKAGE).as_posix())
+    found[FOLDER.config.name] -= MODEL_FOLDER
+    assert found == {name: {"run_folder/paths.py"} for name in NAMES}
+
+
+def test_paths_of_processes_and_of_files_beside_the_folder() -> None:
+    assert FOLDER.endpoint("server-0") == Path("runs/x/rendezvous/server-0.json")
+    assert FOLDER.log("trainer-1") == Path("runs/x/logs/trainer-1.log")
+    assert FOLDER.lock == Path("runs/.x.lock")
+    assert FOLDER.owner == Path("runs/.x.owner")
+
+
+@pytest.mark.parametrize("given", ["runs/x", Path("runs/x"), FOLDER])
+def test_readers_take_a_plain_path_too(given: RunFolder | Path | str) -> None:
+    assert RunFolder.of(given) == FOLDER
+    assert str(RunFolder.of(given)) == "runs/x"
