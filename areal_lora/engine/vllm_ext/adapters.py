@@ -12,6 +12,7 @@ Anything wrong before the commit gives the slot back; the versions before keep s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,14 +23,24 @@ import msgspec
 from vllm.lora.request import LoRARequest
 
 from areal_lora.engine.vllm_ext.worker_channel import Begin, Done, Join, Ping, Staged, WorkerChannel
-from areal_lora.errors import ManifestError, PublishError
+from areal_lora.errors import PublishError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
-from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.server.slots import SlotTable
+from areal_lora.weight_sync.server.slots import Resident
+from areal_lora.weight_sync.server.transaction import (
+    Commit,
+    EndedPin,
+    PublishTransaction,
+    Retire,
+    Stage,
+    Wait,
+    check_turn,
+    late_turn,
+)
+from areal_lora.weight_sync.server.versions import ServedVersions
 
 log = get_logger(__name__)
 
@@ -70,13 +81,9 @@ class ServedAdapters:
     ) -> None:
         self._workers, self._channel = workers, channel
         self._n_workers, self._generating = n_workers, generating
-        self._slots, self._keep = SlotTable(n_slots), resident - 1  # the incoming version needs the last one
-        self._loras: dict[AdapterRef, LoRARequest] = {}
-        self._replies: dict[AdapterRef, PublishReply] = {}
-        self._next_id = 1
+        self._versions = ServedVersions(n_slots, keep=resident - 1)  # the incoming version needs the last slot
         self._lock = asyncio.Lock()  # publishes, also of different adapters, come one after the other
         self._released = asyncio.Event()
-        self._pins: dict[AdapterRef, asyncio.TimerHandle] = {}
         self.on_active: Callable[[AdapterRef], Awaitable[None]] | None = None
         """Called when a version can be requested, before its publish is acknowledged."""
 
@@ -90,33 +97,18 @@ class ServedAdapters:
         if model == BASE:
             yield Lease(name=BASE, ref=None, lora=None)
             return
-        ref = self._slots.newest_from(model) if or_newer else self._slots.resolve(model).ref
-        self._slots.acquire(ref)
-        if pinned:
-            for other in [pin for pin in self._pins if pin.name == ref.name and pin != ref]:
-                self._unpin(other)
+        resident = self._versions.acquire(model, pinned=pinned, or_newer=or_newer)
+        self._released.set()  # a pin may have ended
+        ref, name = resident.ref, str(resident.ref)
+        lora = LoRARequest(lora_name=name, lora_int_id=resident.lora_id, lora_path=f"xccl://{name}")
         try:
-            yield Lease(name=str(ref), ref=ref, lora=self._loras[ref])
+            yield Lease(name=name, ref=ref, lora=lora)
         finally:
-            if pinned:
-                self._pin(ref)
-            self._slots.release(ref)
+            self._versions.release(ref, time.monotonic() + PINNED_S if pinned else None)
             self._released.set()
 
-    def _pin(self, ref: AdapterRef) -> None:
-        if ref in self._pins:
-            self._pins[ref].cancel()
-        else:
-            self._slots.acquire(ref)
-        self._pins[ref] = asyncio.get_running_loop().call_later(PINNED_S, self._unpin, ref)
-
-    def _unpin(self, ref: AdapterRef) -> None:
-        self._pins.pop(ref).cancel()
-        self._slots.release(ref)
-        self._released.set()
-
     def active(self) -> list[AdapterRef]:
-        return self._slots.active()
+        return self._versions.slots.active()
 
     async def ping(self) -> None:
         """Raises PublishError if a worker's background thread does not answer."""
@@ -146,26 +138,21 @@ class ServedAdapters:
         announced = decode(body)
         ref, deadline = announced.manifest.ref, _deadline(announced.timeout_s, came)
         async with self._turn(str(ref), deadline):
-            began = time.perf_counter()
-            if ref == self._slots.newest(ref.name):
-                return await self._again(body, ref, deadline)
-            slot = await self._reserve(ref, deadline)
-            reply = None
+            publish = PublishTransaction(self._versions, ref, deadline, time.monotonic())
             try:
-                staged = await self._stage(body, ref, -1 if slot is None else slot, deadline)
-                if slot is None:
-                    raise PublishError(f"{ref} was staged without a slot")
-                if time.monotonic() >= deadline:
-                    raise PublishError(f"{ref} was staged too late: its trainer has given it up")
-                reply = await self._commit(ref, slot, staged, began)
+                slot = await self._reserve(publish)
+                staged = await self._stage(body, ref, slot, deadline)
+                commit = publish.staged(staged, time.monotonic())
+                if isinstance(commit, PublishReply):
+                    return commit
+                reply = publish.activated(commit, await self._commit(commit), time.monotonic())
             finally:
-                # A worker that is late has passed its own deadline by now and writes no more.
-                if reply is None and slot is not None:
-                    self._slots.abort(ref)
+                publish.end()
+            reached("server.activated")
             if self.on_active is not None:
                 await self.on_active(ref)
         phases = " ".join(f"{k} {v:.1f} ms" for k, v in reply.phases.items())
-        log.info("%s is live in slot %d: %s", ref, slot, phases)
+        log.info("%s is live in slot %d: %s", ref, commit.slot, phases)
         return reply
 
     @asynccontextmanager
@@ -174,15 +161,13 @@ class ServedAdapters:
 
         What was given up must not be done late. The next one would wait for it, until it is given up, too.
         """
-        late = PublishError(f"{what} came while this server was busy, and is late by now; ask again")
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._lock.acquire()
         except TimeoutError:
-            raise late from None
+            raise late_turn(what) from None
         try:
-            if time.monotonic() >= deadline:  # a free lock is taken without a look at the time
-                raise late
+            check_turn(what, deadline, time.monotonic())  # a free lock is taken without a look at the time
             yield
         finally:
             self._lock.release()
@@ -190,94 +175,51 @@ class ServedAdapters:
     async def retire(self, ref: AdapterRef) -> None:
         """Free the slot of a version. Raises UnknownVersionError; ValueError if it is in use or the newest."""
         async with self._lock:
-            await self._retire([ref])
+            await self._forget([self._versions.retire(ref, time.monotonic())])
 
-    async def _reserve(self, ref: AdapterRef, deadline: float) -> int | None:
-        """A slot, waiting for running requests if need be; None if the version must be refused.
-
-        The trainer already sends: without a slot the workers still take the bytes off the wire.
-        """
-        give_up = time.monotonic() + (deadline - time.monotonic()) / 2
+    async def _reserve(self, publish: PublishTransaction) -> int | None:
+        """A slot, waiting for running requests if necessary; None: the workers must drain the bytes."""
         while True:
             self._released.clear()
-            try:
-                return self._slots.reserve(ref)
-            except ManifestError as e:
-                left = give_up - time.monotonic()
-                # Most were retired by the commit before. Else a straggler holds an old one: the oldest unused goes.
-                spare = self._slots.retirable(self._keep) or self._slots.retirable(1)[:1]
-                if e.reason == Refusal.SLOT and spare:
-                    await self._retire(spare)
-                    continue
-                if e.reason == Refusal.SLOT and left <= 0 and self._pins:
-                    pinned = next(iter(self._pins))
-                    log.warning("%s; %s is given up although it is pinned", e, pinned)
-                    self._unpin(pinned)
-                    continue
-                if e.reason != Refusal.SLOT or left <= 0:
-                    log.warning("%s", e)
-                    return None
-            try:
-                await asyncio.wait_for(self._released.wait(), left)
-            except TimeoutError:
-                continue
+            match publish.next_step(time.monotonic()):
+                case Stage(slot=slot, refusal=refusal):
+                    if refusal is not None:
+                        log.warning("%s", refusal)
+                    return slot
+                case Retire(residents=residents):
+                    await self._forget(residents)
+                case EndedPin(ref=ref, refusal=refusal):
+                    log.warning("%s; %s is given up although it is pinned", refusal, ref)
+                case Wait(timeout_s=timeout_s):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._released.wait(), timeout_s)
 
-    async def _begin(self, body: bytes, ref: AdapterRef, slot: int, deadline: float) -> list[StageResult]:
-        left = deadline - time.monotonic()
-        active = tuple(map(str, self._slots.active()))
+    async def _stage(self, body: bytes, ref: AdapterRef, slot: int | None, deadline: float) -> list[StageResult]:
+        """Every worker's result."""
         begin = Begin(
-            announcement=body, ref=str(ref), slot=slot, deadline=deadline, active=active, generating=self._generating()
+            announcement=body,
+            ref=str(ref),
+            slot=-1 if slot is None else slot,
+            deadline=deadline,
+            active=tuple(map(str, self.active())),
+            generating=self._generating(),
         )
-        return [a.result for a in await self._channel.ask(begin, Staged, left + GRACE_S)]
+        answers = await self._channel.ask(begin, Staged, deadline - time.monotonic() + GRACE_S)
+        return [a.result for a in answers]
 
-    async def _stage(self, body: bytes, ref: AdapterRef, slot: int, deadline: float) -> list[StageResult]:
-        """All workers hold the version, verified, or none does."""
-        results = await self._begin(body, ref, slot, deadline)
-        refused = [r for r in results if not r.ok]
-        if refused and refused[0].reason == Refusal.SLOT:
-            raise self._slots.full(ref)  # a worker does not know what holds them
-        if not refused and len({r.digest for r in results}) > 1:
-            detail = "workers received different numbers"
-            refused = [msgspec.structs.replace(results[0], reason=Refusal.HASH, detail=detail)]
-        if refused:
-            raise ManifestError(refused[0].reason, refused[0].detail)
-        return results
-
-    async def _again(self, body: bytes, ref: AdapterRef, deadline: float) -> PublishReply:
-        """The reply of a version that serves already. Workers that are members take the bytes off the wire."""
-        for result in await self._begin(body, ref, -1, deadline):
-            if result.reason not in (Refusal.DUPLICATE, Refusal.WIRE):
-                raise ManifestError(result.reason, result.detail)
-        return self._replies[ref]
-
-    async def _commit(self, ref: AdapterRef, slot: int, staged: list[StageResult], began: float) -> PublishReply:
-        """Activate on all workers, and make room for the next version in the same turn between two steps."""
-        staged_at = time.perf_counter()
-        lora_id, self._next_id = self._next_id, self._next_id + 1
-        retired = [self._forget(old) for old in self._slots.retirable(self._keep, ref.name)]
+    async def _commit(self, commit: Commit) -> float:
+        """Activate on all workers, and make room for the next version between the same two steps; seconds taken."""
+        _log_retired(commit.retired)
         try:
-            stalls = await self._call("al_commit", lora_id, slot, retired)
+            stalls: list[float] = await self._call("al_commit", commit.lora_id, commit.slot, commit.retired_ids)
         except PublishError:
-            await self._call("al_retire", [lora_id, *retired])  # on no worker rather than on some
+            await self._call("al_retire", commit.undo_ids)
             raise
-        phases = {name: 1e3 * max(getattr(r, f"{name}_s") for r in staged) for name in ("wire", "verify", "write")}
-        phases["stage"], phases["commit"] = 1e3 * (staged_at - began), 1e3 * max(stalls)
-        phases["commit_wait"] = 1e3 * (time.perf_counter() - staged_at)
-        self._slots.activate(ref, lora_id)
-        self._loras[ref] = LoRARequest(lora_name=str(ref), lora_int_id=lora_id, lora_path=f"xccl://{ref}")
-        self._replies[ref] = PublishReply(ref=str(ref), digest=staged[0].digest, phases=phases)
-        reached("server.activated")
-        return self._replies[ref]
+        return max(stalls)
 
-    async def _retire(self, refs: list[AdapterRef]) -> None:
-        await self._call("al_retire", [self._forget(ref) for ref in refs])
-
-    def _forget(self, ref: AdapterRef) -> int:
-        """From here on nobody can ask for ``ref``; the id that the engine must forget, too."""
-        resident = self._slots.retire(ref)
-        del self._loras[ref], self._replies[ref]
-        log.info("%s retired from slot %d", ref, resident.slot)
-        return resident.lora_id
+    async def _forget(self, retired: list[Resident]) -> None:
+        _log_retired(retired)
+        await self._call("al_retire", [r.lora_id for r in retired])
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of the worker extension, between two model steps."""
@@ -285,6 +227,11 @@ class ServedAdapters:
             return await self._workers.collective_rpc(method, args=args)
         except Exception as e:  # fault boundary: vLLM raises what a worker raised, or that the engine has died
             raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
+
+
+def _log_retired(retired: list[Resident]) -> None:
+    for resident in retired:
+        log.info("%s retired from slot %d", resident.ref, resident.slot)
 
 
 def _deadline(timeout_s: float, came: float | None) -> float:

@@ -7,6 +7,7 @@ into dictionaries.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -24,9 +25,9 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Announcement, decode
-from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
-from areal_lora.weight_sync.server.slots import SlotTable
+from areal_lora.weight_sync.server.transaction import PublishTransaction, Stage, Wait, check_turn, late_turn
+from areal_lora.weight_sync.server.versions import ServedVersions
 from areal_lora.weight_sync.testing.https_server import AdminHttpsServer
 from areal_lora.weight_sync.testing.memory_writer import MemoryWriter, Shapes
 
@@ -53,7 +54,8 @@ class MemoryServer:
         on_shutdown: Callable[[], object] | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        self.slots = SlotTable(n_slots)
+        self._versions = ServedVersions(n_slots, keep=n_slots - 1 if keep is None else keep)
+        self.slots = self._versions.slots
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
         self._staged: list[tp.StageResult | None] = [None] * workers
         self._arrived = threading.Condition()
@@ -69,14 +71,10 @@ class MemoryServer:
             for w, writer in enumerate(self.writers)
         ]
         self._run, self._secret, self._base_digest = run, secret, base_digest
-        self._n_slots, self._score, self._last_id = n_slots, score, 0
-        self._keep = n_slots - 1 if keep is None else keep
+        self._n_slots, self._score = n_slots, score
         self._modules = _modules(shapes) if modules is None else dict(modules)
         self._on_shutdown = on_shutdown
-        self._slots_lock, self._one_publish = threading.Lock(), threading.Lock()
-        self._released = threading.Condition(self._slots_lock)
-        self._pins: dict[str, AdapterRef] = {}
-        self._replies: dict[AdapterRef, tp.PublishReply] = {}
+        self._one_publish, self._released = threading.Lock(), threading.Condition()
         self._http = AdminHttpsServer(listener or socket.create_server(("127.0.0.1", 0)), secret, self.handle)
         self.endpoint = tp.ServerEndpoint(
             name=name, host="127.0.0.1", admin_port=self._http.server_port, data_port=0, workers=workers
@@ -103,23 +101,14 @@ class MemoryServer:
         ``pinned`` keeps it until another version of the adapter is asked for so: the next request may come.
         """
         with self._released:
-            ref = self.slots.resolve(model).ref
-            self.slots.acquire(ref)
-            if pinned and self._pins.get(ref.name) != ref:
-                self.slots.acquire(ref)
-                self._unpin(ref.name)
-                self._pins[ref.name] = ref
+            ref = self._versions.acquire(model, pinned=pinned).ref
+            self._released.notify_all()  # a pin may have ended
         try:
             yield ref
         finally:
             with self._released:
-                self.slots.release(ref)
+                self._versions.release(ref, math.inf if pinned else None)
                 self._released.notify_all()
-
-    def _unpin(self, name: str) -> None:
-        if (ref := self._pins.pop(name, None)) is not None:
-            self.slots.release(ref)
-            self._released.notify_all()
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
         """(status, body) of one admin request."""
@@ -134,11 +123,11 @@ class MemoryServer:
                 return 200, tp.encode_message(tp.PingReply())
             if (method, path) == ("POST", tp.JOIN_PATH):
                 request = tp.decode_message(body, tp.JoinRequest)
-                with self._turn(request.timeout_s) as left_s:
+                with self._turn("a join", request.timeout_s) as left_s:
                     return 200, tp.encode_message(self._join(msgspec.structs.replace(request, timeout_s=left_s)))
             if (method, path) == ("POST", tp.PUBLISH_PATH):
                 announcement = decode(body)
-                with self._turn(announcement.timeout_s) as left_s:
+                with self._turn(str(announcement.manifest.ref), announcement.timeout_s) as left_s:
                     return 200, tp.encode_message(self._publish(announcement, left_s))
             if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
                 self._on_shutdown()
@@ -152,13 +141,15 @@ class MemoryServer:
         return 404, b"no such route"
 
     @contextlib.contextmanager
-    def _turn(self, timeout_s: float) -> Iterator[float]:
-        """Seconds that are left after waiting for the request before. Raises PublishError: what is late is not done."""
+    def _turn(self, what: str, timeout_s: float) -> Iterator[float]:
+        """Seconds that remain after waiting for the previous request. Raises PublishError if none do."""
         deadline = time.monotonic() + timeout_s
         if not self._one_publish.acquire(timeout=timeout_s):
-            raise PublishError("came while this server was busy, and is late by now; ask again")
+            raise late_turn(what)
         try:
-            yield max(deadline - time.monotonic(), 0.0)
+            now = time.monotonic()
+            check_turn(what, deadline, now)
+            yield deadline - now
         finally:
             self._one_publish.release()
 
@@ -184,55 +175,32 @@ class MemoryServer:
         return tp.JoinReply(workers=len(self._receivers))
 
     def _publish(self, announcement: Announcement, timeout_s: float) -> tp.PublishReply:
-        manifest, deadline = announcement.manifest, time.monotonic() + timeout_s
-        slot = self._reserve(manifest.ref, timeout_s / 2)
+        now, ref = time.monotonic(), announcement.manifest.ref
+        with self._released:
+            publish = PublishTransaction(self._versions, ref, now + timeout_s, now)
         try:
-            results = self._stage(announcement, slot, timeout_s)
-        except PublishError:
-            if slot is not None:
-                self.slots.abort(manifest.ref)
-            raise
-        failed = next((r for r in results if not r.ok), None)
-        if failed is not None and failed.reason == Refusal.DUPLICATE and manifest.ref in self._replies:
-            return self._replies[manifest.ref]
-        late = time.monotonic() >= deadline
-        if failed is not None or late:
-            for receiver in self._receivers:
-                receiver.discard(manifest.ref)
-            if slot is not None:
-                self.slots.abort(manifest.ref)
-        if failed is not None:
-            if failed.reason == Refusal.SLOT:
-                raise self.slots.full(manifest.ref)
-            raise ManifestError(failed.reason, failed.detail)
-        if late:
-            raise PublishError(f"{manifest.ref} was staged too late: its trainer has given it up")
-        self._last_id += 1
-        with self._slots_lock:
-            self.slots.activate(manifest.ref, self._last_id)
-        phases = {p: max(getattr(r, f"{p}_s") for r in results) * 1e3 for p in ("wire", "verify", "write")}
-        reply = tp.PublishReply(ref=str(manifest.ref), digest=results[0].digest, phases=phases | {"commit": 0.0})
-        self._replies[manifest.ref] = reply
+            results = self._stage(announcement, self._reserve(publish), timeout_s)
+            with self._released:
+                commit = publish.staged(results, time.monotonic())
+                if isinstance(commit, tp.PublishReply):
+                    return commit
+                reply = publish.activated(commit, 0.0, time.monotonic())
+        finally:
+            with self._released:
+                dropped = publish.end()
+            if dropped is not None:
+                for receiver in self._receivers:
+                    receiver.discard(dropped)
         reached("server.activated")
         return reply
 
-    def _reserve(self, ref: AdapterRef, patience_s: float) -> int | None:
-        """A slot, as the real server finds one; None: the receivers take the transfer off the wire and refuse it."""
-        until = time.monotonic() + patience_s
+    def _reserve(self, publish: PublishTransaction) -> int | None:
+        """A slot; None: the receivers take the transfer off the wire and refuse it."""
         with self._released:
-            while True:
-                for old in self.slots.retirable(self._keep):
-                    self.slots.retire(old)
-                try:
-                    return self.slots.reserve(ref)
-                except ManifestError as e:
-                    if e.reason != Refusal.SLOT:
-                        return None
-                spare = self.slots.retirable(1)[:1]
-                for old in spare:
-                    self.slots.retire(old)
-                if not spare and not self._released.wait(max(until - time.monotonic(), 0.0)):
-                    return None
+            while not isinstance(step := publish.next_step(time.monotonic()), Stage):
+                if isinstance(step, Wait):
+                    self._released.wait(step.timeout_s)
+            return step.slot
 
     def _stage(self, announcement: Announcement, slot: int | None, timeout_s: float) -> list[tp.StageResult]:
         """Every worker's result."""

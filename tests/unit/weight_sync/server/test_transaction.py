@@ -1,0 +1,443 @@
+"""The publish transaction as data: every fact and every time is an argument."""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+
+from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.messages import PublishReply, StageResult
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.server.transaction import (
+    Commit,
+    EndedPin,
+    PublishTransaction,
+    Retire,
+    Stage,
+    Wait,
+    check_turn,
+)
+from areal_lora.weight_sync.server.versions import ServedVersions
+
+SEED = int(os.environ.get("AREAL_LORA_TEST_SEED", "20240607"))
+
+
+def a(version: int, name: str = "a") -> AdapterRef:
+    return AdapterRef(name=name, version=version)
+
+
+def ok(ref: AdapterRef, slot: int | None, digest: str = "d", **seconds: float) -> StageResult:
+    return StageResult(ref=str(ref), slot=-1 if slot is None else slot, ok=True, digest=digest, **seconds)
+
+
+def no(ref: AdapterRef, reason: str, detail: str = "as told") -> StageResult:
+    return StageResult(ref=str(ref), slot=-1, ok=False, reason=reason, detail=detail)
+
+
+def opened(versions: ServedVersions, ref: AdapterRef, deadline: float = 10.0, now: float = 0.0) -> PublishTransaction:
+    return PublishTransaction(versions, ref, deadline, now)
+
+
+def reserved(publish: PublishTransaction, now: float = 0.0) -> Stage:
+    """The end of a reservation that need not wait."""
+    while not isinstance(step := publish.next_step(now), Stage):
+        assert isinstance(step, Retire), step
+    return step
+
+
+def published(versions: ServedVersions, ref: AdapterRef, now: float = 0.0) -> PublishReply:
+    publish = opened(versions, ref, now + 10.0, now)
+    try:
+        slot = reserved(publish, now).slot
+        commit = publish.staged([ok(ref, slot)], now)
+        assert isinstance(commit, Commit)
+        return publish.activated(commit, 0.001, now)
+    finally:
+        publish.end()
+
+
+def refs(versions: ServedVersions) -> list[int]:
+    return [ref.version for ref in versions.slots.active()]
+
+
+def test_a_version_is_staged_committed_and_then_requested() -> None:
+    versions = ServedVersions(3, keep=2)
+    publish = opened(versions, a(0), now=1.0)
+    assert publish.next_step(1.0) == Stage(slot=0)
+    with pytest.raises(UnknownVersionError):
+        versions.acquire("a")
+    results = [ok(a(0), 0, wire_s=0.2, write_s=0.1), ok(a(0), 0, wire_s=0.1, verify_s=0.3)]
+    commit = publish.staged(results, 2.0)
+    assert isinstance(commit, Commit)
+    assert (commit.lora_id, commit.slot, commit.retired, commit.undo_ids) == (1, 0, [], [1])
+    with pytest.raises(UnknownVersionError):
+        versions.acquire("a")
+    reply = publish.activated(commit, 0.001, 2.5)
+    assert publish.end() is None
+    assert (reply.ref, reply.digest) == ("a@v0", "d")
+    want = {"wire": 200, "verify": 300, "write": 100, "stage": 1000, "commit": 1, "commit_wait": 500}
+    assert reply.phases == pytest.approx(want)
+    assert versions.acquire("a").lora_id == 1
+
+
+def test_the_commit_retires_what_is_beyond_the_kept_versions() -> None:
+    versions = ServedVersions(3, keep=2)
+    for version in range(4):
+        published(versions, a(version))
+    assert refs(versions) == [2, 3]
+    publish = opened(versions, a(4))
+    slot = reserved(publish).slot
+    commit = publish.staged([ok(a(4), slot)], 0.0)
+    assert isinstance(commit, Commit)
+    assert (commit.retired_ids, commit.undo_ids) == ([3], [5, 3])
+    assert refs(versions) == [3], "forgotten before the engine is asked"
+
+
+def test_no_publish_begins_during_another_or_after_its_deadline() -> None:
+    versions = ServedVersions(3, keep=2)
+    with pytest.raises(PublishError, match=r"a@v0 came while .* late by now"):
+        opened(versions, a(0), deadline=1.0, now=1.0)
+    with pytest.raises(PublishError, match=r"a join came while .* late by now"):
+        check_turn("a join", 1.0, 1.0)
+    check_turn("a join", 1.0, 0.9)
+    publish = opened(versions, a(0))
+    with pytest.raises(ValueError, match="during the publish of a@v0"):
+        opened(versions, a(0, "b"))
+    publish.end()
+    opened(versions, a(0, "b"))
+
+
+def test_steps_out_of_order_are_errors() -> None:
+    versions = ServedVersions(3, keep=2)
+    publish = opened(versions, a(0))
+    with pytest.raises(ValueError, match="is reserving, not staging"):
+        publish.staged([], 0.0)
+    slot = reserved(publish).slot
+    with pytest.raises(ValueError, match="is staging, not reserving"):
+        publish.next_step(0.0)
+    commit = publish.staged([ok(a(0), slot)], 0.0)
+    assert isinstance(commit, Commit)
+    publish.activated(commit, 0.0, 0.0)
+    with pytest.raises(ValueError, match="is done, not committing"):
+        publish.activated(commit, 0.0, 0.0)
+    publish.end()
+    with pytest.raises(ValueError, match="is done, not reserving"):
+        publish.next_step(0.0)
+
+
+@pytest.mark.parametrize(
+    ("results", "error", "reason"),
+    [
+        ([ok(a(1), 1), no(a(1), Refusal.ALPHA)], ManifestError, Refusal.ALPHA),
+        ([no(a(1), Refusal.WIRE), no(a(1), Refusal.ALPHA)], ManifestError, Refusal.WIRE),
+        ([no(a(1), Refusal.SLOT)], ManifestError, Refusal.SLOT),
+        ([no(a(1), Refusal.DUPLICATE)], ManifestError, Refusal.DUPLICATE),
+        ([ok(a(1), 1), ok(a(1), 1, digest="e")], ManifestError, Refusal.HASH),
+        ([ok(a(1), 1)], PublishError, ""),
+    ],
+)
+def test_a_refused_or_late_version_gives_its_slot_back_and_workers_forget_it(
+    results: list[StageResult], error: type[Exception], reason: str
+) -> None:
+    versions = ServedVersions(2, keep=1)
+    published(versions, a(0))
+    for _ in range(3):  # a slot that stayed reserved would be missed at the second
+        publish = opened(versions, a(1))
+        assert reserved(publish).slot == 1
+        with pytest.raises(error) as e:
+            publish.staged(results, 0.0 if reason else 10.0)
+        if isinstance(e.value, ManifestError):
+            assert e.value.reason == reason
+        else:
+            assert "staged too late" in str(e.value)
+        assert publish.end() == a(1)
+        assert refs(versions) == [0]
+    assert published(versions, a(1)).ref == "a@v1"
+
+
+def test_a_commit_that_fails_gives_its_slot_back_and_its_id_is_not_used_again() -> None:
+    versions = ServedVersions(2, keep=1)
+    published(versions, a(0))
+    publish = opened(versions, a(1))
+    slot = reserved(publish).slot
+    failed = publish.staged([ok(a(1), slot)], 0.0)
+    assert isinstance(failed, Commit)
+    assert publish.end() == a(1)
+    published(versions, a(1))
+    assert versions.acquire("a@v1").lora_id > failed.lora_id
+
+
+def test_the_newest_version_again_gets_its_first_reply_and_no_slot() -> None:
+    versions = ServedVersions(3, keep=2)
+    published(versions, a(0))
+    reply = published(versions, a(1))
+    for reasons in ((Refusal.DUPLICATE, Refusal.DUPLICATE), (Refusal.WIRE, Refusal.DUPLICATE)):
+        publish = opened(versions, a(1))
+        assert publish.next_step(0.0) == Stage(slot=None)
+        assert publish.staged([no(a(1), reason) for reason in reasons], 99.0) is reply, "late or not: it is active"
+        assert publish.end() is None, "workers must not forget what they serve"
+    publish = opened(versions, a(1))
+    publish.next_step(0.0)
+    with pytest.raises(ManifestError, match="as told") as e:
+        publish.staged([no(a(1), Refusal.DUPLICATE), no(a(1), Refusal.WRONG_BASE)], 0.0)
+    assert e.value.reason == Refusal.WRONG_BASE
+    assert publish.end() is None
+    assert refs(versions) == [0, 1]
+
+
+def test_an_older_active_version_is_drained_and_its_refusal_is_the_workers() -> None:
+    versions = ServedVersions(3, keep=2)
+    for version in range(2):
+        published(versions, a(version))
+    publish = opened(versions, a(0))
+    step = publish.next_step(0.0)
+    assert isinstance(step, Stage)
+    assert (step.slot, step.refusal and step.refusal.reason) == (None, Refusal.DUPLICATE)
+    with pytest.raises(ManifestError) as e:
+        publish.staged([no(a(0), Refusal.STALE_VERSION)], 0.0)
+    assert e.value.reason == Refusal.STALE_VERSION
+    assert publish.end() is None
+    assert refs(versions) == [0, 1]
+
+
+def test_without_a_slot_a_worker_that_claims_to_have_staged_is_not_believed() -> None:
+    versions = ServedVersions(2, keep=1)
+    for version in range(2):
+        published(versions, a(version))
+        versions.acquire(f"a@v{version}")
+    publish = opened(versions, a(2))
+    assert isinstance(publish.next_step(5.0), Stage)
+    with pytest.raises(PublishError, match="staged without a slot"):
+        publish.staged([ok(a(2), None)], 5.0)
+    assert publish.end() is None
+
+
+def test_a_publish_waits_half_of_its_time_for_a_slot_and_then_says_what_holds_them() -> None:
+    versions = ServedVersions(2, keep=1)
+    for version in range(2):
+        published(versions, a(version))
+        versions.acquire(f"a@v{version}")
+    publish = opened(versions, a(2), deadline=12.0, now=2.0)
+    assert publish.next_step(2.0) == Wait(5.0)
+    assert publish.next_step(6.5) == Wait(0.5)
+    step = publish.next_step(7.0)
+    assert isinstance(step, Stage)
+    assert step.slot is None
+    assert "held by a@v0 (1 running), a@v1 (1 running)" in str(step.refusal)
+    with pytest.raises(ManifestError, match="held by a@v0"):
+        publish.staged([no(a(2), Refusal.SLOT)], 7.5)
+    assert publish.end() is None
+
+
+def test_a_released_version_makes_room_for_the_waiting_publish() -> None:
+    versions = ServedVersions(2, keep=1)
+    for version in range(2):
+        published(versions, a(version))
+        versions.acquire(f"a@v{version}")
+    publish = opened(versions, a(2))
+    assert isinstance(publish.next_step(0.0), Wait)
+    versions.release(a(1))
+    assert isinstance(publish.next_step(0.0), Wait), "the newest is not retired, used or not"
+    versions.release(a(0))
+    step = publish.next_step(0.0)
+    assert isinstance(step, Retire)
+    assert [(r.ref, r.lora_id) for r in step.residents] == [(a(0), 1)]
+    assert publish.next_step(0.0) == Stage(slot=0)
+
+
+def test_a_pin_holds_until_its_end_and_a_publish_waits_no_longer_than_that() -> None:
+    versions = ServedVersions(2, keep=1)
+    published(versions, a(0))
+    versions.acquire("a@v0", pinned=True)
+    versions.release(a(0), pin_until=3.0)
+    published(versions, a(1))
+    assert refs(versions) == [0, 1], "a commit retires no pinned version"
+    with pytest.raises(ValueError, match="1 requests"):
+        versions.retire(a(0), 2.9)
+    publish = opened(versions, a(2))
+    assert publish.next_step(1.0) == Wait(2.0)
+    step = publish.next_step(3.0)
+    assert isinstance(step, Retire)
+    assert [r.ref for r in step.residents] == [a(0)]
+
+
+def test_the_oldest_pin_ends_when_waiting_does_not_help() -> None:
+    versions = ServedVersions(3, keep=1)
+    for ref in (a(0, "b"), a(0)):
+        published(versions, ref)
+        versions.acquire(str(ref), pinned=True)
+        versions.release(ref, pin_until=99.0)
+    published(versions, a(1))
+    publish = opened(versions, a(2))
+    assert publish.next_step(0.0) == Wait(5.0)
+    steps = [publish.next_step(5.0) for _ in range(4)]
+    assert [type(s) for s in steps] == [EndedPin, EndedPin, Retire, Stage]
+    assert [s.ref for s in steps if isinstance(s, EndedPin)] == [a(0, "b"), a(0)]
+    assert [r.ref for s in steps if isinstance(s, Retire) for r in s.residents] == [a(0)]
+
+
+def test_a_pinned_request_ends_the_pins_on_other_versions_of_its_adapter() -> None:
+    versions = ServedVersions(4, keep=1)
+    for name in ("a", "b"):
+        published(versions, a(0, name))
+        versions.acquire(f"{name}@v0", pinned=True)
+        versions.release(a(0, name), pin_until=99.0)
+        published(versions, a(1, name))
+    assert len(versions.slots.active()) == 4
+    versions.acquire("a@v1", pinned=True)
+    assert versions.retire(a(0), 0.0).ref == a(0)
+    with pytest.raises(ValueError, match="1 requests"):
+        versions.retire(a(0, "b"), 0.0)
+
+
+class Model:
+    """What a server must hold: nothing about slots, only sets."""
+
+    def __init__(self) -> None:
+        self.active: dict[AdapterRef, PublishReply] = {}
+        self.running: list[AdapterRef] = []
+
+    def newest(self, name: str) -> AdapterRef | None:
+        return max((ref for ref in self.active if ref.name == name), default=None)
+
+
+class Walk:
+    """Random publishes, requests, pins and pauses on one server, compared with a ``Model``."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.n_slots, self.keep = self.rng.choice([(2, 1), (3, 2), (4, 2), (6, 3)])
+        self.names = ["a", "b"][: 1 if self.n_slots < 4 else self.rng.choice([1, 2])]
+        self.versions, self.model = ServedVersions(self.n_slots, self.keep), Model()
+        self.now, self.ids = 0.0, set[int]()
+        self.done = {"activated": 0, "repeated": 0, "refused": 0, "drained": 0}
+
+    def step(self) -> None:
+        self.now += self.rng.random()
+        action = self.rng.choice((self.publish, self.publish, self.request, self.request, self.finish, self.repeat))
+        action()
+        self.check()
+
+    def request(self) -> None:
+        if self.model.active and len(self.model.running) < self.n_slots:
+            ref = self.rng.choice(sorted(self.model.active))
+            newer = self.rng.random() < 0.3
+            got = self.versions.acquire(str(ref), pinned=self.rng.random() < 0.3, or_newer=newer).ref
+            assert got == (self.model.newest(ref.name) if newer else ref)
+            self.model.running.append(got)
+
+    def finish(self) -> None:
+        if self.model.running:
+            ref = self.model.running.pop(self.rng.randrange(len(self.model.running)))
+            self.versions.release(ref, self.now + self.rng.random() * 20 if self.rng.random() < 0.3 else None)
+
+    def repeat(self) -> None:
+        ref = self.model.newest(self.rng.choice(self.names))
+        if ref is None:
+            return
+        publish = opened(self.versions, ref, self.now + 1.0, self.now)
+        assert publish.next_step(self.now) == Stage(slot=None)
+        assert publish.staged([no(ref, Refusal.DUPLICATE)], self.now) is self.model.active[ref]
+        assert publish.end() is None
+        self.done["repeated"] += 1
+
+    def publish(self) -> None:
+        name = self.rng.choice(self.names)
+        newest = self.model.newest(name)
+        ref = a(0 if newest is None else newest.version + self.rng.randint(1, 2), name)
+        deadline = self.now + 1.0 + 4.0 * self.rng.random()
+        publish = opened(self.versions, ref, deadline, self.now)
+        outcome = "abandoned"
+        try:
+            outcome = self.transact(publish, ref, deadline)
+        except (ManifestError, PublishError):
+            outcome = "refused"
+        finally:
+            dropped = publish.end()
+        assert dropped in (None, ref)
+        assert (outcome == "activated") <= (dropped is None)
+        if outcome in self.done:
+            self.done[outcome] += 1
+
+    def transact(self, publish: PublishTransaction, ref: AdapterRef, deadline: float) -> str:
+        began = self.now
+        while not isinstance(step := publish.next_step(self.now), Stage):
+            match step:
+                case Retire(residents=residents):
+                    self.forget([r.ref for r in residents])
+                case Wait(timeout_s=timeout_s):
+                    assert timeout_s > 0
+                    assert self.now + timeout_s <= began + (deadline - began) / 2 + 1e-9
+                    self.now += timeout_s * self.rng.choice((1.0, 0.5))
+                    self.finish()
+            if self.rng.random() < 0.05:
+                return "cancelled"
+        if step.slot is None:
+            assert step.refusal is not None
+            self.done["drained"] += 1
+            publish.staged([no(ref, Refusal.SLOT)], self.now)
+            raise AssertionError("a version without a slot was not refused")
+        assert step.slot not in {self.slot(other) for other in self.model.active}, "a slot in use was given away"
+        if self.rng.random() < 0.1:
+            return "cancelled"
+        result = ok(ref, step.slot) if self.rng.random() < 0.7 else no(ref, Refusal.HASH)
+        self.now += self.rng.choice((0.0, 0.1, 2.0))
+        commit = publish.staged([ok(ref, step.slot), result], self.now)
+        assert isinstance(commit, Commit)
+        assert self.now < deadline
+        assert commit.lora_id not in self.ids
+        self.ids.add(commit.lora_id)
+        self.forget([r.ref for r in commit.retired])
+        if self.rng.random() < 0.1:
+            return "commit failed"
+        reply = publish.activated(commit, 0.0, self.now)
+        self.model.active[ref] = reply
+        return "activated"
+
+    def forget(self, gone: list[AdapterRef]) -> None:
+        for ref in gone:
+            assert ref not in self.model.running, "a version in use was retired"
+            assert ref != self.model.newest(ref.name), "the newest version was retired"
+            del self.model.active[ref]
+
+    def slot(self, ref: AdapterRef) -> int:
+        return self.versions.slots.resolve(str(ref)).slot
+
+    def check(self) -> None:
+        assert self.versions.slots.active() == sorted(self.model.active)
+        slots = [self.slot(ref) for ref in self.model.active]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(self.n_slots))
+        for name in self.names:
+            if (newest := self.model.newest(name)) is not None:
+                assert self.versions.slots.resolve(name).ref == newest
+
+    def drain(self) -> None:
+        """Without requests and pins everything can be published again: no slot and no hold was lost."""
+        while self.model.running:
+            self.finish()
+        self.now += 100.0
+        for name in self.names:
+            newest = self.model.newest(name)
+            published(self.versions, a(0 if newest is None else newest.version + 1, name), self.now)
+        assert all(self.versions.slots.resolve(str(ref)).in_use == 0 for ref in self.versions.slots.active())
+
+
+def test_random_walks_agree_with_a_model_of_sets() -> None:
+    print(f"AREAL_LORA_TEST_SEED={SEED}")
+    done = dict.fromkeys(("activated", "repeated", "refused", "drained"), 0)
+    for walk_seed in range(SEED, SEED + 40):
+        walk = Walk(walk_seed)
+        try:
+            for _ in range(120):
+                walk.step()
+            walk.drain()
+        except AssertionError:
+            print(f"failed in the walk with seed {walk_seed}")
+            raise
+        for name, count in walk.done.items():
+            done[name] += count
+    assert min(done.values()) > 30, f"a path was hardly walked: {done}"
