@@ -1,7 +1,7 @@
-"""The live view of a run: what the launcher shows while the processes work.
+"""Show the progress of a run in the launcher.
 
-On a terminal a panel that is redrawn at each ``tick``; elsewhere plain lines, one per event.
-Everything shown comes from the run folder, so the view needs no connection to any process.
+On a terminal, a panel is redrawn at each ``tick``; elsewhere each event is one plain line.
+All data comes from the run folder, without a connection to any process.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 
 QUIET_S = 15.0
-"""After this long without a record the process statuses are shown again."""
+"""Time without a record after which process statuses are shown again."""
 PROBLEMS_SHOWN = 3
 WINDOW = 20
-"""Steps and publishes that medians and the remaining time are taken over."""
+"""Steps and publishes that medians and the remaining time are computed over."""
 KEPT = 512
-"""The newest steps, and publishes, that the view remembers; staleness is shown over these."""
+"""The number of newest steps and publishes in memory; staleness is shown over these steps."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 32) -> str:
-    """The last ``width`` values as one character each, scaled between their own extremes."""
+    """The last ``width`` values as one character each, scaled to their minimum and maximum."""
     shown = values[-width:]
     if not shown:
         return ""
@@ -59,21 +59,21 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A short number; a dash for one that was not measured."""
+    """Format a number; None (not measured) is a dash."""
     return "-" if value is None else f"{value:.{digits}g}" if abs(value) < 1e-3 and value else f"{value:.{digits}f}"
 
 
 def publish_problem(record: PublishRecord) -> str | None:
-    """What is wrong with a publish in one line, None if nothing is."""
+    """Describe the problem of a publish in one line; None if there is none."""
     if record.version > 0 and not record.differs_from_base:
-        return f"publish v{record.version}: the servers still answer like the base model"
+        return f"publish v{record.version}: the servers still score like the base model"
     if record.probe_mean_abs is None:
-        return f"publish v{record.version}: the parity probe gave no finite value"
+        return f"publish v{record.version}: the parity probe returned no finite value"
     return None
 
 
 class RunView:
-    """What the records seen so far add up to. Kept apart from drawing, so it can be tested alone."""
+    """Accumulates the records shown; drawing is separate, so that the state is testable."""
 
     def __init__(self) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
@@ -104,7 +104,7 @@ class RunView:
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Trained tokens by versions of lag, of the newest steps."""
+        """Trained tokens of the newest steps by versions of lag."""
         counts: Counter[int] = Counter()
         for record in self.steps:
             counts.update(record.staleness)
@@ -115,7 +115,7 @@ class RunView:
         return self.steps[-1].step + 1 if self.steps else self._resumed_at
 
     def remaining_s(self, total_steps: int) -> float | None:
-        """Seconds left at the pace of the last steps, from the recorded wall times; None before step 2."""
+        """Remaining seconds at the recorded pace of the last steps; None before step 2."""
         recent = list(self.steps)[-WINDOW - 1 :]
         if len(recent) < 2:
             return None
@@ -123,7 +123,7 @@ class RunView:
         return max(0, total_steps - self.steps_done) * max(0.0, pace)
 
     def sync_p50(self) -> tuple[float, dict[str, float]] | None:
-        """Median total and median of each phase in its sequence over the last publishes, ms."""
+        """Median total and median of each sequential phase over the last publishes, in ms."""
         recent = list(self.publishes)[-WINDOW:]
         totals = [p.total_ms for p in recent if p.total_ms is not None]
         if not totals:
@@ -133,7 +133,7 @@ class RunView:
 
 
 class LiveConsole:
-    """Call ``start``, then ``tick`` a few times a second, then ``stop``. A tick reads only what is new."""
+    """Call ``start``, then ``tick`` a few times a second, then ``stop``. A tick reads only new records."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class LiveConsole:
         self.view = RunView()
 
     def start(self) -> None:
-        """Begin. Records already in the run folder (a resumed run) are taken in without being shown."""
+        """Start. Existing records of a resumed run are read but not printed."""
         self._started = self._changed = self._clock()
         while records := self._tail.read_new():
             for record in records:
@@ -164,7 +164,7 @@ class LiveConsole:
             self._live.start()
 
     def tick(self) -> None:
-        """Take in new records and statuses and show them."""
+        """Read and show new records and statuses."""
         records, statuses = self._tail.read_new(), read_statuses(self._folder)
         if records:
             self._changed = self._clock()
@@ -177,11 +177,11 @@ class LiveConsole:
             self._print_plain(records, statuses)
 
     def say(self, text: str) -> None:
-        """One line about an event that is in no record."""
+        """Print one line about an event that no record holds."""
         self._line(text)
 
     def stop(self) -> None:
-        """Show what came last and leave the terminal as it was. May be called twice."""
+        """Show the last records and restore the terminal. Idempotent."""
         self.tick()
         if self._live is not None:
             self._live.stop()
@@ -199,7 +199,7 @@ class LiveConsole:
                 self._line(line)
 
     def _line(self, text: str) -> None:
-        # Wrapping would break one event over several lines of a log file.
+        # Wrapping would split one event over several lines of a log file.
         self._console.print(f"[{duration(self._clock() - self._started)}] {text}", markup=False, soft_wrap=True)
 
     def _plain_line(self, record: Record) -> str | None:
@@ -217,11 +217,11 @@ class LiveConsole:
             case PublishRecord():
                 return publish_problem(record)
             case CheckpointRecord(failed=True, version=version):
-                return f"the checkpoint of v{version} could not be written, see the trainer's log"
+                return f"checkpoint v{version} was not written, see the trainer's log"
             case RolloutSampleRecord() | CheckpointRecord():
                 return None
             case ResumeRecord():
-                return f"goes on from the checkpoint of v{record.version}"
+                return f"resumed from checkpoint v{record.version}"
 
     def render(self) -> RenderableType:
         """The panel for a terminal."""
@@ -268,7 +268,7 @@ class LiveConsole:
         table = Table.grid(padding=(0, 2))
         for who, text in self._statuses.items():
             table.add_row(Text(who, style="cyan"), Text(text))
-        return table if self._statuses else Text("starting the processes", style="dim")
+        return table if self._statuses else Text("starting processes", style="dim")
 
 
 def _histogram(counts: dict[int, int]) -> str:

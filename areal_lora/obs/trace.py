@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: named spans measured with a monotonic clock."""
+"""Measure the phases of a step as named spans of a monotonic clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Spans:
-    """Seconds by phase. Repeated spans of one name add up; spans may nest. Not shared between threads.
+    """Seconds by phase. Repeated spans of one name add up; spans may nest. Not thread-safe.
 
     Example::
 
@@ -34,11 +34,11 @@ class Spans:
 
     @property
     def total_s(self) -> float:
-        """Wall seconds since this object was made or last restarted (not the sum of the spans)."""
+        """Wall seconds since construction or the last restart (not the sum of the spans)."""
         return self._clock() - self._started
 
     def restart(self) -> dict[str, float]:
-        """Return the spans so far and begin the next step with none."""
+        """Return the spans so far and start the next step without spans."""
         finished, self.seconds = self.seconds, {}
         self._started = self._clock()
         return finished

@@ -1,10 +1,9 @@
-"""Named points of a step at which a test lets a process die, hang or fail.
+"""Inject faults at named points of a step, for tests.
 
-``reached(name)`` costs one comparison unless the variable ``AREAL_LORA_FAULT`` is set. Its value is
-``point:n:action`` (several with commas): at the ``n``-th time (from 1) that this process reaches
-``point``, ``kill`` ends it with SIGKILL, ``hang`` blocks the thread for ever, and an errno name such
-as ``ENOSPC`` raises that OSError. ``once=FOLDER:`` before the points makes each fault happen only
-in the first process that gets there: the others find a mark in the folder.
+``reached(name)`` costs one comparison unless the variable ``AREAL_LORA_FAULT`` is set. The value is a list of
+``point:n:action``, separated by commas. When this process reaches ``point`` for the ``n``-th time (from 1), the action
+runs: ``kill`` sends SIGKILL to the process, ``hang`` blocks the thread, an errno name such as ``ENOSPC`` raises that
+OSError. With the prefix ``once=FOLDER:`` each fault happens in one process only, which leaves a mark in the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ VARIABLE = "AREAL_LORA_FAULT"
 
 @dataclass(slots=True)
 class _Plan:
-    """``faults[point] = (n, action)``; counts are of this process."""
+    """``faults[point] = (n, action)``; ``counts`` are per process."""
 
     faults: dict[str, tuple[int, str]]
     marks: Path | None
@@ -58,7 +57,7 @@ def _act(point: str, action: str) -> None:
 
 
 def parse(text: str) -> _Plan:
-    """Raises ValueError for anything that is not a list of ``point:n:action``."""
+    """Parse the variable. Raises ValueError for a value that is not a list of ``point:n:action``."""
     marks = None
     if text.startswith("once="):
         folder, _, text = text.removeprefix("once=").partition(":")
@@ -76,6 +75,6 @@ _plan = parse(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 def reached(point: str) -> None:
-    """Say that this process is at ``point``; see the module's text."""
+    """Mark ``point`` as reached by this process and run its fault, if any."""
     if _plan is not None:
         _plan.reached(point)

@@ -1,4 +1,4 @@
-"""Logging to stderr, which the launcher redirects to the ``logs`` folder of the run."""
+"""Log to stderr, which the launcher redirects to the ``logs`` folder of the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ ROOT = "areal_lora"
 class _Formatter(logging.Formatter):
     """``12:04:31.208 trainer-0 INFO name: message``; line breaks in a message are escaped.
 
-    Messages can hold text a model wrote; escaping keeps it from forging a record. Lines of a
-    traceback follow the record, indented.
+    Messages can hold model output; escaping prevents forged records. Traceback lines follow the record, indented.
     """
 
     def __init__(self, who: str) -> None:
@@ -30,13 +29,13 @@ class _Formatter(logging.Formatter):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; pass ``__name__``. Names outside the package are put below it."""
+    """Return the logger of a module; pass ``__name__``. Names outside the package become its children."""
     inside = name == ROOT or name.startswith(f"{ROOT}.")
     return logging.getLogger(name if inside else f"{ROOT}.{name.strip('_')}")
 
 
 def setup_logging(role: str, index: int | None = None, level: int = logging.INFO) -> None:
-    """Send the package's records to stderr, tagged ``role-index``. A second call replaces the first."""
+    """Log the package's records to stderr with the tag ``role-index``. A second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(role if index is None else f"{role}-{index}"))
     logger = logging.getLogger(ROOT)

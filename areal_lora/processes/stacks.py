@@ -1,7 +1,7 @@
-"""Stack dumps on demand: SIGUSR1 makes a process append the stacks of all its threads to a file.
+"""Dump stacks on demand: on SIGUSR1 a process appends the stacks of all its threads to a file.
 
-Written by ``faulthandler`` inside the signal handler, so it works while the interpreter is stuck
-in a C call such as a collective.
+``faulthandler`` writes inside the signal handler, so that a dump works while the interpreter is blocked in a C call
+such as a collective.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _open: list[IO[str]] = []
 
 
 def install(path: Path) -> None:
-    """Make this process append its stacks to ``path`` at SIGUSR1. Call it once, early."""
+    """Append the stacks of this process to ``path`` on SIGUSR1. Call once, early."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Stays open: nothing can be opened when the process is stuck.
+    # Stays open: a blocked process cannot open files.
     file = path.open("a", encoding="utf-8")
     faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
     _open.append(file)
 
 
 def can_dump(pid: int) -> bool:
-    """Whether ``pid`` has a handler for the signal, which would end it otherwise."""
+    """Whether ``pid`` has a handler for SIGUSR1; without a handler the signal ends the process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -37,7 +37,7 @@ def can_dump(pid: int) -> bool:
 
 
 def ask(pid: int) -> bool:
-    """Ask ``pid`` for its stacks; False where it is gone or has no handler. The file is complete a moment later."""
+    """Request the stacks of ``pid``; False if it has ended or has no handler. The file is complete a moment later."""
     if not can_dump(pid):
         return False
     try:

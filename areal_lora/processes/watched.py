@@ -1,9 +1,9 @@
-"""Long-lived threads and tasks whose death ends their process.
+"""Start long-lived threads and tasks whose failure ends the process.
 
-A thread that dies leaves the rest of the process waiting for what it will never do: nobody looks for servers, nobody
-answers. So every long-lived thread or task of the package is started here. What it raises is logged with its name
-and the traceback, and the process ends with the exit code of the error, also while its main thread is blocked in a
-wait, a collective or zmq. docs/en/threads.md lists them all.
+A dead thread would leave the rest of the process waiting for work that no thread does. So every long-lived thread or
+task of the package starts here. An exception is logged with the name and the traceback, and the process ends with the
+exit code of the error, even if its main thread is blocked in a wait, a collective or zmq. docs/en/threads.md lists all
+threads and tasks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable
 from areal_lora.errors import BackgroundFailed
 from areal_lora.processes.log import get_logger
 
-LAST_WORDS_S = 5.0
-"""How long writing the log may take before the process ends without it: standard error may be a pipe nobody reads."""
+FINAL_LOG_TIMEOUT_S = 5.0
+"""Time limit for writing the log before the process ends: standard error may be a pipe without a reader."""
 
 OnDeath = Callable[[BackgroundFailed], None]
 
@@ -30,8 +30,8 @@ _tasks: set[asyncio.Task[None]] = set()  # an event loop holds its tasks by weak
 
 
 def end_process(failed: BackgroundFailed) -> None:
-    """Log why, then end this process at once, whatever its other threads are doing."""
-    threading.Thread(target=_end_anyway, args=(failed.exit_code,), name="last-words", daemon=True).start()
+    """Log the reason, then end this process immediately, regardless of its other threads."""
+    threading.Thread(target=_force_exit, args=(failed.exit_code,), name="force-exit", daemon=True).start()
     try:
         log.critical("%s", failed, exc_info=failed.__cause__)
         logging.shutdown()
@@ -42,18 +42,18 @@ def end_process(failed: BackgroundFailed) -> None:
         os._exit(failed.exit_code)
 
 
-def _end_anyway(exit_code: int) -> None:
-    time.sleep(LAST_WORDS_S)
+def _force_exit(exit_code: int) -> None:
+    time.sleep(FINAL_LOG_TIMEOUT_S)
     os._exit(exit_code)
 
 
 def watched_thread(name: str, target: Callable[[], object], on_death: OnDeath = end_process) -> threading.Thread:
-    """Start ``target`` in a daemon thread. Returning is its ordinary end; an exception calls ``on_death`` there."""
+    """Start ``target`` in a daemon thread. A return ends the thread; an exception calls ``on_death`` in the thread."""
 
     def run() -> None:
         try:
             target()
-        except BaseException as error:  # fault boundary: nobody else would hear of it  # noqa: BLE001
+        except BaseException as error:  # fault boundary: the end of the thread  # noqa: BLE001
             if not sys.is_finalizing():
                 on_death(_failed(f"thread {name}", error))
 
@@ -70,14 +70,14 @@ def watched_task(
 ) -> asyncio.Task[None]:
     """Start ``target`` as a task of the running loop, in ``group`` if given.
 
-    Returning and being cancelled are its ordinary ends; an exception calls ``on_death`` in the event loop, and so
-    does a CancelledError that nobody asked for.
+    A return or a requested cancellation ends the task. An exception, including a CancelledError that was not
+    requested, calls ``on_death`` in the event loop.
     """
 
     async def run() -> None:
         try:
             await target()
-        except BaseException as error:  # fault boundary: nobody else would hear of it
+        except BaseException as error:  # fault boundary: the end of the task
             task = asyncio.current_task()
             if not (isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()):
                 on_death(_failed(f"task {name}", error))

@@ -1,4 +1,4 @@
-"""zmq's check of client keys (ZAP) for asyncio, in a task whose death ends the process."""
+"""Run zmq's authentication of client keys (ZAP) as a watched asyncio task."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from areal_lora.processes.watched import watched_task
 
 
 class WatchedAuthenticator(Authenticator):
-    """In place of ``zmq.auth.asyncio.AsyncioAuthenticator``, whose task nobody looks at.
+    """Replaces ``zmq.auth.asyncio.AsyncioAuthenticator``, whose task is not watched.
 
-    Without it no client could connect any more.
+    If the task ended silently, no client could connect.
     """
 
     def start(self) -> None:

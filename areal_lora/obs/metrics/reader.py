@@ -31,7 +31,7 @@ TAIL_BYTES = 4 << 20
 
 
 class MetricsTail:
-    """Reads what was appended to a metrics file since the last call; a line still being written waits."""
+    """Reads records appended to a metrics file since the previous call; a torn line stays for the next call."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self.path = run_folder.metrics
@@ -39,9 +39,9 @@ class MetricsTail:
         self._lines = 0
 
     def read_new(self) -> list[Record]:
-        """The next new whole records, about ``TAIL_BYTES`` of them at most: call it until nothing comes.
+        """The next whole records, at most about ``TAIL_BYTES``; call until the list is empty.
 
-        Raises ConfigError with file and line for one that is not a record.
+        Raises ConfigError with file and line for a line that is not a record.
         """
         records: list[Record] = []
         if not self.path.exists():
@@ -59,15 +59,15 @@ class MetricsTail:
 
 
 def recorded_s(run_folder: RunFolder) -> float:
-    """The wall time of the last step recorded, undone ones included; 0 before the first."""
+    """The wall time of the last recorded step, void steps included; 0 before the first."""
     return max((head.time_s for _, head in _heads(run_folder.metrics) if head.kind == "step"), default=0.0)
 
 
 def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
-    """Everything recorded so far, one record at a time: those of ``metrics.jsonl`` in the order written, then samples.
+    """Iterate over all valid records: those of ``metrics.jsonl`` in the order written, then samples.
 
-    What a resumed run has undone is left out. So the file is read twice; what is appended meanwhile waits for
-    the next call. Raises ConfigError with file and line for a line that is not a record.
+    Records that a resume made void are skipped, which takes two passes over the file; records appended meanwhile are
+    returned by the next call. Raises ConfigError with file and line for a line that is not a record.
     """
     folder = RunFolder.of(run_folder)
     path, undone, end = folder.metrics, Undone(), 0
@@ -84,7 +84,7 @@ def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
 
 
 def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
-    """All that `iter_metrics` gives, in memory; empty if nothing was recorded."""
+    """Load all records of `iter_metrics` into memory; empty if nothing was recorded."""
     found = RunMetrics()
     samples: dict[tuple[str, int, str, str], RolloutSampleRecord] = {}
     for record in iter_metrics(run_folder):
@@ -110,7 +110,7 @@ def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The part of a record that a first pass looks at: cheaper to decode by far."""
+    """The fields that the first pass needs; much cheaper to decode than a whole record."""
 
     kind: str
     adapter: str = ""
@@ -136,7 +136,7 @@ def _mark(record: Record) -> Mark:
 
 
 def _what(kind: str, tag: str) -> str | None:
-    """A step has several samples, a version one evaluation of each tag, and one of everything else."""
+    """A step has several samples, a version has one evaluation per tag and one record of every other kind."""
     return None if kind == "sample" else tag if kind == "eval" else ""
 
 
@@ -145,7 +145,7 @@ _HEAD = msgspec.json.Decoder(_Head)
 
 
 def _heads(path: Path) -> Iterator[tuple[int, _Head]]:
-    """(bytes of the line, head) of every record of ``metrics.jsonl``."""
+    """(bytes of the line, head) of each record of ``metrics.jsonl``."""
     if path.exists():
         for number, line in enumerate(whole_lines(path), 1):
             yield len(line), _decode(_HEAD, line, path, number)

@@ -16,19 +16,19 @@ SEQUENCE = ("wire", "verify", "write", "commit_wait")
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
-    """One optimizer step of one adapter. Fractions are in [0, 1]; log-probabilities in nats.
+    """One optimizer step of one adapter. Fractions are in [0, 1], log-probabilities in nats.
 
-    ``version`` is the version the step started from; ``staleness`` counts trained tokens by
-    ``version - token version``; ``behaviour_mean_abs`` is mean |prox - rollout| logprob over
-    trained tokens; ``mismatch_fresh`` the same over tokens of the very version that was trained,
-    where only numerics differ, ``mismatch_stale`` over tokens of older ones. ``time_s`` is the wall
-    time since the start of the run; ``step_s`` began when the version before was made, so handing that
-    one over (checkpoint copy, publish join and pack) is in it. ``dropped`` (by reason),
-    ``retried`` (by kind of fault), ``reissued`` and ``late`` (answers to a group that had gone on without
-    them) count groups since the run began.
-    ``servers_idle`` is the fraction of the time since the step before in which no group was in flight.
-    ``audited_tokens`` were scored again by a server under the versions that sampled them, of this batch or the one
-    before; ``audit_gap`` is the mean difference, ``unaudited_steps`` for how many batches in a row there were none.
+    ``version`` is the version the step started from.
+    ``staleness`` counts trained tokens by ``version - token version``.
+    ``behaviour_mean_abs`` is mean |prox - rollout| logprob over trained tokens; ``mismatch_fresh`` is the same over
+    tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
+    ``time_s`` is the wall time since the start of the run. ``step_s`` starts with the previous version and includes
+    its checkpoint copy, publish join and pack.
+    ``dropped`` (by reason), ``retried`` (by kind of fault), ``reissued`` and ``late`` (answers that arrived after
+    their group was reissued) count groups since the start of the run.
+    ``servers_idle`` is the fraction of the time since the previous step without a group in flight.
+    ``audited_tokens`` counts tokens of this or the previous batch that a server scored again under their own
+    versions; ``audit_gap`` is the mean difference; ``unaudited_steps`` counts consecutive batches without an audit.
     """
 
     step: int
@@ -76,7 +76,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
     @property
     def trainer_idle(self) -> float | None:
-        """Fraction of the step in which the trainer waited for rollouts, disk or servers."""
+        """Fraction of the step spent waiting for rollouts, disk or servers."""
         waited_s = self.wait_batch_s + self.checkpoint_join_s + self.publish_join_s
         return min(1.0, waited_s / self.step_s) if self.step_s else None
 
@@ -84,10 +84,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="publish"):
     """One adapter version that reached the servers.
 
-    ``total_ms`` runs from the start on the trainer to the last server's acknowledgement.
-    ``phases_ms`` may overlap; ``SEQUENCE`` names those that follow one another within the total.
+    ``total_ms`` is the time from the start on the trainer to the last acknowledgement.
+    ``phases_ms`` may overlap; ``SEQUENCE`` names the sequential phases.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
-    ``servers`` serve the version; ``lost`` says by name why others were given up in this publish.
+    ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
     """
 
     version: int
@@ -102,13 +102,13 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     lost: dict[str, str] = {}
 
     def sequence_ms(self) -> dict[str, float]:
-        """Phases that add up to ``total_ms``, in order; what no phase covers is ``other``."""
+        """Sequential phases that add up to ``total_ms``; ``other`` is the time outside every phase."""
         parts = {name: self.phases_ms.get(name) or 0.0 for name in SEQUENCE}
         return {**parts, "other": max(0.0, (self.total_ms or 0.0) - sum(parts.values()))}
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="checkpoint"):
-    """One checkpoint that was written beside the training, or could not be (``failed``)."""
+    """One checkpoint written in the background; ``failed``: not written."""
 
     version: int
     write_s: float
@@ -118,7 +118,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kin
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of an evaluation. ``reward`` is None if it could not be scored, ``correct`` too without a rule."""
+    """One answer of an evaluation. ``reward`` is None: not scored. ``correct`` is None: not scored, or no rule."""
 
     prompt: str
     completion: str
@@ -130,8 +130,8 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
     """Greedy answers of the policy ``version`` to ``n`` held-out problems, before ``step`` runs.
 
-    ``accuracy`` is None where the task has no rule for what is correct. The ``unscored`` ones are not correct, and
-    not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
+    ``accuracy`` is None if the task has no rule for correctness. An ``unscored`` answer counts as not correct and is
+    excluded from ``reward_mean``. ``left_out`` counts further problems whose prompts are too long.
     """
 
     version: int
@@ -147,7 +147,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     samples: list[SampleRecord] = []
 
     def figures(self) -> str:
-        """``accuracy 0.250, mean reward 0.310 over 200 problems, 3 unscored``, without what was not measured."""
+        """``accuracy 0.250, mean reward 0.310 over 200 problems, 3 unscored``; unmeasured values are omitted."""
         values = {"accuracy": self.accuracy, "mean reward": self.reward_mean}
         measured = ", ".join(f"{name} {value:.3f}" for name, value in values.items() if value is not None)
         text = f"{measured} over {self.n} problems"
@@ -159,7 +159,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class RolloutSampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sample"):
-    """One trained answer, kept for reading. ``versions`` are the policy versions that wrote it, sorted."""
+    """One trained answer for human readers. ``versions`` are the sorted policy versions that sampled the answer."""
 
     step: int
     prompt: str
@@ -171,7 +171,7 @@ class RolloutSampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 
 
 class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="resume"):
-    """The run goes on from ``version``, loaded from a checkpoint: what earlier records say of later ones is void."""
+    """The run resumed from checkpoint ``version``: earlier records of later versions are void."""
 
     version: int
     time_s: float

@@ -1,10 +1,9 @@
-"""Texts to read, in files of their own that are cut, rotated and bounded.
+"""Rotate rollout samples over bounded files.
 
-    <run folder>/samples/000000.jsonl       the first file: how the run began
-                         000041.jsonl ...   the newest ``NEWEST_FILES``, the last of them being written
+    <run folder>/samples/000000.jsonl       the first file: the start of the run
+                         000041.jsonl ...   the newest ``NEWEST_FILES``; the last one is open for writing
 
-A file has at most ``FILE_BYTES``. So all of them together have at most ``TOTAL_BYTES`` (64 MiB), however
-long the run is. The files in between are deleted.
+A file has at most ``FILE_BYTES``, all files together at most ``TOTAL_BYTES`` (64 MiB). Files in between are deleted.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ FILE_BYTES = 8 << 20
 NEWEST_FILES = 7
 TOTAL_BYTES = (1 + NEWEST_FILES) * FILE_BYTES
 TEXT_CHARS = 8000
-"""A longer text keeps its first and its last 4,000 characters."""
+"""A longer text keeps its first and last 4,000 characters."""
 _NAME = re.compile(r"\d{6,}\.jsonl")
 
 
 def cut_middle(text: str, limit: int = TEXT_CHARS) -> str:
-    """``text`` with at most ``limit`` of its characters, half from each end, and a line that counts those left out."""
+    """Cut ``text`` to ``limit`` characters, half from each end, and insert a line with the number removed."""
     if len(text) <= limit:
         return text
     tail = limit // 2
@@ -38,16 +37,16 @@ def cut_middle(text: str, limit: int = TEXT_CHARS) -> str:
 
 
 def sample_files(run_folder: RunFolder) -> list[Path]:
-    """Those that exist now, oldest first."""
+    """Existing sample files, oldest first."""
     folder = run_folder.samples
     found = [path for path in folder.glob("*.jsonl") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=_number)
 
 
 def sample_lines(run_folder: RunFolder) -> Iterator[tuple[Path, int, bytes]]:
-    """Every whole line with its file and its number in it, oldest first, one at a time.
+    """Iterate over (file, line number, line) of every whole line, oldest first.
 
-    A file that is rotated away meanwhile is left out.
+    A file that is rotated away meanwhile is skipped.
     """
     for path in sample_files(run_folder):
         try:
@@ -58,7 +57,7 @@ def sample_lines(run_folder: RunFolder) -> Iterator[tuple[Path, int, bytes]]:
 
 
 class SampleFiles:
-    """Appends lines of at most ``FILE_BYTES``. One writer per run folder at a time."""
+    """Appends lines of at most ``FILE_BYTES``. At most one writer per run folder."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
@@ -70,7 +69,7 @@ class SampleFiles:
         self._sink: JsonlSink | None = None
 
     def write(self, line: bytes) -> None:
-        """Append one record, or nothing: raises RecordError. Begins the next file where this one has no room for it."""
+        """Append one record, in the next file if this one is full. On RecordError nothing was appended."""
         with self._refusing():
             sink = self._open()
             if sink.nbytes and sink.nbytes + len(line) + 1 > FILE_BYTES:
@@ -78,9 +77,9 @@ class SampleFiles:
         sink.write(line)
 
     def drop(self, adapter: str, step: int) -> None:
-        """Remove the samples of ``adapter`` from step ``step`` on: a resumed run takes these steps again.
+        """Remove samples of ``adapter`` from step ``step`` onwards; a resumed run repeats these steps.
 
-        A file is replaced as a whole, so a crash leaves it as it was or as it should be. Raises RecordError.
+        Each file is replaced atomically. Raises RecordError.
         """
         self.close()
         with self._refusing():
@@ -115,7 +114,7 @@ class SampleFiles:
             raise refused(error.filename or self._path, error) from error
 
     def _rotate(self, full: JsonlSink) -> JsonlSink:
-        """Begin the next file. What is deleted goes last: a crash in between leaves a file too many until next time."""
+        """Start the next file. Old files are deleted last: a crash leaves at most one extra file until the next one."""
         full.sync()
         self.close()
         self._path = self._folder / f"{_number(self._path) + 1:06d}.jsonl"
@@ -127,7 +126,7 @@ class SampleFiles:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """What of a sample says whether it is void."""
+    """The fields of a sample that `drop` compares."""
 
     adapter: str = ""
     step: int = 0
@@ -137,7 +136,7 @@ _PLACE = msgspec.json.Decoder(_Place)
 
 
 def _stays(line: bytes, adapter: str, step: int) -> bool:
-    """Whether `drop` leaves a line; one that is no record is not its affair."""
+    """Whether `drop` keeps a line; lines that are not records are kept."""
     try:
         place = _PLACE.decode(line)
     except msgspec.DecodeError:

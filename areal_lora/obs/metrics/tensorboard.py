@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Scalars in ``folder``. The import costs about a second and happens on the first scalar."""
+    """Writes scalars to ``folder``. The first scalar imports TensorBoard (about a second)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: SummaryWriter | None = None
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
-        """Write ``{tag: value}`` at ``step``; values that are None or not finite are left out."""
+        """Write ``{tag: value}`` at ``step``; None and values that are not finite are skipped."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

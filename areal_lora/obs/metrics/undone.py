@@ -1,8 +1,7 @@
-"""Which records of a metrics file later ones have made void: found in one pass, asked for in a second one.
+"""Find the void records of a metrics file: one pass to note every record, a second pass to filter.
 
-A resumed run takes steps again: its ``resume`` record voids what earlier records say of the adapter from that
-version on. And of records that say the same thing of the same version the last counts. Memory grows with
-resumes and repeats, not with records.
+A resumed run repeats steps: its ``resume`` record voids earlier records of later versions of the adapter. Of several
+records of one kind and version the last one counts. Memory grows with resumes and repeats, not with records.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 BY_STEP = frozenset({"step", "sample"})
-"""Kinds whose ``index`` is a step; that of the others is a version."""
+"""Kinds whose ``index`` is a step; the ``index`` of every other kind is a version."""
 RESUME = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What of a record decides. ``what`` tells records of one kind and index apart; None: nothing repeats them."""
+    """The identity of a record. ``what`` separates records of one kind and index; None: the record has no repeats."""
 
     kind: str
     adapter: str
@@ -27,11 +26,11 @@ class Mark:
 
 
 class Undone:
-    """First ``note`` every record with its place in the file, in order; then ask ``holds`` of the same ones."""
+    """First pass: ``note`` every record with its place in the file, in order. Second pass: filter by ``holds``."""
 
     def __init__(self) -> None:
-        # By adapter, (place, version) of the resumes that matter, ascending in both: a later one that goes back
-        # further voids all that an earlier one does.
+        # By adapter, (place, version) of the effective resumes, ascending in both: a later resume from an older
+        # version voids everything that an earlier one does.
         self._resumes: dict[str, list[tuple[int, int]]] = {}
         self._highest: dict[tuple[str, str, Hashable], int] = {}
         self._last: dict[tuple[str, str, Hashable, int], int] = {}
@@ -43,7 +42,7 @@ class Undone:
             key = (mark.kind, mark.adapter, mark.what)
             highest = self._highest.get(key)
             if highest is None or mark.index > highest:
-                self._highest[key] = mark.index  # nothing has spoken of it yet, or what has is void
+                self._highest[key] = mark.index  # no earlier record, or only void ones
             else:
                 self._last[*key, mark.index] = place
 
@@ -52,7 +51,7 @@ class Undone:
         return not self._resumes and not self._last
 
     def holds(self, place: int, mark: Mark) -> bool:
-        """Whether the record at ``place`` still counts. A resume always does."""
+        """Whether the record at ``place`` is valid. A resume always is."""
         if mark.kind == RESUME:
             return True
         resumes = self._resumes.get(mark.adapter, [])
@@ -72,5 +71,5 @@ class Undone:
 
 
 def _last_valid(kind: str, version: int) -> int:
-    """The last index that a resume from ``version`` leaves."""
+    """The last index that stays valid after a resume from ``version``."""
     return version - 1 if kind in BY_STEP else version

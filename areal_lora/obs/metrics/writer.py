@@ -26,7 +26,7 @@ T = TypeVar("T", RolloutSampleRecord, SampleRecord, EvalRecord)
 
 
 class MetricsWriter:
-    """Stores records as JSONL and scalars for TensorBoard. One writer per run folder at a time."""
+    """Appends records as JSONL and scalars for TensorBoard. At most one writer per run folder."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._encoder = msgspec.json.Encoder()
@@ -35,7 +35,7 @@ class MetricsWriter:
         self._tensorboard = TensorBoardSink(run_folder.tensorboard)
 
     def write(self, record: Record) -> None:
-        """Append one record; it is in its file when this returns. Long texts of samples are cut in the middle."""
+        """Append one record; its file holds the record on return. Long texts of samples are cut in the middle."""
         match record:
             case RolloutSampleRecord():
                 self._samples.write(self._encoder.encode(_shortened(record)))
@@ -71,7 +71,7 @@ def _shortened(record: T) -> T:
 
 
 def _scalars(record: Record) -> dict[str, float | None]:
-    """``{tag: value}`` of what is worth a TensorBoard curve."""
+    """TensorBoard scalars of a record, by tag."""
     match record:
         case StepRecord():
             values: dict[str, float | None] = {}

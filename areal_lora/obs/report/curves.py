@@ -1,10 +1,10 @@
-"""Curves of any number of points in bounded memory, for plots.
+"""Hold curves of any number of points in bounded memory.
 
-Points fall into buckets of equal width in x. While there are few, a bucket is one step or version and nothing
-is lost. When there would be too many, the width doubles and neighbours are merged. So of a long run
+Points fall into buckets of equal width in x. A bucket is one step or version at first. When the number of buckets
+exceeds the limit, the width doubles and neighbours are merged.
 
-- a line (`Curve`) has the first, lowest, highest and last point of each bucket: a spike of one step stays visible;
-- a mean (`Means`: bars, smoothed lines) is that of all points of the bucket.
+- A line (`Curve`) keeps the first, lowest, highest and last point of each bucket: a spike of one step stays visible.
+- A mean (`Means`: bars, smoothed lines) is the mean over all points of the bucket.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from areal_lora.obs.report import svg
 
 BUCKETS = 320
-"""Half a plot's width in pixels: what more would show nothing."""
+"""Half the width of a plot in pixels; more buckets would not be visible."""
 Point = tuple[float, float]
 
 
 class Curve:
-    """Iterates over what is left of the points added, in order of x."""
+    """Iterates over the kept points in order of x."""
 
     def __init__(self, buckets: int = BUCKETS) -> None:
         self._most = buckets
@@ -56,7 +56,7 @@ class Curve:
 
 
 class Means:
-    """Rows of values over x, averaged bucket by bucket; every row has as many values as the first."""
+    """Averages rows of values over x by bucket; all rows have the same length."""
 
     def __init__(self, buckets: int = BUCKETS) -> None:
         self._most = buckets

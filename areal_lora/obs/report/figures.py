@@ -1,6 +1,6 @@
-"""What the records of a run add up to, one record at a time: the numbers of summary and report.
+"""Accumulate the figures of summary and report, one record at a time.
 
-Memory does not grow with the run, but for two numbers per version that the medians are taken of.
+Memory grows by two numbers per version, which the medians need.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from areal_lora.obs.metrics.records import (
 from areal_lora.run_folder.paths import RunFolder
 
 SAMPLES_KEPT = 4
-"""Early and late samples kept, each."""
+"""Number of early samples kept, and of late ones."""
 
 
 def largest(values: Iterable[float | None]) -> float | None:
-    """The largest of the values that were measured; None if none was."""
+    """The largest measured value; None if there is none."""
     return max((v for v in values if v is not None), default=None)
 
 
 class Figures:
-    """``add`` records that count, in any order of steps and versions (`iter_metrics` leaves the others out)."""
+    """``add`` valid records (`iter_metrics`) in any order of steps and versions."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.last_step: StepRecord | None = None
         self.last_by_adapter: dict[str, StepRecord] = {}
-        """The latest step of each adapter: it has the counts since the start."""
+        """The latest step of each adapter; it holds the counts since the start."""
         self.staleness: Counter[int] = Counter()
         """Trained tokens by versions of lag."""
         self.speeds = array("d")
@@ -58,7 +58,7 @@ class Figures:
 
     @property
     def evals(self) -> list[EvalRecord]:
-        """The first and the last evaluation, without their samples; only one if there was one, or none."""
+        """The first and last evaluation without samples; fewer if the run has fewer."""
         return self._evals
 
     @property

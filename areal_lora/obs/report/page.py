@@ -1,4 +1,4 @@
-"""``report.html``: one file with the figures, plots and samples of a run; opens anywhere, loads nothing."""
+"""Write ``report.html``: figures, plots and samples of a run in one file without external resources."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ details { border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px
 
 
 def write_report(run_folder: RunFolder | Path | str) -> Path:
-    """Write ``report.html`` from what the run folder holds now; also works on a run that is not finished."""
+    """Write ``report.html`` from the current run folder; the run need not be finished."""
     folder = RunFolder.of(run_folder)
     config, digest = read_config(folder), config_digest(folder)
     metrics, plots = Figures(), Plots()
@@ -77,7 +77,7 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
 
 
 def write_plot(run_folder: RunFolder | Path | str, path: Path | str) -> Path:
-    """Reward and held-out accuracy of a run as one SVG file."""
+    """Draw reward and held-out accuracy of a run as one SVG file."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     plots = Plots()
@@ -108,7 +108,7 @@ def _course(values: Iterable[float | None]) -> str:
 
 
 def _counts(metrics: Figures) -> str:
-    """What became of the groups of each adapter, by the last record of it."""
+    """Outcomes of the groups of each adapter, from the adapter's last step."""
     sizes, rows = metrics.checkpoint_bytes, []
     for name, step in metrics.last_by_adapter.items():
         rows.append(
@@ -150,7 +150,7 @@ def _restarts(folder: RunFolder) -> str:
             case RestartEvent():
                 rows.append((event.at, event.who, event.how))
             case StallEvent():
-                rows.append((event.at, event.who, f"gave no sign of life; stacks in {event.stacks}"))
+                rows.append((event.at, event.who, f"sent no heartbeat; stacks in {event.stacks}"))
     return _table("Restarts", ("at", "process", "because it"), rows)
 
 

@@ -1,7 +1,7 @@
-"""The plots of a run, fed one record at a time, as (title, note, chart) in reading order.
+"""Collect the plots of a run, one record at a time, as (title, note, chart) in reading order.
 
-Of a long run lines show the first, lowest, highest and last value of each of at most 320 stretches of
-steps, bars and the smoothed reward the means (see `curves`).
+For a long run, lines show the first, lowest, highest and last value of at most 320 buckets of steps; bars and the
+smoothed reward show bucket means (see `curves`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from areal_lora.obs.report.curves import Curve, Means, Smoothed
 R = TypeVar("R", StepRecord, PublishRecord, CheckpointRecord, EvalRecord)
 Plot = tuple[str, str, str]
 Chart = Callable[[], str]
-"""Draws what has been fed when it is called."""
+"""Draws the records added so far."""
 Later = tuple[str, str, Chart]
 BARS = 80
 
 
 class Feed(Generic[R]):
-    """Records of one kind on their way to curves."""
+    """Passes records of one kind to curves."""
 
     def __init__(self) -> None:
         self._takers: list[Callable[[float, R], object]] = []
 
     def each(self, take: Callable[[float, R], object]) -> None:
-        """Have ``take(x, record)`` called for every record, with its step or version as x."""
+        """Call ``take(x, record)`` for every record; x is its step or version."""
         self._takers.append(take)
 
     def push(self, x: float, record: R) -> None:
@@ -47,7 +47,7 @@ class Feed(Generic[R]):
 
 
 class Plots:
-    """``add`` records that count (`iter_metrics`), then draw. Memory does not grow with their number."""
+    """``add`` valid records (`iter_metrics`), then draw. Memory does not grow with the number of records."""
 
     def __init__(self) -> None:
         self.steps, self.publishes = Feed[StepRecord](), Feed[PublishRecord]()
@@ -79,11 +79,11 @@ class Plots:
                 pass
 
     def all(self) -> list[Plot]:
-        """Dotted vertical lines in them are the versions a resumed run went on from."""
+        """Draw every plot. Dotted vertical lines mark the versions a run resumed from."""
         return [(title, note, draw()) for title, note, draw in self._plots]
 
     def reward_and_accuracy(self) -> str:
-        """Of evaluations the accuracy; their mean reward where the task has no rule for what is correct."""
+        """Draw reward and held-out accuracy, or held-out reward if the task has no rule for correctness."""
         has_rule = next(iter(self._accuracy.points), None) is not None
         series = [*self._rewards, self._accuracy if has_rule else self._eval_reward]
         return svg.line_chart(series, x_label="optimizer step", y_range=_unit_range(series))
@@ -97,12 +97,12 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
         ("Reward", "mean over the batch of a step", lambda: lines(reward, y_range=_unit_range(reward))()),
         (
             "Held-out accuracy",
-            "greedy; what could not be scored is not correct",
+            "greedy; unscored answers count as not correct",
             lambda: lines([accuracy], y_range=_unit_range([accuracy]))(),
         ),
         (
             "Held-out reward",
-            "greedy; mean over what could be scored",
+            "greedy; mean over scored answers",
             lambda: lines([eval_reward], y_range=_unit_range([eval_reward]))(),
         ),
         ("Staleness", "trained tokens by versions of lag", _staleness(steps)),
@@ -138,7 +138,7 @@ def _timing(steps: Feed[StepRecord], lines: Callable[..., Chart], resumed: Seque
         ("Step time", "seconds by phase", _stacked(steps, _step_layers, x_label="optimizer step", marks=resumed)),
         (
             "Idle",
-            "fraction of the time in which nothing was trained, or generated",
+            "fraction of the time without training, or without generation",
             lines(
                 [
                     _over(steps, "trainer", lambda s: s.trainer_idle, 0),
@@ -166,7 +166,7 @@ def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]
     return [
         (
             "Groups in flight",
-            "when a batch was handed over",
+            "at the delivery of a batch",
             lines(
                 [
                     _over(steps, "running", lambda s: s.groups_running, 0),
@@ -177,7 +177,7 @@ def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]
             ),
         ),
         ("Groups dropped", "by reason, since the start", lambda: lines(dropped.series(), floor=0)()),
-        ("Groups tried again", "since the start", lines(again, floor=0)),
+        ("Groups retried", "since the start", lines(again, floor=0)),
     ]
 
 
@@ -205,7 +205,7 @@ def _weights(plots: Plots) -> list[Later]:
         ),
         (
             "Checkpoint",
-            "seconds to write, beside the training",
+            "seconds to write, in the background",
             lines([_over(written, "", lambda c: c.write_s, 4)], floor=0),
         ),
     ]
@@ -223,7 +223,7 @@ def _staleness(steps: Feed[StepRecord]) -> Chart:
 
 
 def _over(records: Feed[R], name: str, read: Callable[[R], float | None], colour: int) -> svg.Series:
-    """One value of each record over its step or version; what was not measured is left out."""
+    """One value per record over its step or version; unmeasured values are skipped."""
     curve = Curve()
 
     def take(x: float, record: R) -> None:
@@ -253,7 +253,7 @@ def _eval_reward_series(evals: Feed[EvalRecord]) -> svg.Series:
 
 
 class _ByName:
-    """A curve per name of counts since the start; a name that was not counted yet stands at 0."""
+    """One curve per name of counts since the start; a name without a count is 0."""
 
     def __init__(self) -> None:
         self._curves: dict[str, Curve] = {}
@@ -274,14 +274,14 @@ class _ByName:
 
 
 def _unit_range(series: Sequence[svg.Series]) -> tuple[float, float] | None:
-    """0 to 1 where all values lie there, so that runs can be compared by eye."""
+    """0 to 1 if all values are in this range, so that plots of runs are comparable."""
     return (0.0, 1.0) if all(0 <= y <= 1 for s in series for _, y in s.points) else None
 
 
 def _stacked(
     records: Feed[R], layers: Callable[[R], Mapping[str, float]], *, x_label: str, marks: Sequence[float]
 ) -> Chart:
-    """Bars of the parts that ``layers`` gives, the same ones for every record."""
+    """Stacked bars of the parts from ``layers``, which has the same keys for every record."""
     means, names = Means(BARS), list[str]()
 
     def take(x: float, record: R) -> None:

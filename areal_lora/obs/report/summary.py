@@ -1,4 +1,4 @@
-"""The end of a run: ``summary.json``, and the closing lines that say what there is and how to use it."""
+"""End a run: write ``summary.json`` and print the closing lines (paths, commands, figures)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from areal_lora.run_folder.paths import RunFolder
 
 SERVE_PORT = 8000
 EVALUATE = Path(__file__).resolve().parents[3] / "examples" / "math" / "evaluate.py"
-"""In a checkout of this package only."""
+"""Exists only in a checkout of the repository."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run. None: not measured.
 
-    ``eval_before`` and ``eval_after`` are greedy accuracies of the first and the last evaluation (None if there was
-    only one, or the task has no rule for what is correct), ``eval_reward_*`` their mean rewards. Of the last one's
-    ``eval_problems`` answers ``eval_unscored`` could not be scored; ``eval_left_out`` further prompts are too long.
-    ``probe_*_abs_dlogp`` are the largest over all probed publishes of the probe's
-    largest and mean |logp trainer - logp server|; ``staleness_histogram`` counts trained tokens
-    by versions of lag, ``max_staleness`` is the largest lag seen; ``restarts`` counts by process, where
-    ``trainer`` is all ranks together.
+    ``eval_before`` and ``eval_after`` are greedy accuracies of the first and last evaluation; None if there was only
+    one, or the task has no rule for correctness. ``eval_reward_*`` are the mean rewards of both.
+    ``eval_problems``, ``eval_unscored`` and ``eval_left_out`` count the last evaluation's problems, unscored answers
+    and over-long prompts.
+    ``probe_*_abs_dlogp`` are the largest values over all probed publishes of the probe's largest and mean
+    |logp trainer - logp server|.
+    ``staleness_histogram`` counts trained tokens by versions of lag; ``max_staleness`` is the largest lag.
+    ``restarts`` counts restarts by process; ``trainer`` stands for all ranks together.
     """
 
     run: str
@@ -61,7 +62,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_summary(run_folder: RunFolder, *, wall_s: float, adapter_path: Path | str, report_path: Path | str) -> Path:
-    """Build ``summary.json`` from the metrics and the resolved configuration in the run folder."""
+    """Write ``summary.json`` from the metrics and the resolved configuration of the run folder."""
     config = read_config(run_folder)
     figures = read_figures(run_folder)
     dropped: Counter[str] = Counter()
@@ -102,12 +103,12 @@ def write_summary(run_folder: RunFolder, *, wall_s: float, adapter_path: Path | 
 
 
 def read_summary(run_folder: RunFolder | Path | str) -> Summary:
-    """Inverse of ``write_summary``."""
+    """Read ``summary.json``; inverse of ``write_summary``."""
     return msgspec.json.decode(RunFolder.of(run_folder).summary.read_bytes(), type=Summary)
 
 
 def print_closing(run_folder: RunFolder, console: Console) -> None:
-    """Say where everything is and how to use it; the last lines are the summary, ``key: JSON value``."""
+    """Print paths, commands and, as the last lines, the summary as ``key: JSON value``."""
     summary = read_summary(run_folder)
     config = read_config(run_folder)
     lines = [
@@ -123,35 +124,35 @@ def print_closing(run_folder: RunFolder, console: Console) -> None:
         *(f"{key}: {json.dumps(value)}" for key, value in msgspec.to_builtins(summary, str_keys=True).items()),
     ]
     for line in lines:
-        # Wrapped or coloured lines could not be copied or parsed.
+        # Wrapped or coloured lines cannot be copied or parsed.
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _how_to_use(folder: RunFolder, config: Config, summary: Summary) -> list[str]:
-    """Commands and Python lines that work as pasted, in any folder and without an activated environment."""
+    """Commands and Python lines that run as pasted, from any folder and without an activated environment."""
     name, model = config.adapters[0].name, config.model.folder
     cpu = " --enforce-eager" if config.cluster.device == "cpu" else ""
     if config.cluster.device == "cpu" and config.rollout.kv_cache_gib is not None:
-        # vLLM would take nearly all memory of the machine, and fails where others use some of it.
+        # By default vLLM reserves nearly all memory of the machine and fails if less is free.
         cpu += f" --kv-cache-memory-bytes {int(config.rollout.kv_cache_gib * 2**30)}"
     lines = [
         f"Serve it with stock vLLM (then POST to http://127.0.0.1:{SERVE_PORT}/v1/completions, model {name}):",
-        # Not `vllm serve`: its command line refuses vLLM's CPU distribution, which has another name.
+        # Not `vllm serve`: its command line rejects the CPU distribution of vLLM, which has a different name.
         f"  {_python(config.rollout.python)} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {SERVE_PORT}"
         f" --model {shlex.quote(model)} --dtype {config.model.dtype}{cpu}"
         f" --max-model-len {config.rollout.max_model_len} --enable-lora --max-lora-rank {config.rollout.max_lora_rank}"
         f" --lora-modules {name}={shlex.quote(summary.adapter_path)}",
         f"Load it with stock peft, in {_python(config.trainer.python)}:",
-        # Not indented: Python would refuse the lines as pasted.
+        # Not indented: Python rejects pasted lines with indentation.
         "from peft import PeftModel; from transformers import AutoModelForCausalLM",
         f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {summary.adapter_path!r})",
     ]
     if EVALUATE.is_file():
         command = f"{_python(config.trainer.python)} {shlex.quote(str(EVALUATE))} {shlex.quote(str(folder))}"
-        lines += ["Evaluate it again, without any of the training or serving path:", f"  {command}"]
+        lines += ["Evaluate it with stock peft, independently of training and serving code:", f"  {command}"]
     return lines
 
 
 def _python(role: str | None) -> str:
-    """The interpreter of a role, for a shell."""
+    """The interpreter of a role, quoted for a shell."""
     return shlex.quote(role or sys.executable)

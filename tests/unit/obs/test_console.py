@@ -59,7 +59,7 @@ def test_one_line_per_step_eval_and_publish_problem(tmp_path: Path) -> None:
         "eval of v0: accuracy 0.250 over 200 problems",
         "step 1/10",
         "step 2/10",
-        "publish v1: the servers still answer like the base model",
+        "publish v1: the servers still score like the base model",
     ]
     assert "reward 0.500" in lines[1]
     assert "4321 tok/s" in lines[1]

@@ -1,4 +1,4 @@
-"""Spans add up, survive exceptions and start anew."""
+"""Spans add up, survive exceptions and restart."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""A dead thread or task ends its process with a reason, whatever the main thread is doing; and nobody starts others."""
+"""A dead thread or task ends its process with a reason; only listed places start threads and tasks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHORT = {
     "engine/vllm_ext/sampling.py:_merged": "the streams of one request; they are awaited",
     "engine/vllm_ext/data_plane.py:_unless_disconnected": "one request; it is awaited",
 }
-"""Where the package starts a thread or task that ends with one piece of work which somebody waits for."""
+"""Where the package starts a thread or task that ends with one piece of work that a caller waits for."""
 
 
 def starts(tree: ast.AST, scope: str = "", in_function: bool = False) -> Iterator[tuple[str, int]]:
@@ -80,7 +80,7 @@ def found(folder: Path) -> dict[str, list[int]]:
 
 def test_long_lived_threads_and_tasks_are_started_by_the_mechanism_alone() -> None:
     bare = {place: lines for place, lines in found(PACKAGE).items() if place not in SHORT}
-    assert not bare, f"use watched_thread or watched_task, or say in SHORT who waits for its end: {bare}"
+    assert not bare, f"use watched_thread or watched_task, or state in SHORT which caller waits for its end: {bare}"
     assert not SHORT.keys() - found(PACKAGE).keys(), "these start nothing any more"
 
 
@@ -158,7 +158,7 @@ except BlockingIOError: pass
 os.set_blocking(writing, True)
 os.dup2(writing, 2)
 setup_logging("trainer", 0)
-watched.LAST_WORDS_S = 0.3
+watched.FINAL_LOG_TIMEOUT_S = 0.3
 def die(): raise RecordError("disk full")
 watched.watched_thread("saver", die)
 threading.Event().wait()

@@ -36,7 +36,7 @@ def table(records: list[Record]) -> dict[object, Record]:
 
 
 def random_run(rng: random.Random) -> list[Record]:
-    """Two adapters that go on, go back, repeat versions, and are evaluated late and out of order."""
+    """Two adapters that continue, resume, repeat versions, and are evaluated late and out of order."""
     at, records, clock = {"a": 0, "b": 0}, list[Record](), 0.0
     for _ in range(rng.randint(1, 60)):
         name = rng.choice("ab")

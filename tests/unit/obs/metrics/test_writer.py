@@ -79,7 +79,7 @@ def test_a_resumed_writer_cuts_a_torn_line_and_the_last_repeat_counts(tmp_path: 
 
 
 def test_a_full_disk_leaves_no_half_line_in_the_middle(tmp_path: Path) -> None:
-    """The kernel takes a part of a line before it says that there is no room."""
+    """The kernel takes a part of a line before it reports a full disk."""
     path, soft_hard = RunFolder(tmp_path).metrics, resource.getrlimit(resource.RLIMIT_FSIZE)
     sink = JsonlSink(path)
     sink.write(msgspec.json.encode(STEP))
