@@ -47,7 +47,7 @@ from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.seal import trailer_bytes
 from areal_lora.weight_sync.testing import SOCKETS
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 
 HERE = Path(__file__).resolve().parent
@@ -152,16 +152,9 @@ class Setup:
 
     def make_publisher(self, servers: Sequence[Server], backend: str = "gloo") -> Publisher:
         config = self._weight_sync.model_copy(update={"bucket_mib": BUCKET_MIB})
-        coordinator = Coordinator(
-            run=self._run, secret=self.secret, servers=[s.endpoint for s in servers], config=config
-        )
+        leader = Leader(run=self._run, secret=self.secret, servers=[s.endpoint for s in servers], config=config)
         return Publisher(
-            run=self._run,
-            config=config,
-            exchange=SoloExchange(),
-            coordinator=coordinator,
-            secret=self.secret,
-            backend=backend,
+            run=self._run, config=config, exchange=SoloExchange(), role=leader, secret=self.secret, backend=backend
         )
 
     def publish(self, adapter: int = 0, publisher: Publisher | None = None) -> tuple[float, dict[str, float]]:
@@ -178,7 +171,7 @@ class Setup:
             base_digest=self._digest,
             probe=None,
         )
-        report = handle.join()
+        report = handle.wait()
         return (time.perf_counter() - began) * 1e3, report.phases
 
     def publish_over(self, backend: str) -> tuple[float, dict[str, float]]:

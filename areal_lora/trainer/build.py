@@ -32,9 +32,10 @@ from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.tenant import Tenant, build_tenant
 from areal_lora.types import AdapterRef
-from areal_lora.weight_sync.trainer.coordinator import Active, Coordinator
+from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from areal_lora.weight_sync.trainer.role import Follower
 
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # what a controller that was ended needs to be there again
@@ -69,7 +70,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         run=config.run.name,
         config=config.weight_sync,
         exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        coordinator=_coordinator(config, run_folder, client, auditor) if client and auditor else None,
+        role=_leader(config, run_folder, client, auditor) if client and auditor else Follower(),
         secret=read_secret(run_folder),
         bind=own_place(config.cluster, run_folder).address,
         backend=platform_of(device).xccl,
@@ -118,7 +119,7 @@ def _commit(client: RolloutClient, ref: AdapterRef) -> None:
         reached("trainer.committed")
 
 
-def _coordinator(config: Config, run_folder: RunFolder, client: RolloutClient, auditor: Auditor) -> Coordinator:
+def _leader(config: Config, run_folder: RunFolder, client: RolloutClient, auditor: Auditor) -> Leader:
     """Rank 0's: knows the servers of the run folder, and tells the controller where each version serves."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
@@ -130,7 +131,7 @@ def _coordinator(config: Config, run_folder: RunFolder, client: RolloutClient, a
         client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost)
         reached("trainer.published")
 
-    return Coordinator(
+    return Leader(
         run=config.run.name,
         secret=read_secret(run_folder),
         servers=watch.present(),

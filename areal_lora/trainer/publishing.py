@@ -19,7 +19,7 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.publisher import Publisher, PublishHandle
-from areal_lora.weight_sync.trainer.steps import PublishReport
+from areal_lora.weight_sync.trainer.report import PublishReport
 
 
 class AdapterPublishing:
@@ -74,7 +74,7 @@ class AdapterPublishing:
         handle = self._pending.pop(tenant.name, None)
         if handle is None:
             return
-        report = handle.join()
+        report = handle.wait()
         if self._on_report is not None:
             self._on_report(tenant, report)
 
@@ -88,7 +88,7 @@ class AdapterPublishing:
         Joins the publish before.
         """
         self.join(tenant)
-        self._publisher.again(tenant.name).join()
+        self._publisher.again(tenant.name).wait()
 
     def close(self) -> None:
         self._publisher.close()

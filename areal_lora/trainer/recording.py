@@ -36,7 +36,7 @@ from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.trainer.tenant import Tenant
 from areal_lora.types import AdapterRef, TrainBatch, TrajectoryGroup
-from areal_lora.weight_sync.trainer.steps import PublishReport
+from areal_lora.weight_sync.trainer.report import PublishReport
 
 log = get_logger(__name__)
 

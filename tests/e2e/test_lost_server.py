@@ -25,10 +25,10 @@ from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.trainer.coordinator import Active, Coordinator
+from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.steps import PublishReport
+from areal_lora.weight_sync.trainer.report import PublishReport
 from tests.support.engine.vllm_ext.serving import ADAPTER, PROMPT, RANK, adapter, hf_logits, make_model, token_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -72,7 +72,7 @@ class Run:
             config=self.config.weight_sync,
             exchange=SoloExchange(),
             secret=read_secret(RunFolder(folder)),
-            coordinator=Coordinator(
+            role=Leader(
                 run="test",
                 secret=read_secret(RunFolder(folder)),
                 servers=self.watch.present(),
@@ -130,7 +130,7 @@ class Run:
         handle = self.publisher.publish(
             AdapterRef(name="math", version=self.version), parent, layout, pack, base_digest(self.model), probe
         )
-        report = handle.join()
+        report = handle.wait()
         return report, time.monotonic() - began
 
     def assert_served(self, names: list[str]) -> None:

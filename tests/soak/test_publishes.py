@@ -28,7 +28,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import AdapterLayout
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.engine.vllm_ext.serving import RunningServer, adapter, connect, start
 from tests.support.sizes import size
@@ -165,7 +165,7 @@ async def soak(server: RunningServer, publisher: Publisher, layout: AdapterLayou
     def publish(version: int) -> None:
         ref = AdapterRef(name="math", version=version)
         parent = AdapterRef(name="math", version=version - 1) if version else None
-        publisher.publish(ref, parent, layout, values.pack(version), base, None).join()
+        publisher.publish(ref, parent, layout, values.pack(version), base, None).wait()
 
     await asyncio.to_thread(publish, 0)
     connector = aiohttp.TCPConnector(limit=0)
@@ -204,8 +204,8 @@ def test_a_thousand_publishes_under_streaming_requests(server):
     values = Values(layout, seed=1)
     config = server.config.weight_sync.model_copy(update={"deadline_s": 60.0})
     secret = read_secret(RunFolder(server.folder))
-    coordinator = Coordinator(run="test", secret=secret, servers=[server.admin.server], config=config)
-    publisher = Publisher(run="test", config=config, exchange=SoloExchange(), coordinator=coordinator, secret=secret)
+    leader = Leader(run="test", secret=secret, servers=[server.admin.server], config=config)
+    publisher = Publisher(run="test", config=config, exchange=SoloExchange(), role=leader, secret=secret)
     began = time.monotonic()
     try:
         seen, grown = asyncio.run(soak(server, publisher, layout, values))

@@ -191,3 +191,40 @@ def answers(posts: Mapping[ServerEndpoint, Future[T]], until: float) -> Answers[
 
 def errors(got: Answers[T]) -> dict[ServerEndpoint, ArealLoraError]:
     return {server: answer for server, answer in got.items() if isinstance(answer, ArealLoraError)}
+
+
+class AttemptRequests:
+    """Requests of one attempt to all members. Answers are due ``answer_s`` after the deadline of the transfer."""
+
+    def __init__(self, fleet: Fleet, answer_s: float) -> None:
+        self._fleet, self._answer_s = fleet, answer_s
+        self._joins: dict[ServerEndpoint, Future[JoinReply]] = {}
+        self._posts: dict[ServerEndpoint, Future[PublishReply]] = {}
+        self._due = 0.0  # time.monotonic
+
+    def clear(self) -> None:
+        self._joins, self._posts = {}, {}
+
+    def join(self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float) -> None:
+        """Request that every member joins the groups of ``sources``."""
+        self._joins = self._fleet.join(members, sources, deadline, self._answer_s)
+        self._due = deadline + self._answer_s
+
+    def await_joins(self) -> None:
+        """Raises PublishError for a member that did not join."""
+        for answer in answers(self._joins, self._due).values():
+            if isinstance(answer, ArealLoraError):
+                raise answer
+
+    def publish(
+        self, members: Sequence[ServerEndpoint], manifest: ShardManifest, layout: AdapterLayout, deadline: float
+    ) -> None:
+        """Announce a version to all members."""
+        self._posts = self._fleet.publish(members, manifest, layout, deadline, self._answer_s)
+        self._due = deadline + self._answer_s
+
+    def answers(self) -> tuple[dict[ServerEndpoint, PublishReply], dict[ServerEndpoint, ArealLoraError]]:
+        """Wait for acknowledgements and errors; the errors are those of the joins if no version was announced."""
+        got = answers(self._posts, self._due)
+        failed = errors(got) if self._posts else errors(answers(self._joins, self._due))
+        return {s: reply for s, reply in got.items() if isinstance(reply, PublishReply)}, failed

@@ -1,49 +1,18 @@
-"""What a publish reports, and what trainer ranks tell each other about it (msgpack between ranks)."""
+"""Messages between trainer ranks during a publish (msgpack): results of an attempt, and rank 0's next step."""
 
 from __future__ import annotations
 
 import msgspec
 
+from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerEndpoint
-
-
-class ServerAck(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's acknowledgement; ``probe_*`` are |logp trainer - logp server|, None without a probe."""
-
-    server: ServerEndpoint
-    digest: str
-    phases: dict[str, float]
-    probe_mean_abs: float | None = None
-    probe_max_abs: float | None = None
-    differs: bool | None = None
-
-
-class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed publish: ``acks`` are the servers that serve the version, ``lost`` says why others do not.
-
-    ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest
-    rank, ``ack`` from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the
-    slowest server's ``wire``, ``verify``, ``write``, ``commit`` and whatever else it reports.
-    ``attempts`` is 1 unless servers were lost or a transfer was repeated. ``differs`` says whether
-    every server scores the probe differently from its base, None without a probe.
-    """
-
-    ref: AdapterRef
-    digest: str
-    nbytes: int
-    phases: dict[str, float]
-    acks: list[ServerAck]
-    lost: dict[str, str] = {}
-    attempts: int = 1
-    probe_mean_abs: float | None = None
-    probe_max_abs: float | None = None
-    differs: bool | None = None
+from areal_lora.weight_sync.trainer.report import PublishReport
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error in a form that every rank can raise again."""
+    """An error in a form that every rank can raise."""
 
     kind: str
     reason: str = ""
@@ -69,9 +38,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """How one attempt went at one rank. ``sum`` is its shard's ``seal.shard_sum``.
+    """Result of one attempt at one rank. ``sum`` is the ``seal.shard_sum`` of the rank's shard.
 
-    ``own`` is a failure that no other attempt can mend, ``wire`` one of the transfer.
+    ``own`` is a failure that another attempt cannot repair, ``wire`` a failure of the transfer.
     """
 
     ref: AdapterRef
@@ -83,17 +52,40 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     wire: Failure | None = None
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 has all ranks do next: end with ``failure`` or ``report``, wait, or make an attempt.
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """The version serves: end the publish with ``report``."""
 
-    ``connect`` lists the servers that new groups are to be made with; None keeps the groups. With
-    ``wait`` too few servers are left, or one has no free adapter slot: the publish's deadline begins anew, and
-    another step follows. ``left_s`` is when the publish is over at the latest, as rank 0 counts: all ranks wait for
-    each other by that.
-    """
+    report: PublishReport
 
-    wait: bool = False
-    connect: list[ServerEndpoint] | None = None
-    report: PublishReport | None = None
-    failure: Failure | None = None
-    left_s: float = 0.0
+
+class Fail(msgspec.Struct, frozen=True, tag=True):
+    """End the publish with ``failure``."""
+
+    failure: Failure
+
+
+class Wait(msgspec.Struct, frozen=True, tag=True):
+    """Too few servers remain, or one has no free adapter slot: restart the deadline and take another step."""
+
+
+class Attempt(msgspec.Struct, frozen=True, tag=True):
+    """Send the version; first form new groups with ``members``, unless it is None."""
+
+    members: list[ServerEndpoint] | None = None
+
+
+Step = Finish | Fail | Wait | Attempt
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Rank 0's next step for all ranks, and the remaining time of the publish (``Budget.left_s``)."""
+
+    step: Step
+    left_s: float
+
+
+def raise_on_all(exchange: Exchange, failure: Failure | None, timeout_s: float | None = None) -> None:
+    """Raise the first rank's ``failure`` on every rank (collective)."""
+    for raw in exchange.all_gather_bytes(msgspec.msgpack.encode(failure), timeout_s):
+        if (failed := msgspec.msgpack.decode(raw, type=Failure | None)) is not None:
+            raise failed.error()

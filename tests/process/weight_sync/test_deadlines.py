@@ -16,10 +16,11 @@ from areal_lora.weight_sync.testing import SOCKETS
 from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.testing.exchange import ThreadExchange
 from areal_lora.weight_sync.testing.memory_server import MemoryServer
-from areal_lora.weight_sync.trainer import publisher as publisher_module
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer import job as job_module
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.steps import PublishReport
+from areal_lora.weight_sync.trainer.report import PublishReport
+from areal_lora.weight_sync.trainer.role import Follower
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -47,9 +48,9 @@ class Ranks:
                 exchange=exchange,
                 backend=backend,
                 secret=SECRET,
-                coordinator=None
+                role=Follower()
                 if exchange.rank
-                else Coordinator(run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config),
+                else Leader(run=RUN, secret=SECRET, servers=[s.endpoint for s in servers], config=self.config),
             )
             for exchange in exchanges
         ]
@@ -78,7 +79,7 @@ class Ranks:
 
         def join(rank, handle):
             try:
-                answer = handle.join()
+                answer = handle.wait()
             except ArealLoraError as e:
                 answer = e
             got[rank] = answer, time.monotonic() - began
@@ -159,7 +160,7 @@ def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
 
 def test_no_rank_gives_up_while_rank_0_waits_for_its_checkpoint(monkeypatch):
     """Ranks come to the beginning of a publish at different times; its time counts from the last one's."""
-    monkeypatch.setattr(publisher_module, "SLACK_S", 0.3)
+    monkeypatch.setattr(job_module, "SLACK_S", 0.3)
     with serve() as server, Ranks(server, world=2, deadline_s=1.0) as ranks:
         for version in range(2):
             late = [lambda: time.sleep(2.0), lambda: None]
@@ -180,7 +181,7 @@ class Hanging(MemoryServer):
 
 @pytest.mark.parametrize("path", [tp.PUBLISH_PATH, tp.JOIN_PATH, tp.SCORE_PATH, tp.MODULES_PATH, tp.PING_PATH])
 def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(monkeypatch, path):
-    monkeypatch.setattr(publisher_module, "SLACK_S", 0.5)
+    monkeypatch.setattr(job_module, "SLACK_S", 0.5)
     with serve(Hanging) as server, Ranks(server, world=2, deadline_s=2.0) as ranks:
         if path in (tp.PUBLISH_PATH, tp.SCORE_PATH):  # also one that is found out in the middle of a run
             assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
@@ -217,5 +218,5 @@ def test_packing_that_does_not_end_in_time_ends_the_publish():
         handle = ranks.publishers[0].publish(ref(0), None, layout, pack, BASE, None)
         assert handle.done(), "it ended while the tensors were still being packed"
         with pytest.raises(PublishError, match="not packed in time at trainer rank 0"):
-            handle.join()
+            handle.wait()
         assert server.slots.active() == []

@@ -11,7 +11,7 @@ from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.testing.memory_server import MemoryServer
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 
@@ -31,17 +31,17 @@ def test_no_server_hears_of_a_version_before_its_gate_has_opened() -> None:
         assert opened.wait(10.0)
 
     with MemoryServer(run=RUN, secret=SECRET, base_digest=BASE, shapes=shapes_of) as server:
-        coordinator = Coordinator(run=RUN, secret=SECRET, servers=[server.endpoint], config=config)
-        publisher = Publisher(run=RUN, config=config, exchange=SoloExchange(), coordinator=coordinator, secret=SECRET)
+        leader = Leader(run=RUN, secret=SECRET, servers=[server.endpoint], config=config)
+        publisher = Publisher(run=RUN, config=config, exchange=SoloExchange(), role=leader, secret=SECRET)
         handle = publisher.publish(ref(0), None, layout, pack_of(layout, 0, dict(owned)), BASE, None, gate)
         time.sleep(WAIT_S)
         assert not handle.done()
         assert server.slots.active() == []
         opened.set()
-        report = handle.join()
+        report = handle.wait()
         assert server.slots.active() == [ref(0)]
         assert report.phases["gate"] > 1e3 * (WAIT_S - 0.1)
         assert report.phases["ack"] < 1e3
-        publisher.again(ref(0).name).join()
+        publisher.again(ref(0).name).wait()
         assert len(asked) == 1
         publisher.close()

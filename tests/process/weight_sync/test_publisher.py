@@ -337,6 +337,6 @@ def test_with_all_servers_gone_a_publish_waits_for_one_and_fails_by_name_without
     os.kill(cluster.servers["server-2"].process.pid, signal.SIGKILL)
     kind, (_, text), seconds = cluster.publish(cluster.version + 1, 52)[0]
     assert kind == "PublishError"
-    assert "0 rollout servers are left" in text
+    assert "0 rollout servers remain" in text
     assert all(name in text for name in WORKERS)
     assert seconds < 5.0 + SLACK_S

@@ -16,7 +16,7 @@ from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.testing.memory_server import MemoryServer
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
 
@@ -62,7 +62,7 @@ class Solo:
             config=config,
             exchange=SoloExchange(),
             secret=SECRET,
-            coordinator=Coordinator(
+            role=Leader(
                 run=RUN,
                 secret=secret,
                 servers=[s.endpoint for s in servers],
@@ -93,15 +93,15 @@ def test_a_version_is_announced_once_it_serves_and_was_checked():
     with serve() as server, Solo(server) as solo:
         for version in range(3):  # connects by itself at the first; each joins the one before
             handle = solo.publish(version)
-        report = handle.join()
-        assert handle.join() is report
+        report = handle.wait()
+        assert handle.wait() is report
         assert solo.refs() == [ref(0), ref(1), ref(2)]
         assert solo.active[-1].servers == (server.endpoint,)
         assert server.slots.newest("a") == ref(2)
         assert (report.ref, report.probe_mean_abs, report.probe_max_abs, report.differs) == (ref(2), 0.0, 0.0, True)
         assert (report.attempts, report.lost) == (1, {})
         with pytest.raises(ParityError, match="above"):
-            solo.publish(3, logprob=-1.5).join()
+            solo.publish(3, logprob=-1.5).wait()
         assert solo.refs() == [ref(0), ref(1), ref(2)]
 
 
@@ -110,22 +110,22 @@ def test_the_next_publish_raises_what_nobody_heard_of_the_one_before():
         solo.publish(0, logprob=-9.0)
         with pytest.raises(ParityError):
             solo.publish(1)
-        solo.publish(1).join()
+        solo.publish(1).wait()
 
 
 def test_an_acknowledgement_of_other_numbers_is_an_error():
     with serve(LyingServer) as server, Solo(server) as solo:
-        solo.publish(0).join()
+        solo.publish(0).wait()
         with pytest.raises(ManifestError, match="other numbers"):
-            solo.publish(1).join()
+            solo.publish(1).wait()
 
 
 def test_a_version_sent_again_is_acknowledged_again_and_other_numbers_under_its_name_are_not():
     with serve() as server, Solo(server) as solo:
-        solo.publish(0).join()
-        solo.publish(0).join()
+        solo.publish(0).wait()
+        solo.publish(0).wait()
         with pytest.raises(ManifestError, match="other numbers"):
-            solo.publish(0, seed=5).join()
+            solo.publish(0, seed=5).wait()
 
 
 def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from():
@@ -134,10 +134,10 @@ def test_a_new_trainer_takes_over_servers_that_hold_the_version_it_goes_on_from(
             for version in range(3):
                 before.publish(version)
         with Solo(server) as after:
-            report = after.publish(2).join()
+            report = after.publish(2).wait()
             assert (report.ref, report.attempts, report.lost) == (ref(2), 1, {})
             assert server.slots.active() == [ref(0), ref(1), ref(2)]
-            assert after.publish(3).join().acks[0].server == server.endpoint
+            assert after.publish(3).wait().acks[0].server == server.endpoint
 
 
 @pytest.mark.parametrize(("version", "word"), [(2, "other numbers"), (1, "older")])
@@ -150,7 +150,7 @@ def test_a_server_with_versions_of_a_life_that_went_another_way_is_told_to_end(v
                 before.publish(v)
         held = {name: value.copy() for name, value in stale.tensors(ref(2)).items()}
         with Solo(stale, fresh) as after:
-            report = after.publish(version, seed=7).join()
+            report = after.publish(version, seed=7).wait()
             assert told.is_set()
             assert [ack.server for ack in report.acks] == [fresh.endpoint]
             assert word in report.lost["server-0"]
@@ -170,7 +170,7 @@ def test_a_publish_waits_for_the_server_that_comes_in_its_place():
             handle = after.publish(0, seed=7)
             assert told.wait(10.0)
             watch.servers = [fresh.endpoint]
-            report = handle.join()
+            report = handle.wait()
             assert [ack.server for ack in report.acks] == [fresh.endpoint]
 
 
@@ -185,7 +185,7 @@ def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
     ):
         rollouts = deque[contextlib.ExitStack]()
         for version in range(14):
-            solo.publish(version).join()
+            solo.publish(version).wait()
             rollouts.append(contextlib.ExitStack())
             rollouts[-1].enter_context(server.lease(f"a@v{version}"))
             rest.enter_context(rollouts[-1])
@@ -204,21 +204,21 @@ def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
     with serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server, deadline_s=5.0) as solo:
         held = contextlib.ExitStack()
         for version in range(eta + 2):  # rollouts and evaluations, each on its own version
-            solo.publish(version).join()
+            solo.publish(version).wait()
             held.enter_context(server.lease(f"a@v{version}"))
         last = solo.publish(eta + 2)
-        last.join()
+        last.wait()
         held.enter_context(server.lease(f"a@v{eta + 2}"))
         waiting = solo.publish(eta + 3)
         threading.Timer(1.5, held.close).start()
         began = time.monotonic()
-        report = waiting.join()
+        report = waiting.wait()
         assert time.monotonic() - began > 1.0
         assert (report.ref, report.lost) == (ref(eta + 3), {})
         assert server.slots.newest("a") == ref(eta + 3)
         assert "waits for an adapter slot: server-0: " in caplog.text
         assert "a@v0 (1 running)" in caplog.text
-        solo.publish(eta + 4).join()
+        solo.publish(eta + 4).wait()
 
 
 def test_a_server_that_has_no_slot_until_the_deadline_is_left_behind_and_catches_up():
@@ -226,26 +226,26 @@ def test_a_server_that_has_no_slot_until_the_deadline_is_left_behind_and_catches
         watch = Watch(full, roomy)
         with Solo(full, roomy, watch=watch, deadline_s=3.0) as solo, contextlib.ExitStack() as held:
             for version in range(2):
-                solo.publish(version).join()
+                solo.publish(version).wait()
                 held.enter_context(full.lease(f"a@v{version}"))
-            report = solo.publish(2).join()
+            report = solo.publish(2).wait()
             assert [ack.server for ack in report.acks] == [roomy.endpoint]
             assert "has no room yet" in report.lost["server-0"]
             held.close()
             until = time.monotonic() + 20
             while not solo.publisher.changed() and time.monotonic() < until:
                 time.sleep(0.05)
-            assert {ack.server for ack in solo.publish(3).join().acks} == {full.endpoint, roomy.endpoint}
+            assert {ack.server for ack in solo.publish(3).wait().acks} == {full.endpoint, roomy.endpoint}
 
 
 def test_a_run_whose_only_server_has_no_slot_until_the_deadline_goes_on_when_it_has():
     with serve(n_slots=2, keep=1) as server:
         with Solo(server, watch=Watch(server), deadline_s=3.0, rejoin_s=30.0) as solo, contextlib.ExitStack() as held:
             for version in range(2):
-                solo.publish(version).join()
+                solo.publish(version).wait()
                 held.enter_context(server.lease(f"a@v{version}"))
             threading.Timer(6.0, held.close).start()
-            report = solo.publish(2).join()
+            report = solo.publish(2).wait()
             assert [ack.server for ack in report.acks] == [server.endpoint]
             assert server.slots.newest("a") == ref(2)
 
@@ -254,16 +254,16 @@ def test_a_wrong_secret_fails_the_publish_by_name():
     with serve() as server, Solo(server, secret="guess", deadline_s=3.0) as solo:
         began = time.monotonic()
         with pytest.raises(PublishError, match=r"server-0 .*is not of this run"):
-            solo.publish(0).join()
+            solo.publish(0).wait()
         assert time.monotonic() - began < 3.0
 
 
 def test_an_adapter_the_server_does_not_bind_is_an_error_before_anything_is_sent():
     with serve() as server, Solo(server) as solo:
         with pytest.raises(AdapterError, match="servers expect"):
-            solo.publish(0, drop=2).join()
+            solo.publish(0, drop=2).wait()
         assert server.writers[0].touched == set()
-        solo.publish(0).join()
+        solo.publish(0).wait()
 
 
 def test_an_error_of_packing_reaches_join_and_one_of_the_code_its_caller():
@@ -284,13 +284,13 @@ def test_an_error_of_packing_reaches_join_and_one_of_the_code_its_caller():
         began = time.monotonic()
         handle = solo.publisher.publish(ref(0), None, layout, broken(AdapterError("no such tensor")), BASE, None)
         with pytest.raises(AdapterError, match="no such tensor"):
-            handle.join()
+            handle.wait()
         with pytest.raises(ZeroDivisionError):
             solo.publisher.publish(ref(0), None, layout, broken(ZeroDivisionError()), BASE, None)
         with pytest.raises(PublishError, match="ZeroDivision"):
             solo.publish(0)  # the one before is joined first
         assert time.monotonic() - began < 4.0  # nobody waits for a deadline
-        solo.publish(0).join()
+        solo.publish(0).wait()
 
 
 def test_servers_hear_of_a_version_before_it_is_packed():
@@ -302,7 +302,7 @@ def test_servers_hear_of_a_version_before_it_is_packed():
             return super()._publish(announcement, timeout_s)
 
     with serve(Listening) as server, Solo(server) as solo:
-        solo.publish(0).join()
+        solo.publish(0).wait()
         heard.clear()
         owned, aliases = share(values(1))
         layout = layout_of(owned, aliases)
@@ -311,4 +311,4 @@ def test_servers_hear_of_a_version_before_it_is_packed():
             assert heard.wait(5.0)
             yield from pack_of(layout, 0, dict(owned))(flat)
 
-        solo.publisher.publish(ref(1), None, layout, pack, BASE, None).join()
+        solo.publisher.publish(ref(1), None, layout, pack, BASE, None).wait()

@@ -31,7 +31,7 @@ from areal_lora.trainer.tenant import Tenant, build_tenant, scoring_batch
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.packed_shard import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -120,7 +120,7 @@ def shifted_mask(engine: MegatronEngine, tenant: Tenant, rows: list[list[int]], 
 def small_effects(config: Config, engine: MegatronEngine, tenant: Tenant, random: dict[str, Tensor]) -> dict[str, str]:
     """An adapter far below the tolerance of a bf16 run: what is right, then what never reaches the sampler."""
     loose = config.weight_sync.model_copy(update={"probe_tolerance": 0.05})
-    coordinator = Coordinator(
+    leader = Leader(
         run=config.run.name,
         secret=read_secret(config.run_folder),
         servers=RendezvousWatch(config.run_folder, 1).present(),
@@ -131,7 +131,7 @@ def small_effects(config: Config, engine: MegatronEngine, tenant: Tenant, random
             run=config.run.name,
             config=loose,
             exchange=SoloExchange(),
-            coordinator=coordinator,
+            role=leader,
             secret=read_secret(config.run_folder),
         )
     )
@@ -169,7 +169,7 @@ def main(run_folder: Path) -> None:
     tenant = build_tenant(config, config.adapters[0], tokenizer)
     engine.add_adapter(tenant.spec, tenant.config.optimizer, 1)
     wait_endpoint(RunFolder(run_folder), "server", 0, 120)
-    coordinator = Coordinator(
+    leader = Leader(
         run=config.run.name,
         secret=read_secret(RunFolder(run_folder)),
         servers=RendezvousWatch(RunFolder(run_folder), 1).present(),
@@ -180,7 +180,7 @@ def main(run_folder: Path) -> None:
             run=config.run.name,
             config=config.weight_sync,
             exchange=SoloExchange(),
-            coordinator=coordinator,
+            role=leader,
             secret=read_secret(RunFolder(run_folder)),
         )
     )

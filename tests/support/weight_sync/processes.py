@@ -29,9 +29,10 @@ from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.testing.memory_server import MemoryServer
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from areal_lora.weight_sync.trainer.role import Follower, Role
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
 
 PROBE_IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -120,6 +121,7 @@ class Rank:
         self.active: list[Any] = []
         self.announce_s = 0.0  # how long the controller lets itself be waited for
         self.publisher: Publisher | None = None
+        self.role: Role = Follower()
 
     def announce(self, active: Any) -> None:
         time.sleep(self.announce_s)
@@ -135,19 +137,18 @@ class Rank:
             self.publisher.close()
         self.sources = sources
         sync = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB, "probe_tolerance": 1e-6} | config))
-        coordinator = None
+        self.role = Follower()
         if self.rank == 0:
-            coordinator = Coordinator(
+            self.role = Leader(
                 run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.announce
             )
         self.publisher = Publisher(
-            run=RUN, config=sync, exchange=self.exchange, coordinator=coordinator, secret=SECRET, backend=backend
+            run=RUN, config=sync, exchange=self.exchange, role=self.role, secret=SECRET, backend=backend
         )
 
     def reads(self) -> bool:
         """Whether the receivers of this rank's group read its memory."""
         assert self.publisher is not None
-        assert self.publisher._group is not None
         return self.publisher._group.same_host
 
     def changed(self) -> bool:
@@ -155,17 +156,15 @@ class Rank:
         return self.publisher.changed()
 
     def newcomers(self) -> bool:
-        assert self.publisher is not None
-        assert self.publisher._coordinator is not None
-        watcher = self.publisher._coordinator._watcher
-        return watcher is not None and bool(watcher.newcomers())
+        assert isinstance(self.role, Leader)
+        return bool(self.role.roster.available())
 
     def last_active(self) -> Any:
         return self.active[-1] if self.active else None
 
     def again(self) -> Any:
         assert self.publisher is not None
-        return self.publisher.again("a").join()
+        return self.publisher.again("a").wait()
 
     def publish(self, version: int, seed: int, fault: str) -> Any:
         assert self.publisher is not None
@@ -187,8 +186,8 @@ class Rank:
             )
             for t in full.values():
                 t.fill_(7.0)  # the trainer goes on: what is published must be a copy
-            report = handle.join()
-        assert handle.join() == report
+            report = handle.wait()
+        assert handle.wait() == report
         return report
 
 

@@ -36,7 +36,7 @@ SHORT = {
     "processes/watched.py:end_process": "the mechanism itself",
     "processes/watched.py:watched_thread": "the mechanism itself",
     "processes/watched.py:watched_task": "the mechanism itself",
-    "weight_sync/trainer/fleet.py:_Line.__init__": "one request at a time; the coordinator waits for its Future",
+    "weight_sync/trainer/fleet.py:_Line.__init__": "one request at a time; the leader waits for its Future",
     "weight_sync/trainer/fleet.py:Fleet.silent": "one round of pings; the caller waits for their Futures",
     "weight_sync/testing/memory_server.py:MemoryServer._join": "one join request; the handler waits for its Futures",
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",

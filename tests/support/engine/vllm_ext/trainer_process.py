@@ -23,7 +23,7 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.trainer.coordinator import Coordinator
+from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.packed_shard import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -50,15 +50,11 @@ def main(folder: Path) -> None:
     model, spec = Path(config.model.path), config.adapters[0].spec(config.model.path)
     watch = RendezvousWatch(RunFolder(folder), 1)
     sync = config.weight_sync.model_copy(update={"bucket_mib": 0.01})
-    coordinator = Coordinator(
+    leader = Leader(
         run=config.run.name, secret=read_secret(RunFolder(folder)), servers=watch.present(), config=sync, watch=watch
     )
     publisher = Publisher(
-        run=config.run.name,
-        config=sync,
-        exchange=SoloExchange(),
-        coordinator=coordinator,
-        secret=read_secret(RunFolder(folder)),
+        run=config.run.name, config=sync, exchange=SoloExchange(), role=leader, secret=read_secret(RunFolder(folder))
     )
     print("ready", flush=True)
     for line in sys.stdin:
@@ -70,7 +66,7 @@ def main(folder: Path) -> None:
             pack = dying(pack, int(fault[0]))
         ref = AdapterRef(name="math", version=int(version))
         began = time.monotonic()
-        report = publisher.publish(ref, None, layout, pack, base_digest(model), None).join()
+        report = publisher.publish(ref, None, layout, pack, base_digest(model), None).wait()
         print(f"{report.ref} {report.attempts} {time.monotonic() - began:.2f}", flush=True)
         if fault:
             die()

@@ -1,0 +1,162 @@
+"""Rank 0's decisions about a publish, as pure functions: what follows from the answers of servers and ranks.
+
+Begun                      attempt --> judged --> after_attempt: FINISH
+  `-> after_look: CONNECT ----^                                  AWAIT_SLOT --> Waited
+                  LOOK, WAIT (Waited), STOP                      RETRY --> after_look
+                                                                 STOP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.errors import ArealLoraError, ManifestError, PublishError
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
+from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding, judge
+from areal_lora.weight_sync.trainer.steps import Sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """State of one publish; times are time.monotonic.
+
+    ``short_since``: fewer than ``min_servers`` members remain. ``full_since``: a member has no free adapter slot.
+    """
+
+    attempts: int = 1
+    short_since: float | None = None
+    full_since: float | None = None
+
+
+class Look(Enum):
+    """What follows a look for servers."""
+
+    CONNECT = auto()
+    LOOK = auto()  # again, after a pause
+    WAIT = auto()  # let all ranks take a step, then look again
+    STOP = auto()
+
+
+class Move(Enum):
+    """What follows an attempt."""
+
+    FINISH = auto()
+    AWAIT_SLOT = auto()
+    RETRY = auto()
+    STOP = auto()
+
+
+def after_look(
+    progress: Progress, able: int, *, began: float, now: float, until: float, config: WeightSyncConfig, watched: bool
+) -> tuple[Progress, Look]:
+    """Connect if ``able`` servers suffice, else wait up to ``rejoin_s`` for others if servers are ``watched``.
+
+    The look began at ``began``; it is ``now``; all ranks take a step at ``until``.
+    """
+    if able >= config.min_servers:
+        return replace(progress, short_since=None), Look.CONNECT
+    since = began if progress.short_since is None else progress.short_since
+    progress = replace(progress, short_since=since)
+    if not watched or now >= since + config.rejoin_s:
+        return progress, Look.STOP
+    return progress, Look.WAIT if now >= until else Look.LOOK
+
+
+def check_results(ref: AdapterRef, layout: str, results: Sequence[Sent]) -> None:
+    """Raise what no further attempt can repair: a rank's own error, another publish at a rank, a refused transfer."""
+    for rank, sent in enumerate(results):
+        if sent.own is not None:
+            raise sent.own.error()
+        if (sent.ref, sent.layout) != (ref, layout):
+            raise PublishError(
+                f"trainer rank {rank} publishes {sent.ref} with layout {sent.layout} while rank 0 publishes {ref} "
+                f"with {layout}"
+            )
+        if sent.wire is not None and sent.wire.kind != "failed":
+            raise sent.wire.error()
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFault:
+    """Error of a member in an attempt. ``foreign``: the member holds versions that this trainer did not make."""
+
+    error: ArealLoraError
+    foreign: bool = False
+
+
+def member_faults(
+    members: Iterable[ServerEndpoint],
+    replies: Mapping[ServerEndpoint, PublishReply],
+    errors: Mapping[ServerEndpoint, ArealLoraError],
+    *,
+    ref: AdapterRef,
+    digest: str,
+    results: Sequence[Sent],
+) -> dict[ServerEndpoint, MemberFault]:
+    """Faults of all members that do not serve ``ref`` with the numbers of ``digest``."""
+    faults = {}
+    for server in members:
+        reply, error = replies.get(server), errors.get(server)
+        if error is not None:
+            stale = isinstance(error, ManifestError) and error.reason == Refusal.STALE_VERSION
+            faults[server] = MemberFault(error, foreign=stale)
+        elif reply is None:
+            faults[server] = MemberFault(PublishError(f"{ref} was not sent: {what_failed((), results)}"))
+        elif (reply.ref, reply.digest) != (str(ref), digest):
+            text = (
+                f"server {server} acknowledged {reply.ref} {reply.digest}, published was {ref} {digest}; "
+                "it serves other numbers than were sent"
+            )
+            faults[server] = MemberFault(ManifestError(Refusal.HASH, text), foreign=True)
+    return faults
+
+
+def judged(
+    progress: Progress, findings: Sequence[ServerFinding], *, now: float, timeout_s: float
+) -> tuple[Progress, Judgement]:
+    """Judge an attempt; a member that was full for ``timeout_s`` is late. Raises the error of a member that refuses."""
+    full_since = progress.full_since
+    if not any(f.full for f in findings):
+        full_since = None
+    elif full_since is None:
+        full_since = now
+    late = full_since is not None and now >= full_since + timeout_s
+    return replace(progress, full_since=full_since), judge(findings, retried=progress.attempts > 1, late=late)
+
+
+def after_attempt(
+    progress: Progress,
+    findings: Sequence[ServerFinding],
+    judgement: Judgement,
+    *,
+    remaining: int,
+    left_s: float,
+    config: WeightSyncConfig,
+) -> tuple[Progress, Move]:
+    """Finish if all ``remaining`` members serve the version and suffice, else wait or retry.
+
+    Running requests hold their versions' slots until they end: a full server takes no attempt away from the others.
+    No transfer begins when less than a ping's time of ``left_s`` is left.
+    """
+    if judgement.complete and remaining >= config.min_servers:
+        return progress, Move.FINISH
+    if any(f.full for f in findings):
+        excluded = any(f.full and f.server in judgement.lost for f in findings)
+        broken = any(f.error is not None and not f.full for f in findings)
+        full_since = None if excluded else progress.full_since  # a server that returns is waited for as long
+        return replace(progress, full_since=full_since, attempts=progress.attempts + broken), Move.AWAIT_SLOT
+    if left_s < config.ping_s:
+        return progress, Move.STOP
+    return replace(progress, attempts=progress.attempts + 1), Move.RETRY
+
+
+def what_failed(findings: Sequence[ServerFinding], results: Sequence[Sent]) -> str:
+    """Text of the servers' errors; of the trainer ranks' transfer errors only if no server has one."""
+    servers = [f"{f.server.name}: {f.error}" for f in findings if f.error is not None]
+    ranks = [f"trainer rank {rank}: {sent.wire.message}" for rank, sent in enumerate(results) if sent.wire is not None]
+    return "; ".join(servers or ranks)

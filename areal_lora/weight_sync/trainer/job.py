@@ -1,0 +1,107 @@
+"""One publish at one trainer rank: its time budget, its state, and the handle that the main thread holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+from areal_lora.config.models import WeightSyncConfig
+from areal_lora.types import AdapterRef, ShardManifest
+from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from areal_lora.weight_sync.trainer.report import PublishReport
+from areal_lora.weight_sync.trainer.steps import Failure
+
+SLACK_S = 10.0
+"""Added to rank 0's remaining time when a rank waits for other ranks: they run on busy machines."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Budget:
+    """Time of one publish, shared by all ranks: ``timeout_s`` for transfers, then ``verdict_s`` to judge the last.
+
+    Transfers end by ``deadline`` (time.monotonic). Ranks exchange durations, because their clocks differ.
+    """
+
+    timeout_s: float
+    verdict_s: float
+    deadline: float
+
+    @classmethod
+    def start(cls, config: WeightSyncConfig) -> Self:
+        timeout_s = config.deadline_s
+        return cls(timeout_s=timeout_s, verdict_s=config.verdict_s, deadline=time.monotonic() + timeout_s)
+
+    def restart(self) -> None:
+        self.deadline = time.monotonic() + self.timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Time until the publish has ended on rank 0 at the latest."""
+        return self.deadline + self.verdict_s - time.monotonic()
+
+    def adopt(self, left_s: float) -> None:
+        """Take over rank 0's remaining time."""
+        self.deadline = time.monotonic() + left_s - self.verdict_s
+
+    @property
+    def patience_s(self) -> float:
+        """Time to wait for other ranks: until rank 0 has ended at the latest, and ``SLACK_S`` longer."""
+        return max(self.left_s, 0.0) + SLACK_S
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One publish at one rank. ``own`` is set before ``packed`` if packing failed on this rank.
+
+    ``gate`` returns when the transfer may begin; it took ``gate_ms``. ``began_s`` is time.monotonic.
+    """
+
+    manifest: ShardManifest
+    layout: AdapterLayout
+    shard: PackedShard
+    probe: ProbeExpectation | None
+    began_s: float
+    budget: Budget
+    gate: Callable[[], None] | None = None
+    gate_ms: float = 0.0
+    packed: threading.Event = field(default_factory=threading.Event)
+    pack_ms: float = 0.0
+    own: Failure | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    answer: PublishReport | Exception | None = None
+
+    @property
+    def ref(self) -> AdapterRef:
+        return self.manifest.ref
+
+
+class PublishHandle:
+    """A publish in progress."""
+
+    def __init__(self, job: Job) -> None:
+        self.ref = job.ref
+        self._job = job
+        self.waited = False
+        """Whether ``wait`` has reported the outcome."""
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._job.ended.is_set()
+
+    def wait(self) -> PublishReport:
+        """Wait until the version serves and was probed on every remaining server. Idempotent.
+
+        Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot
+        serve this layout), PublishError (too few servers remain at the deadline) or ParityError.
+        """
+        self._job.ended.wait()
+        self.waited = True
+        if isinstance(self._job.answer, PublishReport):
+            return self._job.answer
+        assert self._job.answer is not None
+        raise self._job.answer

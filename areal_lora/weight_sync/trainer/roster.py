@@ -1,0 +1,111 @@
+"""The members of publishes on rank 0: admit, check, ping and exclude rollout servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from areal_lora.errors import ArealLoraError
+from areal_lora.processes.log import get_logger
+from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
+from areal_lora.weight_sync.trainer.membership import Membership, ServerFinding, ServerWatch, ServerWatcher, judge
+
+log = get_logger(__name__)
+
+
+class Roster:
+    """``newcomers`` joined during the publish in progress; ``lost`` has the reasons, by name, since the last report.
+
+    ``watch``, if given, shows restarted and further servers. Only the publisher thread changes a roster.
+    """
+
+    def __init__(
+        self, fleet: Fleet, servers: Iterable[ServerEndpoint], *, ping_s: float, watch: ServerWatch | None = None
+    ) -> None:
+        self._fleet, self._ping_s = fleet, ping_s
+        self._membership = Membership(servers)
+        self._watcher: ServerWatcher | None = None
+        if watch is not None:
+            self._watcher = ServerWatcher(watch, self._membership, self._answers_ping)
+        self.newcomers: set[ServerEndpoint] = set()
+        self.lost: dict[str, str] = {}
+
+    @property
+    def members(self) -> tuple[ServerEndpoint, ...]:
+        return self._membership.members
+
+    @property
+    def watched(self) -> bool:
+        """Whether further servers can become members."""
+        return self._watcher is not None
+
+    def available(self) -> tuple[ServerEndpoint, ...]:
+        """Servers that are not members and answer pings; callable from any thread."""
+        found = self._watcher.newcomers() if self._watcher is not None else ()
+        return tuple(filter(self._membership.wants, found))
+
+    def changed(self) -> bool:
+        """Whether servers are available, or members do not answer; callable from any thread."""
+        return self._watcher is not None and (bool(self.available()) or not self._watcher.all_answer())
+
+    def admit(self, layout: AdapterLayout) -> tuple[ServerEndpoint, ...]:
+        """Make all members and available servers that answer and can serve ``layout`` the members.
+
+        Raises AdapterError if an old member cannot serve ``layout``.
+        """
+        plan, before = self._membership.with_newcomers(self.available()), set(self.members)
+        self.newcomers |= set(plan) - before
+        for server in before - set(plan):
+            self._lose(server, "was restarted")
+        self._membership.admit(plan)
+        self._fleet.keep(plan)
+        self.exclude_failed(self._fleet.silent(plan, self._ping_s))
+        checks = self._fleet.check(self.members, layout, self._ping_s)
+        self.exclude_failed(errors(answers(checks, time.monotonic() + self._ping_s)))
+        return self.members
+
+    def exclude_failed(self, failed: Mapping[ServerEndpoint, ArealLoraError]) -> None:
+        """Exclude members that failed outside of a transfer. Raises the error of one that refuses the version."""
+        findings = [
+            ServerFinding(server=s, error=failed.get(s), alive=False, newcomer=s in self.newcomers)
+            for s in self.members
+        ]
+        self.exclude(judge(findings, retried=False).lost)
+
+    def exclude(self, lost: Mapping[ServerEndpoint, str]) -> None:
+        """Remove the servers in ``lost``, with the reasons, from the members."""
+        if not lost:
+            return
+        for server, reason in lost.items():
+            self._lose(server, reason)
+        self._membership.lose(lost)
+        self._fleet.keep(self.members)
+
+    def shortage(self, min_servers: int) -> str:
+        """Text of how many servers remain and why the others were lost."""
+        lost = "; ".join(f"{name} {why}" for name, why in self.lost.items()) or "none was lost in this publish"
+        return (
+            f"{len(self.members)} rollout servers remain, weight_sync.min_servers is {min_servers} "
+            f"({lost}); see the servers' logs"
+        )
+
+    def served(self) -> None:
+        """All members serve what was published."""
+        self._membership.succeeded()
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _lose(self, server: ServerEndpoint, reason: str) -> None:
+        log.error("rollout server %s is excluded: it %s", server, reason)
+        self.lost[server.name] = reason
+
+    def _answers_ping(self, server: ServerEndpoint) -> bool:
+        try:
+            self._fleet.ping(server, self._ping_s)
+        except ArealLoraError:
+            return False
+        return True
