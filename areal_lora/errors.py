@@ -2,6 +2,7 @@
 
 ArealLoraError
 ├── ConfigError          wrong input, found before anything starts
+├── ConfigErrors         everything that the guardrails refuse about a configuration
 ├── EnvironmentError_    a needed program, package or device is missing
 ├── AdapterError         an adapter's tensors, names or files are not what was declared
 │   ├── UnknownTensorError
@@ -21,6 +22,7 @@ ArealLoraError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -60,6 +62,16 @@ class ConfigError(ArealLoraError):
     def __init__(self, path: str, reason: str, fix: str = "") -> None:
         self.path, self.reason, self.fix = path, reason, fix
         super().__init__(f"{path}: {reason}" + (f" (fix: {fix})" if fix else ""))
+
+
+class ConfigErrors(ArealLoraError):
+    """All that is wrong with one configuration, a ConfigError for each key."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\n".join(map(str, errors)))
 
 
 class EnvironmentError_(ArealLoraError):

@@ -15,8 +15,8 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
 from areal_lora.errors import ExitCode
-from areal_lora.launch import start
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
+from areal_lora.launcher.run import start
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 

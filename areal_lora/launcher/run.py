@@ -1,0 +1,110 @@
+"""One run from its configuration: check and plan it, take its run folder, run it here or submit it to Slurm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+
+from areal_lora.checkpoint.recover import check_present
+from areal_lora.config.facts import Facts, gather_facts
+from areal_lora.config.guardrails import Severity, check, resolve_targets
+from areal_lora.config.models import Config
+from areal_lora.errors import ConfigErrors, ExitCode
+from areal_lora.launcher.hub import Download, download, resolve
+from areal_lora.launcher.local import run_local
+from areal_lora.launcher.plan import JobPlan, make_plan
+from areal_lora.launcher.slurm import submit
+from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
+from areal_lora.obs.report.summary import print_closing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
+    """A checked configuration with its model found and its targets resolved. ``download``: files to fetch first."""
+
+    config: Config
+    plan: JobPlan
+    download: Download | None
+
+
+def run(config: Config, *, fresh: bool = False) -> int:
+    """Run ``config`` on this machine, or submit it to Slurm; resume the run in its folder unless ``fresh``.
+
+    Blocks until a local run ends. Call it in the main thread: Ctrl-C stops the run. Returns an ``ExitCode``: DONE,
+    INTERRUPTED, or how the run failed. Raises ArealLoraError for a run that cannot start, ConfigErrors for a
+    configuration that the guardrails refuse.
+    """
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    prepared = prepare(config, err, fresh=fresh)
+    return start(prepared.config, prepared.plan, out, fresh, prepared.download)
+
+
+def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool = True) -> PreparedRun:
+    """Find the model, check and plan; warnings go to ``err``. Offline, and blind to this machine, unless ``starts``.
+
+    Raises ConfigErrors with everything that the guardrails refuse.
+    """
+    here = starts and config.cluster.kind == "local"
+    resolved = resolve(config, lambda: None if fresh else recorded_model(config), online=starts)
+    facts = gather_facts(resolved.config, runs_here=here)
+    refuse_or_warn(resolved.config, facts, err)
+    config = resolve_targets(resolved.config, facts)
+    return PreparedRun(config=config, plan=make_plan(config, facts), download=resolved.download)
+
+
+def refuse_or_warn(config: Config, facts: Facts, err: Console) -> None:
+    """Raise ConfigErrors for the errors that the guardrails find; print the warnings where there are none."""
+    findings = check(config, facts)
+    errors = [finding.error() for finding in findings if finding.severity is Severity.ERROR]
+    if errors:
+        raise ConfigErrors(errors)
+    for finding in findings:
+        say(err, f"{finding.severity}: {finding.error()}")
+
+
+def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, needed: Download | None = None) -> int:
+    """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm."""
+    with RunStart(config, fresh) as begun:
+        if begun.moved is not None:
+            say(out, f"A previous run was in {plan.run_folder}; it is now {begun.moved.name}.")
+        if begun.previous is not None and begun.previous.finished(config):
+            return say_finished(begun.previous, plan, out)
+        say(out, f"Run folder: {plan.run_folder}")
+        if begun.previous is not None:
+            check_present(plan.run_folder, config)
+            say(out, going_on(begun.previous))
+        if config.model.commit is not None:
+            say(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
+        if needed is not None:
+            download(needed, partial(say, out))
+        if config.cluster.kind == "slurm":
+            say(out, f"Submitted Slurm job {submit(config, plan, begun)}; logs in {plan.run_folder.logs}")
+            return ExitCode.DONE
+        begun.prepare()
+        code = run_local(config, plan, out)
+    if code == ExitCode.DONE:
+        print_closing(plan.run_folder, out)
+    return code
+
+
+def going_on(previous: PreviousRun) -> str:
+    """What the run that is in the folder already goes on from, in words."""
+    newest = [f"{name}@v{max(versions)}" for name, versions in previous.versions.items() if versions]
+    if not newest:
+        return "A run in it ended before its first checkpoint: it begins again at step 0."
+    return f"The run in it goes on; its newest checkpoints: {', '.join(newest)}."
+
+
+def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> int:
+    """A run without anything left to do is a success, shown again."""
+    more = f"more steps, such as run.steps={2 * previous.steps_done}"
+    say(out, f"This run is done: {previous.steps_done} steps. Go on with {more}, or start over with --fresh.")
+    print_closing(plan.run_folder, out)
+    return ExitCode.DONE
+
+
+def say(console: Console, text: str) -> None:
+    """One line, however long, with nothing in it taken for markup."""
+    console.print(text, markup=False, soft_wrap=True)
