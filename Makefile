@@ -6,6 +6,7 @@
 # make format  format the code with ruff
 .PHONY: setup demo test test-all check format docs clean
 PY := .venv/bin/python
+LANES := -n 2 --dist loadscope --no-loadscope-reorder
 CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
 
 setup: .venv/.ready
@@ -17,7 +18,7 @@ demo: setup
 	$(PY) -m areal_lora.launch $(CONFIGS) $(ARGS)
 
 test: check
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(LANES) $(ARGS)
 
 test-all: export AREAL_LORA_NIGHTLY = 1
 test-all: test

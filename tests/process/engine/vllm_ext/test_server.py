@@ -31,6 +31,7 @@ from areal_lora.weight_sync import messages as transport
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
+from tests.support import shared_memory
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
 
 pytestmark = pytest.mark.slow
@@ -430,7 +431,7 @@ def _alive(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Signals) -> None:
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory.names()
     process = start(tmp_path / "run", tiny_model)
     running = connect(tmp_path / "run", tiny_model, process)
     running.publish(running.adapter(1))
@@ -442,7 +443,7 @@ def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Si
     if sig == signal.SIGTERM:
         assert process.returncode == 0, (tmp_path / "run" / "log").read_text()[-2000:]
     wait_until(lambda: not any(_alive(child) for child in children), 10.0, "the end of all children")
-    assert not (set(os.listdir("/dev/shm")) - shm)
+    assert not shared_memory.left_behind(shm)
 
 
 def test_a_dead_engine_ends_the_server_and_the_publish_under_way(tiny_model: Path, tmp_path: Path) -> None:

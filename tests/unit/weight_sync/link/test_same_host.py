@@ -14,6 +14,7 @@ import torch
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link import same_host
 from areal_lora.weight_sync.link.same_host import NO_CARD, SIGNAL_BYTES, SharedSegment, Signal, Window, readable
+from tests.support import shared_memory
 
 CPU = torch.device("cpu")
 CHILD = """
@@ -98,7 +99,7 @@ def test_a_system_that_refuses_memfds_gets_private_memory(monkeypatch):
 
 
 def test_another_process_is_read_until_it_is_killed_and_leaves_nothing():
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory.names()
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     card = bytes.fromhex(child.stdout.readline())
@@ -110,7 +111,7 @@ def test_another_process_is_read_until_it_is_killed_and_leaves_nothing():
     child.wait()
     assert (window.view(0, 10_000) == 3).all()
     assert not readable(card)
-    assert {n for n in os.listdir("/dev/shm") if "areal" in n} <= before
+    assert not {name for name in shared_memory.left_behind(before) if "areal" in name}
 
 
 def opened(monkeypatch):
