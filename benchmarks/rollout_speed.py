@@ -64,17 +64,15 @@ def make_adapter(folder: Path) -> Path:
 
     from areal_lora.checkpoint.adapter_io import save_peft
     from areal_lora.config.load import load_config
-    from areal_lora.engine.megatron_utils.convert import family_for
-    from areal_lora.engine.megatron_utils.convert.registry import Dims, wire_names
-    from areal_lora.families.shape import read_hf_config
+    from areal_lora.families.shape import ModelShape, read_hf_config
+    from areal_lora.families.sites import pieces_of, sites_of, wire_names
 
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
     hf = read_hf_config(Path(config.model.path))
-    dims = Dims.from_hf(hf)
-    family, spec = family_for(hf["model_type"]), config.adapters[0].spec(config.model.path)
+    shape, spec = ModelShape.from_hf(hf), config.adapters[0].spec(config.model.path)
     tensors, aliases = {}, {}
-    for key in family.sites(dims, range(hf["num_hidden_layers"]), spec.expert_layout):
-        shapes, shared = wire_names(family.pieces(dims, key))
+    for key in sites_of(shape, spec.expert_layout):
+        shapes, shared = wire_names(pieces_of(shape, key))
         tensors |= {n: torch.randn([spec.rank if d < 0 else d for d in s]) * 0.02 for n, s in shapes.items()}
         aliases |= shared
     save_peft(folder, spec, tensors, config.model.path, aliases)

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from areal_lora.config.models import Config
-from areal_lora.engine.megatron_utils.arena import Model
-from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims
+from areal_lora.engine.megatron_utils.arena import ShardedModel
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import pack_plan, wire_layout
+from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
 
 TINY_MODEL = Path(__file__).resolve().parents[1] / "examples" / "math" / "tiny_model"
@@ -128,7 +127,7 @@ class Tensors:
     def __init__(self, case: Case, spec: AdapterSpec, seed: int) -> None:
         hf = case.hf()
         layout = Layout(world=1, tp=1, pp=1, ep=1, etp=1, stage_layers=(case.layers,), experts=case.experts)
-        model = Model(family=family_for(hf["model_type"]), dims=Dims.from_hf(hf), layout=layout)
+        model = ShardedModel(shape=ModelShape.from_hf(hf), layout=layout)
         self.layout = wire_layout(model, spec, case.dtype)
         self._plan = pack_plan(model, spec, 0, self.layout)
         generator = np.random.default_rng(seed)

@@ -21,8 +21,9 @@ from areal_lora.config.models import (
 from areal_lora.config.place import own_place
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
-from areal_lora.families import shape as arch
 from areal_lora.families.peft_folder import PeftFolder, describe
+from areal_lora.families.published import known_config
+from areal_lora.families.shape import read_hf_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +78,10 @@ def _read_model(model: ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
     """Of a model whose hub name has been looked up (``launcher.hub``)."""
     folder = Path(model.folder)
     if not folder.is_dir():
-        known = arch.known_config(model.path)
+        known = known_config(model.path)
         return known, "" if known else f"there is no folder {model.path!r}, and it is not a model known here", False
     try:
-        return arch.read_hf_config(folder), "", model.snapshot is None or not missing_files(folder)
+        return read_hf_config(folder), "", model.snapshot is None or not missing_files(folder)
     except FileNotFoundError:
         return None, f"the folder {str(folder)!r} has no config.json", True
     except (OSError, ValueError) as error:

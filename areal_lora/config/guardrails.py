@@ -18,8 +18,12 @@ from areal_lora.config.rules.layout import rollout_layout, trainer_layout
 from areal_lora.config.rules.rollout import deterministic
 from areal_lora.config.rules.run import time_outs
 from areal_lora.errors import ConfigError
-from areal_lora.families import shape as arch
 from areal_lora.families import targets
+from areal_lora.families.family import Scope, covers
+from areal_lora.families.published import is_hub_name, known_models
+from areal_lora.families.registry import supported
+from areal_lora.families.shape import base_bytes
+from areal_lora.families.variants import unsupported
 from areal_lora.network.addresses import WILDCARDS, as_network
 
 __all__ = ["Finding", "Severity", "check", "resolve_targets"]
@@ -60,16 +64,16 @@ def resolve_targets(config: Config, facts: Facts) -> Config:
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
     if facts.hf_config is None:
         fix = "give a Hugging Face model folder"
-        if arch.is_hub_name(config.model.path):
-            close = difflib.get_close_matches(config.model.path, arch.known_models(), n=1)
+        if is_hub_name(config.model.path):
+            close = difflib.get_close_matches(config.model.path, known_models(), n=1)
             fix += ", start the run where a hub is reachable"
             fix += f", or did you mean {close[0]}" if close else ""
         yield Finding(path="model.path", reason=facts.model_problem, fix=fix)
         return
     kind = facts.hf_config.get("model_type")
-    if kind not in arch.SUPPORTED:
+    if kind not in supported():
         yield Finding(
-            path="model.path", reason=f"architecture {kind!r} has no converter", fix=f"use one of {arch.SUPPORTED}"
+            path="model.path", reason=f"model type {kind!r} is not supported", fix=f"use one of {supported()}"
         )
     elif shape_of(facts) is None:
         yield Finding(path="model.path", reason="config.json lacks sizes of the model", fix="use a complete folder")
@@ -84,7 +88,7 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
 
 def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
     if shape_of(facts) and facts.hf_config is not None:
-        for problem in arch.unsupported(facts.hf_config):
+        for problem in unsupported(facts.hf_config):
             yield Finding(path="model.path", reason=problem, fix="use another model")
 
 
@@ -133,18 +137,18 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
 def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
     if (shape := shape_of(facts)) is None or facts.hf_config is None:
         return
-    # vLLM 0.32 looks at mlp_only_layers alone to see whether Qwen3-MoE has gate and up projections to adapt.
-    unserved = shape.model_type == "qwen3_moe" and shape.dense_layers and not facts.hf_config.get("mlp_only_layers")
+    needed = shape.family.experts.vllm_dense_key if shape.family.experts else ""
+    unserved = needed and shape.dense_layers and not facts.hf_config.get(needed)
     for i, adapter in enumerate(config.adapters):
         try:
             found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
         except ConfigError as error:
             yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
             continue
-        if unserved and arch.covers(found, "linear_fc1", arch.Scope.MLP):
+        if unserved and covers(found, "linear_fc1", Scope.MLP):
             yield Finding(
                 path=f"adapters.{i}.target_modules",
-                reason="vLLM cannot adapt the dense layers of a Qwen3-MoE that has them by decoder_sparse_step",
+                reason=f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}",
                 fix="add mlp.linear_fc1 to exclude_modules",
             )
 
@@ -281,7 +285,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
     if config.cluster.device != "cpu" or facts.memory_bytes is None or shape is None:
         return
     copies = config.trainer.world_size + config.rollout.servers
-    needed = copies * arch.base_bytes(shape, config.model.dtype)
+    needed = copies * base_bytes(shape, config.model.dtype)
     needed += int(config.rollout.servers * (config.rollout.kv_cache_gib or 4.0) * 2**30)
     if needed > facts.memory_bytes:
         yield Finding(

@@ -26,9 +26,7 @@ from areal_lora.data.collate import HOST
 from areal_lora.data.packing import plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
-from areal_lora.engine.megatron_utils.arena import Model, Range
-from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims, spec_covers
+from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.shape import ModelShape, read_hf_config
@@ -67,7 +65,7 @@ class MegatronEngine:
         self._groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._device, self._trainer, self._path, self._layout = device, trainer, model.folder, layout
-        self._shape = Model(family=family_for(hf["model_type"]), dims=Dims.from_hf(hf), layout=layout)
+        self._shape = ShardedModel(shape=shape, layout=layout)
         self._model: nn.Module = base.build_model(model, trainer, layout, hf, device)
         base_weights.load_base(self._model, model.folder, self._shape, self.rank)
         self._resident: _Resident | None = None
@@ -179,7 +177,7 @@ class MegatronEngine:
     def _check_targets(self, spec: AdapterSpec) -> None:
         sites = self._shape.every_site(spec)
         for target in spec.target_modules:
-            if not any(spec_covers([target], key) for key in sites):
+            if not any(key.covered([target]) for key in sites):
                 known = ", ".join(dict.fromkeys(f"{key.scope}.{key.linear}" for key in sites))
                 raise ConfigError(
                     "adapters.target_modules", f"{target!r} matches no layer of this model", f"it has {known}"

@@ -1,13 +1,12 @@
-"""What a PEFT LoRA folder says about itself, without reading its numbers into memory.
+"""Describe a PEFT LoRA folder without reading its numbers into memory.
 
-The rules judge such folders before anything starts; `checkpoint.adapter_io` loads their tensors.
+The configuration rules check such folders before a run starts; `checkpoint.adapter_io` loads their tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,14 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.errors import AdapterError
-from areal_lora.families.shape import HF_TO_MEGATRON
+from areal_lora.families.registry import kind_of, linears
 from areal_lora.types import AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."
 OWN_KEY = "areal_lora"
-"""Holds the specification in the safetensors metadata: unknown keys in the configuration file make peft warn."""
-
-_NUMBER = re.compile(r"\.\d+(?=\.)")
+"""Key of the specification in the safetensors metadata; peft warns about unknown keys in the configuration file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +62,7 @@ def describe(folder: Path) -> PeftFolder:
 
 
 def declared_spec(folder: Path, own: str | None) -> AdapterSpec:
-    """The specification stored with the tensors (``own``); for other tools' folders, one made from the configuration.
+    """The specification stored with the tensors (``own``); for folders of other tools, one made from the configuration.
 
     Raises AdapterError for anything beyond plain LoRA, and where the two files disagree.
     """
@@ -79,14 +76,15 @@ def declared_spec(folder: Path, own: str | None) -> AdapterSpec:
     if declared is not None:
         if (declared.rank, declared.alpha) != (config.r, config.lora_alpha):
             raise AdapterError(
-                f"{folder}: {CONFIG_FILE} says r {config.r}, lora_alpha {config.lora_alpha}, the tensors were saved "
+                f"{folder}: {CONFIG_FILE} states r {config.r}, lora_alpha {config.lora_alpha}, the tensors were saved "
                 f"with {declared.rank}, {declared.alpha}; one of the files was changed"
             )
         return declared
-    unknown = [m for m in config.target_modules if m not in HF_TO_MEGATRON]
+    known = linears()
+    unknown = [m for m in config.target_modules if m not in known]
     if unknown:
-        raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(HF_TO_MEGATRON)}")
-    targets = tuple(sorted({HF_TO_MEGATRON[m] for m in config.target_modules}))
+        raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(known)}")
+    targets = tuple(sorted({known[m] for m in config.target_modules}))
     return AdapterSpec(
         name=folder.name,
         base_model=config.base_model_name_or_path or "",
@@ -127,16 +125,11 @@ def module_of(tensor: str) -> str:
     return tensor.rpartition(".lora_")[0]
 
 
-def kind_of(module: str) -> str:
-    """The module with its numbers as ``*``: what the same projection is called in every layer and expert."""
-    return _NUMBER.sub(".*", module)
-
-
 def misfits(have: Iterable[str], wanted: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(modules a file has and the trained adapter has not, modules of a kind that the file has elsewhere only).
+    """(modules of the file that the trained adapter lacks, modules of a kind that the file adapts only elsewhere).
 
-    A kind that the file has nowhere is no misfit: a file that adapts q_proj and v_proj says of k_proj
-    that it is like the base's.
+    A kind that the file does not adapt at all is no misfit: in a file that adapts q_proj and v_proj, k_proj
+    is the base's.
     """
     file, adapter = set(have), set(wanted)
     kinds = {kind_of(module) for module in file}
@@ -157,7 +150,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PeftConfig(msgspec.Struct, kw_only=True):
-    """The part of ``adapter_config.json`` that decides what the tensors mean."""
+    """The keys of ``adapter_config.json`` that determine the meaning of the tensors."""
 
     peft_type: str
     r: int

@@ -1,8 +1,11 @@
-"""Sizes of published models, from their config.json, so that a plan can be made where no hub is reachable."""
+"""Sizes of published models, copied from their config.json: a plan needs no hub."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 _DENSE_KEYS = (
     "num_hidden_layers",
@@ -67,3 +70,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         _dense({**_MIXTRAL, "max_position_embeddings": 65536}, 56, 6144, 48, 8, 16384, False),
 }
 # fmt: on
+
+
+def is_hub_name(path: str) -> bool:
+    """True for ``owner/name``."""
+    return bool(_HUB_NAME.match(path))
+
+
+def known_config(hub_name: str) -> dict[str, Any] | None:
+    """The built-in description of a published model; ``-Base`` variants share their sibling's sizes."""
+    return PUBLISHED.get(hub_name) or PUBLISHED.get(hub_name.removesuffix("-Base"))
+
+
+def known_models() -> tuple[str, ...]:
+    """Hub names of the models described here."""
+    return tuple(PUBLISHED)

@@ -31,7 +31,7 @@ from huggingface_hub.utils.logging import set_verbosity_error
 from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.snapshot import cached_snapshot, missing_files, wanted
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
-from areal_lora.families.shape import is_hub_name
+from areal_lora.families.published import is_hub_name
 from areal_lora.launcher.dry_run import human_bytes
 from areal_lora.obs.console import duration
 

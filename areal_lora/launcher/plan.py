@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
-from areal_lora.families import shape as arch
+from areal_lora.families.adapter_size import AdapterSize, adapter_size
+from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.network.addresses import WILDCARDS
 from areal_lora.network.tls import on_loopback
 from areal_lora.run_folder.paths import RunFolder
@@ -61,7 +62,7 @@ class AdapterEstimate:
     """Sizes of one version of one adapter."""
 
     name: str
-    size: arch.AdapterSize
+    size: AdapterSize
     file_bytes: int
     wire_bytes: int
 
@@ -120,7 +121,7 @@ def make_plan(config: Config, facts: Facts) -> JobPlan:
         ports=_ports(config),
         files=_files(config, folder),
         ranks=tuple(rank_coordinates(config, rank) for rank in range(config.trainer.world_size)),
-        estimates=_estimates(config, arch.ModelShape.from_hf(facts.hf_config)),
+        estimates=_estimates(config, ModelShape.from_hf(facts.hf_config)),
     )
 
 
@@ -250,10 +251,10 @@ def _files(config: Config, folder: RunFolder) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _estimates(config: Config, shape: arch.ModelShape) -> Estimates:
+def _estimates(config: Config, shape: ModelShape) -> Estimates:
     adapters = []
     for adapter in config.adapters:
-        size = arch.adapter_size(shape, adapter.rank, adapter.target_modules, adapter.expert_layout)
+        size = adapter_size(shape, adapter.rank, adapter.target_modules, adapter.expert_layout)
         adapters.append(
             AdapterEstimate(
                 name=adapter.name,
@@ -264,7 +265,7 @@ def _estimates(config: Config, shape: arch.ModelShape) -> Estimates:
         )
     return Estimates(
         base_parameters=shape.parameters,
-        base_bytes=arch.base_bytes(shape, config.model.dtype),
+        base_bytes=base_bytes(shape, config.model.dtype),
         adapters=tuple(adapters),
         resident_versions=config.rollout.resident_versions,
     )

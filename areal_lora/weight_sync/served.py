@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from areal_lora.errors import AdapterError
-from areal_lora.families.shape import covers, target_of
+from areal_lora.families.family import covers
+from areal_lora.families.registry import target_of
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.messages import ModulesReply

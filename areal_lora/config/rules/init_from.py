@@ -9,8 +9,9 @@ from areal_lora.config.findings import Finding, shape_of
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
-from areal_lora.families.peft_folder import PeftFolder, kind_of, misfits
-from areal_lora.families.shape import HF_TO_MEGATRON, ModelShape, target_of
+from areal_lora.families.peft_folder import PeftFolder, misfits
+from areal_lora.families.registry import kind_of, linears, target_of
+from areal_lora.families.shape import ModelShape
 from areal_lora.types import ExpertLayout
 
 
@@ -53,7 +54,7 @@ def _modules(at: str, adapter: AdapterConfig, folder: PeftFolder, shape: ModelSh
         return Finding(
             path=f"{at}.target_modules",
             reason=f"{source} adapts {kind_of(extra[0])}, which is not among them",
-            fix=f"name {HF_TO_MEGATRON[extra[0].rpartition('.')[2]]} too",
+            fix=f"name {linears()[extra[0].rpartition('.')[2]]} too",
         )
     if absent:
         return Finding(

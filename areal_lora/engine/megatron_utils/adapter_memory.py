@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal_lora.engine.megatron_utils.arena import Arena, Bank, Model, Range, arrange
+from areal_lora.engine.megatron_utils.arena import Arena, Bank, Range, ShardedModel, arrange
 from areal_lora.engine.megatron_utils.plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
 from areal_lora.errors import AdapterError, UnknownTensorError
 from areal_lora.types import AdapterSpec
@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdapterMemory:
     """All numbers of one adapter on one rank: ``weights``, ``grads`` and ``moments`` are flat fp32 [arena.size]."""
 
-    def __init__(self, model: Model, spec: AdapterSpec, rank: int, device: torch.device) -> None:
+    def __init__(self, model: ShardedModel, spec: AdapterSpec, rank: int, device: torch.device) -> None:
         self.model, self.spec, self.rank = model, spec, rank
         self.arena: Arena = arrange(model, spec, rank)
         self.weights = torch.zeros(self.arena.size, device=device)

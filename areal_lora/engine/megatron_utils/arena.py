@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from areal_lora.engine.megatron_utils.convert.registry import Dims, Family, Scope, SiteKey, spec_covers
 from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.families.family import Scope
+from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import Piece, RowRanges, SiteKey, pieces_of, sites_of
 from areal_lora.types import AdapterSpec
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
-Rows = tuple[tuple[int, int], ...]
 
 
 class Range(IntEnum):
@@ -70,20 +71,22 @@ class Bank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ShardedModel:
     """A model in a parallel layout: what every rank knows about every adapter."""
 
-    family: Family
-    dims: Dims
+    shape: ModelShape
     layout: Layout
 
     def every_site(self, spec: AdapterSpec) -> list[SiteKey]:
-        """All sites that an adapter with this expert layout could have, in the order of `Family.sites`."""
-        return self.family.sites(self.dims, range(self.layout.layers), spec.expert_layout)
+        """All sites that an adapter with this expert layout could have, in the order of `sites_of`."""
+        return sites_of(self.shape, spec.expert_layout)
 
     def sites(self, spec: AdapterSpec) -> list[SiteKey]:
         """Those that the adapter has, in the same order."""
-        return [key for key in self.every_site(spec) if spec_covers(spec.target_modules, key)]
+        return [key for key in self.every_site(spec) if key.covered(spec.target_modules)]
+
+    def pieces(self, key: SiteKey) -> list[Piece]:
+        return pieces_of(self.shape, key)
 
     def group_size(self, scope: Scope) -> int:
         return self.layout.etp if is_routed(scope) else self.layout.tp
@@ -108,7 +111,7 @@ class Arena:
         return self.bounds[-1]
 
 
-def arrange(model: Model, spec: AdapterSpec, rank: int) -> Arena:
+def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
     """The arena of ``rank``; every rank of its stage has the same but for the numbers of its experts."""
     shapes = list(_shapes(model, spec, rank))
     sizes = [0, 0, 0, 0]
@@ -145,14 +148,16 @@ def arrange(model: Model, spec: AdapterSpec, rank: int) -> Arena:
 Shape3 = tuple[int, int, int]
 
 
-def _shapes(model: Model, spec: AdapterSpec, rank: int) -> Iterator[tuple[str, int, Scope, range, Shape3, Shape3]]:
+def _shapes(
+    model: ShardedModel, spec: AdapterSpec, rank: int
+) -> Iterator[tuple[str, int, Scope, range, Shape3, Shape3]]:
     """Per linear layer of the rank's stage: name, layer, scope, experts, shapes of the rank's stacked lora_A and B."""
     layers, mine = model.layout.layers_of(rank), model.layout.experts_of(rank)
     for key in model.sites(spec):
         # One stack per linear layer, met at the first of the rank's experts.
         if key.layer not in layers or (key.expert is not None and key.expert != mine.start):
             continue
-        pieces = model.family.pieces(model.dims, key)
+        pieces = model.pieces(key)
         n_in, n_out = pieces[0].in_features, sum(p.out_features for p in pieces)
         size = model.group_size(key.scope)
         if key.linear in COLUMN_PARALLEL:
@@ -168,7 +173,7 @@ def _count(shape: Shape3) -> int:
     return shape[0] * shape[1] * shape[2]
 
 
-def held_rows(linear: str, rows: int, size: int) -> Callable[[int], Rows]:
+def held_rows(linear: str, rows: int, size: int) -> Callable[[int], RowRanges]:
     """Which of ``rows`` output rows of a column-parallel layer rank k of ``size`` holds, in its own order.
 
     fc1 is cut within its gate rows and within its up rows, so that each rank can multiply the two.

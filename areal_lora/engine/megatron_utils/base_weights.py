@@ -1,8 +1,8 @@
 """Weights of the frozen base: from a Hugging Face folder straight into one rank's Megatron parameters.
 
-Every rank reads the slices it holds, so no weight travels between ranks and every layout is
-read the same way. Names of both of Megatron's layer kinds are known: plain torch and
-Transformer Engine, whose linear layers contain the norm before them.
+Every rank reads the slices that it holds: no weight travels between ranks, and every layout is read the same
+way. Both kinds of Megatron layers are supported: plain torch and Transformer Engine, whose linear layers contain
+the preceding norm.
 """
 
 from __future__ import annotations
@@ -16,18 +16,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from areal_lora.engine.megatron_utils.arena import COLUMN_PARALLEL, Model, held_rows
-from areal_lora.engine.megatron_utils.convert.registry import Piece, Scope, SiteKey
+from areal_lora.engine.megatron_utils.arena import COLUMN_PARALLEL, ShardedModel, held_rows
 from areal_lora.errors import UnknownTensorError
+from areal_lora.families.family import Family, Scope
+from areal_lora.families.sites import Piece, SiteKey
 
-_NORMS = {
-    "input_layernorm.weight": "input_layernorm",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm",
-}
 _LAYER = re.compile(r"^decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
 _LINEAR = re.compile(
     r"^(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
@@ -65,7 +58,7 @@ class Folder:
         return self._files[name].get_slice(name)
 
 
-def load_base(module: nn.Module, path: str, model: Model, rank: int) -> None:
+def load_base(module: nn.Module, path: str, model: ShardedModel, rank: int) -> None:
     """Fill every parameter of ``module``. Raises UnknownTensorError for a missing tensor or an unknown parameter."""
     folder = Folder(path)
     with torch.no_grad():
@@ -73,7 +66,7 @@ def load_base(module: nn.Module, path: str, model: Model, rank: int) -> None:
             parameter.copy_(_read(folder, model, rank, name, parameter))
 
 
-def _read(folder: Folder, model: Model, rank: int, name: str, parameter: Tensor) -> Tensor:
+def _read(folder: Folder, model: ShardedModel, rank: int, name: str, parameter: Tensor) -> Tensor:
     """This rank's part of the parameter that Megatron calls ``name``."""
     if (found := _LAYER.match(name)) is not None:
         return _read_layer(folder, model, rank, int(found["layer"]), found["rest"])
@@ -86,21 +79,16 @@ def _read(folder: Folder, model: Model, rank: int, name: str, parameter: Tensor)
         # Tied models have no lm_head; the last stage keeps a copy of the embeddings.
         hf = "lm_head.weight" if "lm_head.weight" in folder else "model.embed_tokens.weight"
         return folder.rows(hf, tp * rows, (tp + 1) * rows)
-    raise UnknownTensorError(f"nothing is known about the model's parameter {name}")
+    raise UnknownTensorError(f"the model's parameter {name} has no known Hugging Face tensor")
 
 
-def _read_layer(folder: Folder, model: Model, rank: int, local: int, rest: str) -> Tensor:
+def _read_layer(folder: Folder, model: ShardedModel, rank: int, local: int, rest: str) -> Tensor:
     layer = model.layout.layers_of(rank)[local]
     base = f"model.layers.{layer}"
-    if rest in _NORMS:
-        return folder.whole(f"{base}.{_NORMS[rest]}.weight")
-    if rest == "mlp.router.weight":
-        routers = (f"{base}.mlp.gate.weight", f"{base}.block_sparse_moe.gate.weight")
-        return folder.whole(next((n for n in routers if n in folder), routers[0]))
-    if rest == "mlp.shared_experts.gate_weight":
-        return folder.whole(f"{base}.mlp.shared_expert_gate.weight")
+    if (replicated := _replicated(model.shape.family).get(rest)) is not None:
+        return folder.whole(f"{base}.{replicated}.weight")
     if (found := _LINEAR.match(rest)) is None:
-        raise UnknownTensorError(f"nothing is known about the model's parameter {rest} of layer {layer}")
+        raise UnknownTensorError(f"the model's parameter {rest} of layer {layer} has no known Hugging Face tensor")
     linear = found["attention"] or found["mlp"]
     if not found["experts"]:
         scope = Scope.SHARED_EXPERT if found["shared"] else Scope.ATTENTION if found["attention"] else Scope.MLP
@@ -115,13 +103,29 @@ def _read_layer(folder: Folder, model: Model, rank: int, local: int, rest: str) 
     return parts[0] if number else torch.stack(parts)
 
 
-def _read_linear(folder: Folder, model: Model, rank: int, key: SiteKey, what: str) -> Tensor:
+def _replicated(family: Family) -> dict[str, str]:
+    """Hugging Face modules of the parameters of a layer that every rank holds whole, by Megatron's names."""
+    names = {
+        "input_layernorm.weight": family.input_norm,
+        "self_attention.linear_qkv.layer_norm_weight": family.input_norm,
+        "pre_mlp_layernorm.weight": family.mlp_norm,
+        "mlp.linear_fc1.layer_norm_weight": family.mlp_norm,
+        "self_attention.q_layernorm.weight": family.attention.q_norm,
+        "self_attention.k_layernorm.weight": family.attention.k_norm,
+    }
+    if family.experts is not None:
+        names["mlp.router.weight"] = family.experts.router
+        names["mlp.shared_experts.gate_weight"] = family.experts.shared_gate
+    return names
+
+
+def _read_linear(folder: Folder, model: ShardedModel, rank: int, key: SiteKey, what: str) -> Tensor:
     """This rank's rows (column-parallel) or columns of a linear layer, fused from its projections."""
-    pieces = model.family.pieces(model.dims, key)
+    pieces = model.pieces(key)
     size, mine = model.group_size(key.scope), model.group_rank(key.scope, rank)
     if key.linear not in COLUMN_PARALLEL:
         if what == "bias":
-            raise UnknownTensorError(f"layer {key.layer}: nothing is known about a bias of {key.linear}")
+            raise UnknownTensorError(f"layer {key.layer}: the bias of {key.linear} has no known Hugging Face tensor")
         each = pieces[0].in_features // size
         return folder.columns(f"{pieces[0].name}.weight", mine * each, (mine + 1) * each)
     held = held_rows(key.linear, sum(p.out_features for p in pieces), size)(mine)

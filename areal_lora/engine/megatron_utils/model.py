@@ -1,8 +1,8 @@
 """The frozen base model: a Hugging Face folder as this rank's Megatron module.
 
-Bridge 0.3 has no Mixtral and no Qwen2-MoE, reads no rope theta where transformers 5 keeps it
-and no list of dense layers, and gives every expert-parallel rank the first experts. So the
-sizes come from config.json here, the weights from `base_weights`; Bridge builds the model.
+Bridge 0.3 has no Mixtral and no Qwen2-MoE, reads neither the rope theta of transformers 5 nor the list of
+dense layers, and gives every expert-parallel rank the first experts. Therefore `architecture` takes the sizes
+from config.json, `base_weights` loads the weights, and Bridge builds the model only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
-from torch.nn import functional
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.engine.megatron_utils.architecture import architecture
 from areal_lora.engine.megatron_utils.grouped import ColumnGroupedLinear, RowGroupedLinear
 from areal_lora.engine.megatron_utils.layout import Layout
-from areal_lora.families.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,7 +33,7 @@ def build_model(
     """This rank's part of the model, weights not loaded. Parallel state must be initialised."""
     dtype = DTYPES[model.dtype]
     provider = GPTModelProvider(
-        **_architecture(hf), **_parallel(trainer, layout, dtype), **_numerics(trainer, on_cpu=device.type == "cpu")
+        **architecture(hf), **_parallel(trainer, layout, dtype), **_numerics(trainer, on_cpu=device.type == "cpu")
     )
     provider.finalize()
     module: nn.Module = provider.provide(
@@ -51,47 +50,6 @@ def build_model(
     config.calculate_per_token_loss = True
     config.variable_seq_lengths = False
     return module
-
-
-def _architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes and choices of the six families; `architectures.unsupported` has refused what these do not cover."""
-    shape = ModelShape.from_hf(hf)
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    fields: dict[str, Any] = {
-        "num_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_query_groups": shape.kv_heads,
-        "kv_channels": shape.head_dim,
-        "ffn_hidden_size": shape.ffn,
-        "vocab_size": shape.vocab,
-        "seq_length": shape.max_positions,
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": shape.model_type in ("qwen2", "qwen2_moe"),
-        "qk_layernorm": shape.model_type in ("qwen3", "qwen3_moe"),
-        "share_embeddings_and_output_weights": shape.tied,
-        "position_embedding_type": "rope",
-        "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-        "rope_scaling": rope.get("rope_type") == "llama3",
-        "rope_scaling_factor": rope.get("factor") or 1.0,
-    }
-    if shape.experts:
-        sparse = set(shape.sparse_layers)
-        fields |= {
-            "num_moe_experts": shape.experts,
-            "moe_ffn_hidden_size": shape.expert_ffn,
-            "moe_router_topk": shape.experts_per_token,
-            "moe_layer_freq": [int(i in sparse) for i in range(shape.layers)],
-            # Softmax over the chosen experts, or over all without making the chosen ones sum to 1.
-            "moe_router_pre_softmax": shape.model_type != "mixtral" and not hf.get("norm_topk_prob", False),
-            "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
-            "moe_shared_expert_gate": shape.shared_ffn > 0,
-        }
-    return fields
 
 
 def _parallel(trainer: TrainerConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from areal_lora.engine.megatron_utils.arena import Arena, Bank, Model, Range, arrange, held_rows, is_routed
-from areal_lora.engine.megatron_utils.convert.registry import Piece, SiteKey, wire_names
+from areal_lora.engine.megatron_utils.arena import Arena, Bank, Range, ShardedModel, arrange, held_rows, is_routed
+from areal_lora.families.sites import Piece, SiteKey, wire_names
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, make_layout
@@ -59,12 +59,12 @@ class LoadPlan:
     blocks: TensorBlocks
 
 
-def wire_layout(model: Model, spec: AdapterSpec, dtype: str) -> AdapterLayout:
+def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str) -> AdapterLayout:
     """Who sends what, the same on every rank without communication."""
     owned: dict[int, list[tuple[str, Shape]]] = {}
     aliases: dict[str, str] = {}
     for key in model.sites(spec):
-        shapes, shared = wire_names(model.family.pieces(model.dims, key))
+        shapes, shared = wire_names(model.pieces(key))
         aliases |= shared
         owned.setdefault(model.layout.owner(key.layer, key.expert), []).extend(
             (name, tuple(spec.rank if n < 0 else n for n in shape)) for name, shape in shapes.items()
@@ -72,7 +72,7 @@ def wire_layout(model: Model, spec: AdapterSpec, dtype: str) -> AdapterLayout:
     return make_layout(spec, dtype, owned, aliases)
 
 
-def pack_plan(model: Model, spec: AdapterSpec, rank: int, layout: AdapterLayout) -> PackPlan:
+def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: AdapterLayout) -> PackPlan:
     """How ``rank`` fills its shard of ``layout`` (an empty plan if it has none)."""
     arena = arrange(model, spec, rank)
     offsets = {t.name: t.offset for shard in layout.shards if shard.source == rank for t in shard.tensors}
@@ -83,7 +83,7 @@ def pack_plan(model: Model, spec: AdapterSpec, rank: int, layout: AdapterLayout)
     for bank, key, index in _sites(arena.banks):
         if model.layout.owner(key.layer, key.expert) != rank:
             continue
-        pieces = model.family.pieces(model.dims, key)
+        pieces = model.pieces(key)
         for name, copies in zip(wire_names(pieces)[0], _copies(model, bank, index, pieces), strict=True):
             tensors.append(
                 [
@@ -106,14 +106,14 @@ def pack_plan(model: Model, spec: AdapterSpec, rank: int, layout: AdapterLayout)
     return PackPlan(blocks=blocks, ends=ends, transfers=transfers, own=arena.size, space=space.size)
 
 
-def load_plan(model: Model, spec: AdapterSpec, rank: int) -> LoadPlan:
+def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> LoadPlan:
     """How ``rank`` fills its memory; the inverse of packing, restricted to its part."""
     arena = arrange(model, spec, rank)
     names: list[str] = []
     tensors: list[list[Block]] = []
     for bank, key, index in _sites(arena.banks):
         mine = model.group_rank(bank.scope, rank)
-        pieces = model.family.pieces(model.dims, key)
+        pieces = model.pieces(key)
         for name, copies in zip(wire_names(pieces)[0], _copies(model, bank, index, pieces), strict=True):
             names.append(name)
             tensors.append(
@@ -159,7 +159,7 @@ def _sites(banks: Sequence[Bank]) -> Iterator[tuple[Bank, SiteKey, int]]:
             yield bank, key, index
 
 
-def _copies(model: Model, bank: Bank, index: int, pieces: Sequence[Piece]) -> Iterator[list[_Copy]]:
+def _copies(model: ShardedModel, bank: Bank, index: int, pieces: Sequence[Piece]) -> Iterator[list[_Copy]]:
     """For each wire tensor of a site (the order of `wire_names`): which memory it consists of."""
     _, rank, n_in = bank.a_shape
     _, n_out, _ = bank.b_shape
@@ -197,7 +197,7 @@ class _Space:
     size: int
 
     @classmethod
-    def of(cls, model: Model, arena: Arena) -> _Space:
+    def of(cls, model: ShardedModel, arena: Arena) -> _Space:
         others, size = {}, arena.size
         for part, ranks in ((Range.DENSE_SPLIT, model.layout.tp), (Range.EXPERT_SPLIT, model.layout.etp)):
             begin, end = arena.extent(part)
@@ -217,7 +217,7 @@ class _Space:
 class _Sections:
     """Cuts the sites of an owner into sections and collects what each needs from the other ranks."""
 
-    def __init__(self, model: Model, arena: Arena, space: _Space, rank: int) -> None:
+    def __init__(self, model: ShardedModel, arena: Arena, space: _Space, rank: int) -> None:
         self._model, self._space, self._rank = model, space, rank
         self._done = {part: arena.extent(part)[0] for part in (Range.DENSE_SPLIT, Range.EXPERT_SPLIT)}
         self._ahead: dict[Range, int] = {}

@@ -28,7 +28,7 @@ from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, 
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.engine.vllm_ext.worker_channel import WorkerChannel
 from areal_lora.errors import ConfigError
-from areal_lora.families.shape import TARGETS, Scope
+from areal_lora.families.family import TARGETS, Scope
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply

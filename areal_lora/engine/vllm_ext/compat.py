@@ -49,7 +49,7 @@ from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
 from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, Spans, moe_lora
 from areal_lora.engine.vllm_ext.worker.lora_install import Matrix
 from areal_lora.errors import AdapterError
-from areal_lora.families.shape import target_of
+from areal_lora.families.registry import target_of
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.served import LORA_A, LORA_B
 

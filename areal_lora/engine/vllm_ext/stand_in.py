@@ -44,7 +44,7 @@ from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
 from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
-from areal_lora.families.shape import target_of
+from areal_lora.families.registry import target_of
 from areal_lora.network.keys import Plane
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lora.types import AdapterSpec, ExpertLayout
 from tests.support.engine.merged import make
-from tests.support.engine.tiny_families import save
+from tests.support.families.tiny_families import save
 from tests.support.paths import SUPPORT
 
 EVERYTHING = ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv")

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
-from areal_lora.engine.megatron_utils.arena import Model, Range
-from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims
+from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
@@ -207,7 +205,7 @@ def unwrap(module: nn.Module) -> None:
             setattr(module.get_submodule(parent), name, found.to_wrap)
 
 
-def one_adapter(kind: str, module: nn.Module, model: Model, spec: AdapterSpec, groups: Any, layers: int) -> str:
+def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: AdapterSpec, groups: Any, layers: int) -> str:
     """Load, compare, pack, compare; returns the digest of the wire layout."""
     from areal_lora.engine.megatron_utils import lora
 
@@ -293,7 +291,7 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
             module = base.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
             for parameter in module.parameters():
                 parameter.requires_grad_(False)
-            model = Model(family=family_for(kind), dims=Dims.from_hf(hf), layout=layout)
+            model = ShardedModel(shape=shape, layout=layout)
             for experts in ExpertLayout if kind in EXPERTS else (ExpertLayout.PER_EXPERT,):
                 for rank in RANKS[-1:] if kind in FEWER else RANKS:
                     spec = AdapterSpec(

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from areal_lora.checkpoint.adapter_io import save_peft
-from areal_lora.engine.megatron_utils.convert import FAMILIES
-from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey, spec_covers, wire_names
-from areal_lora.families.shape import read_hf_config
+from areal_lora.families.family import Scope
+from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.families.sites import SiteKey, pieces_of, sites_of, wire_names
 from areal_lora.types import AdapterSpec
-from tests.support.engine.conversion import to_hf
+from tests.support.families.conversion import to_hf
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class Folders:
 
 def make(kind: str, base: Path, spec: AdapterSpec, size: float = 0.3) -> Folders:
     """``size`` is the standard deviation of lora_A and lora_B."""
-    dims, family = Dims.from_hf(read_hf_config(base)), FAMILIES[kind]
+    shape = ModelShape.from_hf(read_hf_config(base))
     weights = load_file(base / "model.safetensors")
     torch.manual_seed(3)
     wire: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    for key in family.sites(dims, range(3), spec.expert_layout):
-        if not spec_covers(spec.target_modules, key):
+    for key in sites_of(shape, spec.expert_layout):
+        if not key.covered(spec.target_modules):
             continue
-        pieces = family.pieces(dims, key)
+        pieces = pieces_of(shape, key)
         a = torch.randn(spec.rank, pieces[0].in_features) * size
         b = torch.randn(sum(p.out_features for p in pieces), spec.rank) * size
         wire |= to_hf(pieces, a, b)
         aliases |= wire_names(pieces)[1]
-        for modules in _module_names(kind, dims, key):
-            for module, part in zip(modules, _split(dims, key, spec.scale * b @ a), strict=True):
+        for modules in _module_names(kind, shape, key):
+            for module, part in zip(modules, _split(shape, key, spec.scale * b @ a), strict=True):
                 weights[f"{module}.weight"] += part
     folders = Folders(base=base, adapter=base.parent / "adapter", merged=base.parent / "merged")
     save_peft(folders.adapter, spec, wire, str(base), aliases)
@@ -54,7 +54,7 @@ def make(kind: str, base: Path, spec: AdapterSpec, size: float = 0.3) -> Folders
     return folders
 
 
-def _module_names(kind: str, dims: Dims, key: SiteKey) -> list[list[str]]:
+def _module_names(kind: str, shape: ModelShape, key: SiteKey) -> list[list[str]]:
     """Checkpoint modules of a site's parts; several where all experts share one adapter."""
     base = f"model.layers.{key.layer}"
     if key.linear == "linear_qkv":
@@ -69,12 +69,12 @@ def _module_names(kind: str, dims: Dims, key: SiteKey) -> list[list[str]]:
     mlp = "mlp"
     if kind == "mixtral":
         mlp, parts = "block_sparse_moe", ["w1", "w3"] if key.linear == "linear_fc1" else ["w2"]
-    experts = range(dims.experts) if key.scope is Scope.ALL_EXPERTS else [key.expert]
+    experts = range(shape.experts) if key.scope is Scope.ALL_EXPERTS else [key.expert]
     return [[f"{base}.{mlp}.experts.{e}.{part}" for part in parts] for e in experts]
 
 
-def _split(dims: Dims, key: SiteKey, product: Tensor) -> list[Tensor]:
+def _split(shape: ModelShape, key: SiteKey, product: Tensor) -> list[Tensor]:
     if key.linear == "linear_qkv":
-        heads = product.view(dims.kv_heads, -1, dims.head_dim, dims.hidden)
-        return [part.reshape(-1, dims.hidden) for part in (heads[:, :-2], heads[:, -2], heads[:, -1])]
+        heads = product.view(shape.kv_heads, -1, shape.head_dim, shape.hidden)
+        return [part.reshape(-1, shape.hidden) for part in (heads[:, :-2], heads[:, -2], heads[:, -1])]
     return list(product.chunk(2)) if key.linear == "linear_fc1" else [product]

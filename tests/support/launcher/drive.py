@@ -14,7 +14,7 @@ from rich.console import Console
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.families.shape import known_config
+from areal_lora.families.published import known_config
 from areal_lora.launcher import local
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from areal_lora.run_folder.paths import RunFolder

@@ -18,26 +18,30 @@ from areal_lora.config.models import TrainerConfig
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
-from areal_lora.engine.megatron_utils.arena import Model, Range
-from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims
+from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import PublishError
+from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.peft import export_adapter
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
+from tests.support.families.shapes import make_shape
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-SMALL = Dims(hidden=24, heads=24, head_dim=2, ffn=24, moe_ffn=24, kv_heads=2, experts=8, dense_layers=frozenset({1}))
-LARGE = Dims(hidden=1024, heads=16, head_dim=64, ffn=2048, moe_ffn=512, kv_heads=4, experts=32)
 LAYERS = 8
+SMALL = make_shape(
+    "qwen3_moe", layers=LAYERS, hidden=24, heads=24, kv_heads=2, head_dim=2, ffn=24, expert_ffn=24, experts=8, dense=[1]
+)
+LARGE = make_shape(
+    "qwen3_moe", layers=LAYERS, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2048, expert_ffn=512, experts=32
+)
 
 
-def model(dims: Dims, sizes: Mapping[str, int]) -> Model:
-    layout = Layout.of(TrainerConfig(**sizes), layers=LAYERS, experts=dims.experts)
-    return Model(family=family_for("qwen3_moe"), dims=dims, layout=layout)
+def model(shape: ModelShape, sizes: Mapping[str, int]) -> ShardedModel:
+    layout = Layout.of(TrainerConfig(**sizes), layers=LAYERS, experts=shape.experts)
+    return ShardedModel(shape=shape, layout=layout)
 
 
 def spec(rank: int, experts: ExpertLayout) -> AdapterSpec:
@@ -53,7 +57,7 @@ def values(name: str, shape: tuple[int, ...]) -> Tensor:
 class Engine:
     """The verbs that an export uses, on an adapter without a model."""
 
-    def __init__(self, it: Model, spec: AdapterSpec) -> None:
+    def __init__(self, it: ShardedModel, spec: AdapterSpec) -> None:
         self.rank = dist.get_rank()
         self.memory = AdapterMemory(it, spec, self.rank, torch.device("cpu"))
         self._groups = {}
@@ -80,11 +84,11 @@ def memory_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def export_all(folder: Path, cases: list[tuple[str, Dims, dict[str, int], int, ExpertLayout]]) -> dict[str, Any]:
+def export_all(folder: Path, cases: list[tuple[str, ModelShape, dict[str, int], int, ExpertLayout]]) -> dict[str, Any]:
     """By case, how much more memory this rank has held during the export than before it."""
     exchange, grown = GroupExchange(timeout_s=60.0), {}
-    for name, dims, sizes, rank, experts in cases:
-        engine: Any = Engine(model(dims, sizes), spec(rank, experts))
+    for name, shape, sizes, rank, experts in cases:
+        engine: Any = Engine(model(shape, sizes), spec(rank, experts))
         tenant: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
         # As after a checkpoint: the plans of the engine exist.
         engine.memory.export(engine.memory.weights, engine._groups)
@@ -98,9 +102,9 @@ def export_all(folder: Path, cases: list[tuple[str, Dims, dict[str, int], int, E
     return grown
 
 
-def whole(dims: Dims, rank: int, experts: ExpertLayout) -> dict[str, Tensor]:
+def whole(shape: ModelShape, rank: int, experts: ExpertLayout) -> dict[str, Tensor]:
     """What the file must hold, by name in it."""
-    layout = wire_layout(model(dims, {"world_size": 1}), spec(rank, experts), "float32")
+    layout = wire_layout(model(shape, {"world_size": 1}), spec(rank, experts), "float32")
     wire = {t.name: values(t.name, t.shape) for shard in layout.shards for t in shard.tensors}
     wire |= {name: wire[target].clone() for name, target in layout.aliases.items()}
     return {f"base_model.model.{name}": tensor for name, tensor in wire.items()}

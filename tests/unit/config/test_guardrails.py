@@ -11,7 +11,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
-from areal_lora.families.shape import known_config
+from areal_lora.families.published import known_config
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"
@@ -52,7 +52,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.target_modules=[q_proj]"], {}, "adapters.0.target_modules", ["q_proj without k_proj, v_proj", "linear_qkv"]),
     ("embedded", ["adapters.0.target_modules=[linear_fc3*]"], {}, "adapters.0.target_modules", ["matches no module"]),
     ("embedded", ["adapters.0.exclude_modules=['*']"], {}, "adapters.0.exclude_modules", ["leaves no module"]),
-    ("moe", [], {"hf_config": {**known_config("Qwen/Qwen3-30B-A3B"), "decoder_sparse_step": 2}}, "adapters.0.target_modules", ["dense layers"]),
+    ("moe", [], {"hf_config": {**known_config("Qwen/Qwen3-30B-A3B"), "decoder_sparse_step": 2}}, "adapters.0.target_modules", ["dense layers", "mlp_only_layers"]),
     ("embedded", ["adapters.0.dropout=0.1"], {}, "adapters.0.dropout", ["random"]),
     ("embedded", ["adapters.0.rank=16"], {}, "adapters.0.rank", ["16", "max_lora_rank = 8"]),
     ("embedded", ["rollout.max_lora_rank=12"], {}, "rollout.max_lora_rank", ["8, 16"]),
@@ -72,7 +72,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["cluster.bind=10.9.9.9"], {"address_problem": ConfigError("cluster.bind", "no such address")}, "cluster.bind", ["no such"]),
     ("dense", [], {"devices": 4}, "cluster.device", ["8 cuda devices", "4 are visible"]),
     ("embedded", [], {"hf_config": None, "model_problem": "there is no folder 'x'"}, "model.path", ["no folder 'x'"]),
-    ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["'gpt2' has no converter", "qwen3_moe"]),
+    ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["'gpt2' is not supported", "qwen3_moe"]),
     ("embedded", [], {"hf_config": {"model_type": "qwen3"}}, "model.path", ["lacks sizes"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "attention_bias": True}}, "model.path", ["attention_bias"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "rope_scaling": {"type": "yarn"}}}, "model.path", ["'yarn'"]),

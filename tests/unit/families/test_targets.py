@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import ConfigError
-from areal_lora.families.shape import ModelShape, Scope, covers, known_config, target_of
+from areal_lora.families.published import known_config
+from areal_lora.families.shape import ModelShape
 from areal_lora.families.targets import resolve
 
 FC, ATT = ["linear_fc1", "linear_fc2"], ["linear_proj", "linear_qkv"]
@@ -84,33 +85,3 @@ def test_what_is_refused(model: str, include: list[str], exclude: list[str], key
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [
-        ("model.layers.3.self_attn.k_proj", ("linear_qkv", Scope.ATTENTION)),
-        ("base_model.model.model.layers.3.self_attn.o_proj", ("linear_proj", Scope.ATTENTION)),
-        ("model.layers.3.mlp.up_proj", ("linear_fc1", Scope.MLP)),
-        ("model.layers.3.mlp.experts.7.down_proj", ("linear_fc2", Scope.EXPERT)),
-        ("model.layers.3.mlp.shared_expert.gate_proj", ("linear_fc1", Scope.SHARED_EXPERT)),
-        ("model.layers.3.block_sparse_moe.experts.0.w1", ("linear_fc1", Scope.EXPERT)),
-        ("model.layers.3.block_sparse_moe.experts.0.w2", ("linear_fc2", Scope.EXPERT)),
-        ("model.layers.3.mlp.gate", None),
-        ("model.layers.3.mlp.shared_expert_gate", None),
-        ("model.layers.3.block_sparse_moe.gate", None),
-        ("model.layers.3.mlp.q_proj", None),
-        ("model.layers.3.self_attn.gate_proj", None),
-        ("model.layers.3.mlp.experts.gate_up_proj", None),
-        ("lm_head", None),
-    ],
-)
-def test_target_of_a_module(name: str, target: tuple[str, Scope] | None) -> None:
-    assert target_of(name) == target
-
-
-def test_covers() -> None:
-    assert covers(("linear_fc1",), "linear_fc1", Scope.EXPERT)
-    assert covers(("expert.linear_fc1",), "linear_fc1", Scope.ALL_EXPERTS)
-    assert not covers(("expert.linear_fc1",), "linear_fc1", Scope.SHARED_EXPERT)
-    assert not covers(("expert.linear_fc1",), "linear_fc2", Scope.EXPERT)

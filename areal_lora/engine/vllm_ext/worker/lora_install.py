@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from areal_lora.errors import AdapterError, ManifestError
-from areal_lora.families.shape import Scope, covers, target_of
+from areal_lora.families.family import Scope, covers
+from areal_lora.families.registry import target_of
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor

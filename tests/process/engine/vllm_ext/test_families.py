@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from areal_lora.errors import AdapterError, PublishError
-from areal_lora.families.shape import target_of
+from areal_lora.families.registry import target_of
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.served import check_served

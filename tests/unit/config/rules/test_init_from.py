@@ -15,13 +15,12 @@ from areal_lora.checkpoint.fuse import fused
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.guardrails import check, resolve_targets
 from areal_lora.config.load import load_config
-from areal_lora.engine.megatron_utils.arena import Model
-from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims
+from areal_lora.engine.megatron_utils.arena import ShardedModel
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
+from areal_lora.families.shape import ModelShape
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"
@@ -70,7 +69,7 @@ def refusal(folder: str, *overrides: str) -> str | None:
     config = load_config(EMBEDDED, [f"adapters.0.init_from={folder}", *overrides])
     config = resolve_targets(config, Facts(hf_config=HF))
     layout = Layout.of(config.trainer, layers=LAYERS, experts=EXPERTS)
-    model = Model(family=family_for("qwen3_moe"), dims=Dims.from_hf(HF), layout=layout)
+    model = ShardedModel(shape=ModelShape.from_hf(HF), layout=layout)
     spec = config.adapters[0].spec("m")
     loaded, tensors = load_peft(folder)
     try:

@@ -13,7 +13,8 @@ from areal_lora.config.models import TrainerConfig
 from areal_lora.config.rules.layout import trainer_layout
 from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
-from areal_lora.families.shape import ModelShape, known_config
+from areal_lora.families.published import known_config
+from areal_lora.families.shape import ModelShape
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"

@@ -16,21 +16,22 @@ from torch import Tensor
 
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.megatron_utils import plan as plans
-from areal_lora.engine.megatron_utils.arena import Arena, Model, arrange
-from areal_lora.engine.megatron_utils.convert import family_for
-from areal_lora.engine.megatron_utils.convert.registry import Dims, Scope, SiteKey
+from areal_lora.engine.megatron_utils.arena import Arena, ShardedModel, arrange
 from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.families.family import Scope
+from areal_lora.families.sites import SiteKey
 from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
-from tests.support.engine.conversion import to_hf
+from tests.support.families.conversion import to_hf
+from tests.support.families.shapes import make_shape
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-SIZES = {"hidden": 24, "heads": 24, "head_dim": 2, "ffn": 24, "moe_ffn": 24}
-DIMS = {
-    "qwen3_moe": Dims(**SIZES, kv_heads=2, experts=8, dense_layers=frozenset({1})),
-    "qwen3": Dims(**SIZES, kv_heads=8, experts=0),
-    "qwen2_moe": Dims(**SIZES, kv_heads=24, experts=8, shared_ffn=48),
-    "mixtral": Dims(**SIZES, kv_heads=4, experts=8),
+SIZES = {"layers": 4, "hidden": 24, "heads": 24, "head_dim": 2, "ffn": 24, "expert_ffn": 24}
+SHAPES = {
+    "qwen3_moe": make_shape("qwen3_moe", **SIZES, kv_heads=2, experts=8, dense={1}),
+    "qwen3": make_shape("qwen3", **SIZES, kv_heads=8),
+    "qwen2_moe": make_shape("qwen2_moe", **SIZES, kv_heads=24, experts=8, shared_ffn=48),
+    "mixtral": make_shape("mixtral", **SIZES, kv_heads=4, experts=8),
 }
 
 
@@ -41,14 +42,14 @@ def worlds() -> Iterator[tuple[int, int, int, int, int]]:
             yield world, tp, pp, ep, etp
 
 
-def model(kind: str, world: int, tp: int, pp: int, ep: int, etp: int) -> Model:
+def model(kind: str, world: int, tp: int, pp: int, ep: int, etp: int) -> ShardedModel:
     config = TrainerConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp)
-    dims = DIMS[kind]
-    return Model(family=family_for(kind), dims=dims, layout=Layout.of(config, layers=4, experts=dims.experts))
+    shape = SHAPES[kind]
+    return ShardedModel(shape=shape, layout=Layout.of(config, layers=4, experts=shape.experts))
 
 
-def whole(model: Model, key: SiteKey, rank: int) -> tuple[Tensor, Tensor]:
-    pieces = model.family.pieces(model.dims, key)
+def whole(model: ShardedModel, key: SiteKey, rank: int) -> tuple[Tensor, Tensor]:
+    pieces = model.pieces(key)
     place = (TARGETS.index(key.linear) * 100 + (key.expert or 0)) * 100 + key.layer
     generator = torch.Generator().manual_seed(place * 10 + list(Scope).index(key.scope))
     n_out = sum(p.out_features for p in pieces)
@@ -58,7 +59,7 @@ def whole(model: Model, key: SiteKey, rank: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def memory(model: Model, spec: AdapterSpec, rank: int, arena: Arena) -> np.ndarray:
+def memory(model: ShardedModel, spec: AdapterSpec, rank: int, arena: Arena) -> np.ndarray:
     """What a rank holds, cut by hand."""
     values = np.full(arena.size, np.nan, dtype=np.float32)
     for bank in arena.banks:
@@ -80,7 +81,9 @@ def memory(model: Model, spec: AdapterSpec, rank: int, arena: Arena) -> np.ndarr
     return values
 
 
-def pack(model: Model, spec: AdapterSpec, layout: AdapterLayout, held: list[np.ndarray], rank: int) -> np.ndarray:
+def pack(
+    model: ShardedModel, spec: AdapterSpec, layout: AdapterLayout, held: list[np.ndarray], rank: int
+) -> np.ndarray:
     found = plans.pack_plan(model, spec, rank, layout)
     space = np.full(found.space, np.nan, dtype=np.float32)
     space[: found.own] = held[rank]
@@ -98,14 +101,14 @@ def pack(model: Model, spec: AdapterSpec, layout: AdapterLayout, held: list[np.n
 
 
 @pytest.mark.parametrize("experts", list(ExpertLayout))
-@pytest.mark.parametrize("kind", list(DIMS))
+@pytest.mark.parametrize("kind", list(SHAPES))
 def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "SECTION_BYTES", 2000)  # several sections of several sites
     spec = AdapterSpec(name="a", base_model="b", rank=3, alpha=1.0, target_modules=TARGETS, expert_layout=experts)
     count, digests = 0, set()
     for sizes in worlds():
-        tp, kv_heads = sizes[1], DIMS[kind].kv_heads
-        if (kv_heads % tp and tp % kv_heads) or (DIMS[kind].experts == 0 and sizes[3:] != (1, 1)):
+        tp, kv_heads = sizes[1], SHAPES[kind].kv_heads
+        if (kv_heads % tp and tp % kv_heads) or (SHAPES[kind].experts == 0 and sizes[3:] != (1, 1)):
             continue
         it = model(kind, *sizes)
         layout = plans.wire_layout(it, spec, "float32")
@@ -113,7 +116,7 @@ def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, m
         held = [memory(it, spec, rank, arrange(it, spec, rank)) for rank in range(it.layout.world)]
         expected: dict[str, Tensor] = {}
         for key in it.sites(spec):
-            expected |= to_hf(it.family.pieces(it.dims, key), *whole(it, key, spec.rank))
+            expected |= to_hf(it.pieces(key), *whole(it, key, spec.rank))
         packed: dict[str, Tensor] = {}
         for rank in range(it.layout.world):
             flat = torch.from_numpy(pack(it, spec, layout, held, rank)).clone()
@@ -143,7 +146,7 @@ def test_bfloat16_is_rounded_like_torch() -> None:
     held = [memory(it, spec, rank, arrange(it, spec, rank)) for rank in range(4)]
     expected: dict[str, Tensor] = {}
     for key in it.sites(spec):
-        expected |= to_hf(it.family.pieces(it.dims, key), *whole(it, key, spec.rank))
+        expected |= to_hf(it.pieces(key), *whole(it, key, spec.rank))
     for shard in layout.shards:
         values = torch.from_numpy(pack(it, spec, layout, held, shard.source)).view(torch.bfloat16)
         for t in shard.tensors:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_lora.engine.megatron_utils.convert.registry import Piece, wire_names
 from areal_lora.errors import AdapterError, UnknownTensorError
+from areal_lora.families.sites import Piece, wire_names
 
 
 def to_hf(pieces: Sequence[Piece], lora_a: Tensor, lora_b: Tensor) -> dict[str, Tensor]:

@@ -11,29 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from areal_lora.engine.megatron_utils.convert import FAMILIES
-from areal_lora.engine.megatron_utils.convert.registry import Dims, SiteKey, spec_covers, wire_names
-from areal_lora.families.shape import SUPPORTED, ModelShape, Scope, adapter_size, covers, read_hf_config, target_of
+from areal_lora.families.adapter_size import adapter_size
+from areal_lora.families.family import Scope, covers
+from areal_lora.families.registry import FAMILIES, target_of
+from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.families.sites import pieces_of, sites_of, wire_names
 from areal_lora.families.targets import resolve
 from areal_lora.types import ExpertLayout
-from tests.support.engine.conversion import to_hf, to_megatron
-from tests.support.engine.tiny_families import TINY, save
+from tests.support.families.conversion import to_hf, to_megatron
+from tests.support.families.shapes import make_shape
+from tests.support.families.tiny_families import TINY, save
 
 ORDER = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 SCOPES = [Scope.ATTENTION, Scope.MLP, Scope.SHARED_EXPERT, Scope.EXPERT, Scope.ALL_EXPERTS]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, save(request.param, tmp_path_factory.mktemp("families"))
-
-
-def test_supported_are_those_with_a_family() -> None:
-    assert sorted(SUPPORTED) == sorted(FAMILIES) == sorted(TINY)
-
-
-def sites(kind: str, dims: Dims, layers: int, layout: ExpertLayout) -> list[SiteKey]:
-    return FAMILIES[kind].sites(dims, range(layers), layout)
+@pytest.fixture(scope="module", params=sorted(FAMILIES.rows))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(request.param, tmp_path_factory.mktemp("families"))
 
 
 def linears_of(path: Path) -> dict[str, tuple[int, int]]:
@@ -49,85 +44,78 @@ def linears_of(path: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("layout", ExpertLayout)
-def test_names_and_sizes_are_those_of_the_checkpoint(checkpoint: tuple[str, Path], layout: ExpertLayout) -> None:
+def test_names_and_sizes_are_those_of_the_checkpoint(checkpoint: Path, layout: ExpertLayout) -> None:
     """The pieces cover exactly the linear layers that transformers saves, each once."""
-    kind, path = checkpoint
-    dims = Dims.from_hf(read_hf_config(path))
-    pieces = [p for key in sites(kind, dims, 3, layout) for p in FAMILIES[kind].pieces(dims, key)]
+    shape = ModelShape.from_hf(read_hf_config(checkpoint))
+    pieces = [p for key in sites_of(shape, layout) for p in pieces_of(shape, key)]
     named = [(name, (p.out_features, p.in_features)) for p in pieces for name in (p.name, *p.aliases)]
     assert len(named) == len(dict(named))
-    assert dict(named) == linears_of(path)
+    assert dict(named) == linears_of(checkpoint)
 
 
 @pytest.mark.parametrize("layout", ExpertLayout)
-def test_targets_of_names_agree_with_the_sites(checkpoint: tuple[str, Path], layout: ExpertLayout) -> None:
+def test_targets_of_names_agree_with_the_sites(checkpoint: Path, layout: ExpertLayout) -> None:
     """What the serving side reads from a name is what the trainer means by the site, for every choice of targets."""
-    kind, path = checkpoint
-    hf = read_hf_config(path)
-    dims, shape = Dims.from_hf(hf), ModelShape.from_hf(hf)
+    hf = read_hf_config(checkpoint)
+    shape = ModelShape.from_hf(hf)
     choices = [("all-linear",), ("experts",), ("mlp",), ("shared_expert",), ("attention", "linear_fc2")]
-    for key in sites(kind, dims, 3, layout):
-        for piece in FAMILIES[kind].pieces(dims, key):
+    for key in sites_of(shape, layout):
+        for piece in pieces_of(shape, key):
             for name in (piece.name, *piece.aliases):
                 found = target_of(name)
                 assert found == (key.linear, Scope.EXPERT if key.scope is Scope.ALL_EXPERTS else key.scope)
                 for choice in choices:
-                    if {
-                        "experts": dims.experts,
-                        "mlp": len(dims.dense_layers) or not dims.experts,
-                        "shared_expert": dims.shared_ffn,
-                    }.get(choice[0], 1):
+                    if {"experts": shape.experts, "mlp": shape.dense_layers, "shared_expert": shape.shared_ffn}.get(
+                        choice[0], 1
+                    ):
                         targets = resolve(choice, [], shape)
-                        assert covers(targets, *found) == spec_covers(targets, key)
+                        assert covers(targets, *found) == key.covered(targets)
 
 
 @pytest.mark.parametrize("excluded", [[], ["attention"], ["linear_fc2"]])
 @pytest.mark.parametrize("layout", ExpertLayout)
-def test_size_of_an_adapter(checkpoint: tuple[str, Path], layout: ExpertLayout, excluded: list[str]) -> None:
+def test_size_of_an_adapter(checkpoint: Path, layout: ExpertLayout, excluded: list[str]) -> None:
     """`adapter_size`, which knows no names, against counting the wire tensors."""
-    kind, path = checkpoint
-    hf = read_hf_config(path)
-    dims, rank = Dims.from_hf(hf), 3
-    targets = resolve(["all-linear"], excluded, ModelShape.from_hf(hf))
-    names = [
-        wire_names(FAMILIES[kind].pieces(dims, key))
-        for key in sites(kind, dims, 3, layout)
-        if spec_covers(targets, key)
-    ]
+    hf = read_hf_config(checkpoint)
+    shape, rank = ModelShape.from_hf(hf), 3
+    targets = resolve(["all-linear"], excluded, shape)
+    names = [wire_names(pieces_of(shape, key)) for key in sites_of(shape, layout) if key.covered(targets)]
     count = {n: -rank * s[0] * s[1] for shapes, _ in names for n, s in shapes.items()}
     aliases = {alias: name for _, shared in names for alias, name in shared.items()}
-    size = adapter_size(ModelShape.from_hf(hf), rank, targets, layout)
+    size = adapter_size(shape, rank, targets, layout)
     assert (size.tensors, size.names) == (len(count), len(count) + len(aliases))
     assert size.parameters == sum(count.values())
     assert size.file_parameters == size.parameters + sum(count[name] for name in aliases.values())
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", sorted(FAMILIES.rows))
 @settings(max_examples=25, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_there_and_back_is_exact(kind: str, data: Any) -> None:
     draw = data.draw
     group, kv_heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     experts = draw(st.integers(1, 4)) if "num_experts_per_tok" in TINY[kind] else 0
-    dims = Dims(
+    shape = make_shape(
+        kind,
+        layers=layers,
         hidden=draw(st.integers(1, 9)),
         heads=group * kv_heads,
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 5)),
         ffn=draw(st.integers(1, 9)),
-        moe_ffn=draw(st.integers(1, 9)),
+        expert_ffn=draw(st.integers(1, 9)),
         experts=experts,
         shared_ffn=draw(st.integers(0, 5)) if kind == "qwen2_moe" else 0,
-        dense_layers=frozenset(draw(st.sets(st.integers(0, 2)))) if experts and kind != "mixtral" else frozenset(),
+        dense=draw(st.sets(st.integers(0, 2))) if experts and kind != "mixtral" else (),
     )
     torch.manual_seed(seed := draw(st.integers(0, 2**31)))
     print(f"seed {seed}")
-    rank, wire = draw(st.integers(1, 4)), {}
-    keys = sites(kind, dims, layers, draw(st.sampled_from(ExpertLayout)))
+    rank, wire = draw(st.integers(1, 4)), dict[str, torch.Tensor]()
+    keys = sites_of(shape, draw(st.sampled_from(ExpertLayout)))
     assert keys == sorted(keys, key=lambda k: (k.layer, SCOPES.index(k.scope), ORDER.index(k.linear), k.expert or 0))
     truth = {}
     for key in keys:
-        pieces = FAMILIES[kind].pieces(dims, key)
+        pieces = pieces_of(shape, key)
         truth[key] = (torch.randn(rank, pieces[0].in_features), torch.randn(sum(p.out_features for p in pieces), rank))
         tensors = to_hf(pieces, *truth[key])
         shapes = {n: tuple(rank if d < 0 else d for d in s) for n, s in wire_names(pieces)[0].items()}
@@ -135,6 +123,6 @@ def test_there_and_back_is_exact(kind: str, data: Any) -> None:
         assert not wire.keys() & tensors.keys()
         wire |= tensors
     for key, (lora_a, lora_b) in truth.items():
-        again = to_megatron(FAMILIES[kind].pieces(dims, key), wire)
+        again = to_megatron(pieces_of(shape, key), wire)
         assert torch.equal(again[0], lora_a)
         assert torch.equal(again[1], lora_b)

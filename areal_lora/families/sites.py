@@ -1,0 +1,150 @@
+"""Adaptable layers of a model, and the Hugging Face projections that each stands for.
+
+An adapted Megatron layer (a *site*) has one whole lora_A [r, in] and one whole lora_B [out, r]. All of its
+projections share lora_A, and each takes some rows of lora_B. Rows are index ranges, so packing for the wire
+and loading from a file follow the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_lora.errors import UnknownTensorError
+from areal_lora.families.family import ATTENTION_LINEARS, MLP_LINEARS, Scope, covers
+from areal_lora.families.shape import ModelShape
+from areal_lora.types import ExpertLayout
+
+RowRanges = tuple[tuple[int, int], ...]
+"""Ranges [start, stop) of the rows of a matrix, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteKey:
+    """Identify an adapted layer: Megatron's name of the linear, global layer number, scope.
+
+    ``expert`` is the global number of a routed expert, None in every scope but ``EXPERT``.
+    """
+
+    linear: str
+    layer: int
+    scope: Scope
+    expert: int | None = None
+
+    def covered(self, target_modules: Sequence[str]) -> bool:
+        """Whether an adapter with these (canonical) targets adapts this site; see `covers`."""
+        return covers(target_modules, self.linear, self.scope)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One Hugging Face projection of a site, and its rows of lora_B.
+
+    ``aliases`` are further modules with the same lora_A and lora_B (``ALL_EXPERTS``: the other experts).
+    """
+
+    name: str  # `model.layers.0.self_attn.q_proj`
+    in_features: int
+    rows: RowRanges
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def out_features(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+
+def sites_of(shape: ModelShape, expert_layout: ExpertLayout) -> list[SiteKey]:
+    """List the adaptable layers.
+
+    Order: by layer; in a layer linear_qkv, linear_proj, dense fc1, fc2, shared expert fc1, fc2, then fc1 of
+    every expert, fc2 of every expert (or fc1, fc2 of all experts at once).
+    """
+    found = []
+    for layer in range(shape.layers):
+        found += [SiteKey(linear=linear, layer=layer, scope=Scope.ATTENTION) for linear in ATTENTION_LINEARS]
+        if layer not in shape.sparse_layers:
+            found += [SiteKey(linear=linear, layer=layer, scope=Scope.MLP) for linear in MLP_LINEARS]
+            continue
+        if shape.shared_ffn:
+            found += [SiteKey(linear=linear, layer=layer, scope=Scope.SHARED_EXPERT) for linear in MLP_LINEARS]
+        if expert_layout is ExpertLayout.SHARED:
+            found += [SiteKey(linear=linear, layer=layer, scope=Scope.ALL_EXPERTS) for linear in MLP_LINEARS]
+            continue
+        found += [
+            SiteKey(linear=linear, layer=layer, scope=Scope.EXPERT, expert=expert)
+            for linear in MLP_LINEARS
+            for expert in range(shape.experts)
+        ]
+    return found
+
+
+def pieces_of(shape: ModelShape, key: SiteKey) -> list[Piece]:
+    """Projections of a site, in Megatron's order. Raises UnknownTensorError for a site that the model does not have."""
+    _check(shape, key)
+    paths = shape.family.projections(key.linear, key.scope)
+    numbers: Sequence[int | None] = range(shape.experts) if key.scope is Scope.ALL_EXPERTS else [key.expert]
+    inputs, rows = _sizes(shape, key)
+    found = []
+    for path, held in zip(paths, rows, strict=True):
+        first, *others = (f"model.layers.{key.layer}.{path.format(number)}" for number in numbers)
+        found.append(Piece(name=first, in_features=inputs, rows=held, aliases=tuple(others)))
+    return found
+
+
+def _sizes(shape: ModelShape, key: SiteKey) -> tuple[int, list[RowRanges]]:
+    """Inputs of a site, and the rows of each of its projections."""
+    hidden, ffn = shape.hidden, shape.width(key.scope)
+    match key.linear:
+        case "linear_qkv":
+            return hidden, _qkv_rows(shape)
+        case "linear_proj":
+            return shape.heads * shape.head_dim, [((0, hidden),)]
+        case "linear_fc1":  # the gate rows, then the up rows
+            return hidden, [((0, ffn),), ((ffn, 2 * ffn),)]
+        case _:
+            return ffn, [((0, hidden),)]
+
+
+def _qkv_rows(shape: ModelShape) -> list[RowRanges]:
+    """Rows of q, k and v: Megatron keeps, per query group, the group's queries, then its key, then its value."""
+    d = shape.head_dim
+    queries = shape.heads // shape.kv_heads * d
+    starts = [group * (queries + 2 * d) for group in range(shape.kv_heads)]
+    return [
+        tuple((s, s + queries) for s in starts),
+        tuple((s + queries, s + queries + d) for s in starts),
+        tuple((s + queries + d, s + queries + 2 * d) for s in starts),
+    ]
+
+
+def _check(shape: ModelShape, key: SiteKey) -> None:
+    where = f"layer {key.layer}: {key.scope}.{key.linear}"
+    sparse = key.layer in shape.sparse_layers
+    if key.linear not in (ATTENTION_LINEARS if key.scope is Scope.ATTENTION else MLP_LINEARS):
+        raise UnknownTensorError(f"{where} does not exist")
+    if key.scope is Scope.MLP and sparse:
+        raise UnknownTensorError(f"{where}: this layer has experts and no dense MLP")
+    if key.scope in (Scope.EXPERT, Scope.ALL_EXPERTS) and not sparse:
+        raise UnknownTensorError(f"{where}: this layer has no experts")
+    if key.scope is Scope.SHARED_EXPERT and not (shape.shared_ffn and sparse):
+        raise UnknownTensorError(f"{where}: this layer has no shared expert")
+    if (key.scope is Scope.EXPERT) != (key.expert is not None) or not 0 <= (key.expert or 0) < max(1, shape.experts):
+        raise UnknownTensorError(f"{where} of expert {key.expert}, there are {shape.experts}")
+
+
+def wire_names(pieces: Sequence[Piece]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """``({unique tensor name: shape without rank}, {alias: unique name})`` of one site's pieces (contract C5).
+
+    Shapes have -1 where the rank goes. lora_A travels once, under the first projection's name;
+    modules with the same numbers (``Piece.aliases``) do not travel.
+    """
+    lora_a = f"{pieces[0].name}.lora_A.weight"
+    shapes: dict[str, tuple[int, ...]] = {lora_a: (-1, pieces[0].in_features)}
+    aliases: dict[str, str] = {}
+    for piece in pieces:
+        lora_b = f"{piece.name}.lora_B.weight"
+        shapes[lora_b] = (piece.out_features, -1)
+        aliases |= {f"{name}.lora_A.weight": lora_a for name in (piece.name, *piece.aliases)}
+        aliases |= {f"{name}.lora_B.weight": lora_b for name in piece.aliases}
+    del aliases[lora_a]
+    return shapes, aliases
