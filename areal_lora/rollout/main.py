@@ -35,7 +35,8 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.prompts import PromptStream, tokenize
 from areal_lora.rollout.controller.runtime import AdapterRuntime
 from areal_lora.rollout.controller.staleness import StalenessBudget
-from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, TextTokenizer, WorkflowContext
 from areal_lora.rollout.workflows.gateway import AgentGateway
@@ -137,7 +138,7 @@ async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterDat
                 client,
                 scorer,
                 gateway.sessions if gateway else Sessions(),
-                ledger.adapter(part.config.name, part.prompts.digest),
+                Ledger(ledger, part.config.name, part.prompts.digest),
             )
         host = own_place(config.cluster, run_folder).address
         socket = ControlSocket(host, secret)

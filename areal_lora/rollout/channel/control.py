@@ -15,7 +15,7 @@ from areal_lora.network.curve import OnlyKeyOf, serve_curve
 from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched_zmq import WatchedAuthenticator
 from areal_lora.rollout.channel.messages import Failed, Reply, Request, decode_request, encode
-from areal_lora.rollout.ledger.ledger import LedgerError
+from areal_lora.rollout.ledger.file import LedgerError
 
 SERVER_ROLE = "controller"
 CLIENT_ROLE = "trainer"

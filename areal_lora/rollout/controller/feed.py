@@ -26,7 +26,8 @@ from areal_lora.rollout.controller.retries import Failure, FailureStreak
 from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 from areal_lora.rollout.ledger import reconcile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import GroupState, decode_snapshot
+from areal_lora.rollout.ledger.records import GroupState
+from areal_lora.rollout.ledger.snapshot import decode_snapshot, take_snapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef
 
@@ -80,7 +81,7 @@ class AdapterFeed:
         known = head.trainer == trainer and head.next_version in (version, version + 1)
         was_loaded = self.groups.loaded
         if not was_loaded:
-            for row in self._ledger.rows(GroupState.RUNNING):  # requests of a previous process
+            for row in self._ledger.table.rows(GroupState.RUNNING):  # requests of a previous process
                 self._ledger.requeue(row.seq, row.failed, row.resampled)
         if not known:
             self._reconcile(version, snapshot)
@@ -135,7 +136,7 @@ class AdapterFeed:
     def served_by(self, ticket: Ticket, server: str) -> None:
         """Record which server has the request."""
         if self.groups.running.get(ticket.seq) is ticket:
-            self._ledger.served_by(ticket.seq, server)
+            self._ledger.table.update(ticket.seq, server=server)
 
     def finish(self, ticket: Ticket, episode: Episode) -> bool:
         """Accept a group whose trajectories are all ``ok``; it is ready unless it came too late.
@@ -228,7 +229,7 @@ class AdapterFeed:
             self._drop_stale()
             groups.check_and_flush()
             reached("controller.leased")
-        return Lease(step=step, finished=tuple(chosen), snapshot=self._ledger.snapshot(step + 1))
+        return Lease(step=step, finished=tuple(chosen), snapshot=take_snapshot(self._ledger, step + 1))
 
     def commit(self, step: int) -> None:
         """``step`` and all steps before it are in a durable checkpoint. Idempotent."""

@@ -68,7 +68,7 @@ class GroupPool:
 
     def load(self) -> None:
         """Take over what the ledger holds. Requests that run in this process and are still wanted keep running."""
-        rows = self.ledger.rows(*LIVE)
+        rows = self.ledger.table.rows(*LIVE)
         wanted = {row.seq: row for row in rows if row.state in (GroupState.ISSUED, GroupState.RUNNING)}
         for ticket in list(self.running.values()):
             row = wanted.get(ticket.seq)
@@ -97,7 +97,7 @@ class GroupPool:
         )
 
     def _finished(self, row: Row) -> Finished:
-        episode = _decode(self.ledger.payload(row.seq))
+        episode = _decode(self.ledger.table.payload(row.seq))
         return Finished(ticket=self._ticket(row), episode=episode, oldest=row.version, newest=row.newest)
 
     # ------------------------------------------------------------ issued and running
@@ -166,7 +166,7 @@ class GroupPool:
 
     def leased(self, step: int) -> list[Finished]:
         """The groups leased at ``step``, read from the ledger; none if there is no lease."""
-        rows = {row.seq: row for row in self.ledger.rows(GroupState.LEASED)} if step in self.leases else {}
+        rows = {row.seq: row for row in self.ledger.table.rows(GroupState.LEASED)} if step in self.leases else {}
         return [self._finished(rows[seq]) for seq in self.leases.get(step, ())]
 
     def consume(self, step: int) -> None:

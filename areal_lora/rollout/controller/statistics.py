@@ -21,7 +21,7 @@ def count(counts: dict[K, int], key: K) -> None:
 def stats_of(pool: GroupPool, newest_version: int) -> Stats:
     """Counts of the ledger and of the groups held now; see :class:`Stats`."""
     ledger = pool.ledger
-    counts, dropped, counters = ledger.counts(), dict(ledger.drop_reasons()), ledger.head.counters
+    counts, dropped, counters = ledger.counts, dict(ledger.drop_reasons), ledger.head.counters
     return Stats(
         newest_version=newest_version,
         waiting=len(pool.waiting),

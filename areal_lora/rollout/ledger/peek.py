@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import msgspec
-
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
+from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.ledger.reconcile import Reconciliation, plan_for
-from areal_lora.rollout.ledger.records import Head, Snapshot, decode_snapshot
+from areal_lora.rollout.ledger.records import LedgerSnapshot
+from areal_lora.rollout.ledger.snapshot import decode_snapshot
 from areal_lora.run_folder.paths import RunFolder
 
 TRIES, PAUSE_S = 20, 0.05
@@ -71,9 +71,9 @@ def _stats(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
     return stats
 
 
-def _ledger(file: LedgerFile, adapter: str, snapshot: Snapshot | None) -> Ledger:
-    """Which prompts there are now is not asked: their order is taken from what was written."""
-    found = file.execute("SELECT head FROM adapters WHERE adapter = ?", (adapter,)).fetchone()
-    if found is not None:
-        return file.adapter(adapter, msgspec.json.decode(found[0], type=Head).order)
-    return file.adapter(adapter, snapshot.order if snapshot else "")
+def _ledger(file: LedgerFile, adapter: str, snapshot: LedgerSnapshot | None) -> Ledger:
+    """Open the adapter's ledger with the prompt order that was written: the present prompts are not read."""
+    head = file.read_head(adapter)
+    if head is not None:
+        return Ledger(file, adapter, head.order)
+    return Ledger(file, adapter, snapshot.order if snapshot else "")

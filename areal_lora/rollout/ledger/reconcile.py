@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.records import LIVE, GroupState, Head, Row, Snapshot
+from areal_lora.rollout.ledger.records import LIVE, GroupState, Head, LedgerSnapshot, Row
+from areal_lora.rollout.ledger.snapshot import rebuild
 
 ROLLED_BACK = "rolled_back"
 
@@ -45,7 +46,7 @@ class Reconciliation:
 
 
 def plan(
-    head: Head, rows: Sequence[Row], version: int, snapshot: Snapshot | None, *, known: bool = True
+    head: Head, rows: Sequence[Row], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
 ) -> Reconciliation:
     """Raises RolloutError where neither the ledger nor a snapshot says what was consumed before ``version``.
 
@@ -82,13 +83,13 @@ def plan(
     )
 
 
-def _check_snapshot(head: Head, version: int, snapshot: Snapshot | None, rebuild: str) -> None:
+def _check_snapshot(head: Head, version: int, snapshot: LedgerSnapshot | None, rebuild: str) -> None:
     if version == 0 and snapshot is None:
         return
     if snapshot is None:
         raise RolloutError(
             f"version {version} cannot be resumed: {rebuild}, and its checkpoint carries no ledger snapshot "
-            "(fix: resume from another checkpoint, or start anew with --fresh)"
+            "(fix: resume from another checkpoint, or start a new run with --fresh)"
         )
     if (snapshot.version, snapshot.order) != (version, head.order):
         raise RolloutError(
@@ -97,11 +98,11 @@ def _check_snapshot(head: Head, version: int, snapshot: Snapshot | None, rebuild
         )
 
 
-def apply(ledger: Ledger, made: Reconciliation, snapshot: Snapshot | None) -> None:
+def apply(ledger: Ledger, made: Reconciliation, snapshot: LedgerSnapshot | None) -> None:
     """Carry out ``made``. Nothing is durable before the ledger is flushed."""
     ledger.known = True
     if made.rebuild:
-        ledger.rebuild(snapshot)
+        rebuild(ledger, snapshot)
         return
     ledger.head.next_version = made.version
     ledger.consume(made.version - 1)
@@ -114,6 +115,6 @@ def apply(ledger: Ledger, made: Reconciliation, snapshot: Snapshot | None) -> No
         ledger.issue(row.position, row.issue + 1, row.stale)
 
 
-def plan_for(ledger: Ledger, version: int, snapshot: Snapshot | None) -> Reconciliation:
-    rows = ledger.rows(*LIVE, GroupState.CONSUMED)
+def plan_for(ledger: Ledger, version: int, snapshot: LedgerSnapshot | None) -> Reconciliation:
+    rows = ledger.table.rows(*LIVE, GroupState.CONSUMED)
     return plan(ledger.head, rows, version, snapshot, known=ledger.known)

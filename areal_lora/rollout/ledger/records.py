@@ -1,4 +1,4 @@
-"""What the run ledger speaks of: a group's row, an adapter's head, the snapshot in a checkpoint."""
+"""Records of the run ledger: a group's row, an adapter's head, the snapshot in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from enum import IntEnum
 
 import msgspec
 
-from areal_lora.errors import RolloutError
-
-SCHEMA_VERSION = 1
+from areal_lora.rollout.ledger.schema import SCHEMA_VERSION
 
 
 class GroupState(IntEnum):
@@ -36,8 +34,8 @@ class Row(msgspec.Struct, kw_only=True, frozen=True):
     step: int
 
 
-class Counters(msgspec.Struct):
-    """What is counted beside the rows, as of the last flush."""
+class LedgerCounters(msgspec.Struct):
+    """Figures that rows do not hold, as of the last flush."""
 
     tokens: int = 0
     late: int = 0
@@ -48,7 +46,7 @@ class Counters(msgspec.Struct):
 
 
 class Head(msgspec.Struct, kw_only=True):
-    """What an adapter's rows do not say themselves. ``known_from``: steps before it have no rows any more."""
+    """State of an adapter beside its rows. ``known_from``: steps before it have no rows any more."""
 
     order: str  # digest of the prompt stream
     trainer: str = ""
@@ -58,7 +56,7 @@ class Head(msgspec.Struct, kw_only=True):
     known_from: int = 0
     folded_consumed: int = 0
     folded_dropped: dict[str, int] = msgspec.field(default_factory=dict)
-    counters: Counters = msgspec.field(default_factory=Counters)
+    counters: LedgerCounters = msgspec.field(default_factory=LedgerCounters)
 
 
 class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -72,7 +70,7 @@ class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
     resampled: int
 
 
-class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
+class LedgerSnapshot(msgspec.Struct, kw_only=True, frozen=True):
     """An adapter's ledger once the steps before ``version`` are consumed; travels in the checkpoint."""
 
     format: int = SCHEMA_VERSION
@@ -84,19 +82,3 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
     consumed: int
     dropped: dict[str, int]
     open: list[OpenGroup]
-
-
-def decode_snapshot(data: bytes, adapter: str) -> Snapshot | None:
-    """None for no bytes. Raises RolloutError for bytes that are no snapshot of ``adapter``."""
-    if not data:
-        return None
-    try:
-        snapshot = msgspec.msgpack.decode(data, type=Snapshot)
-    except msgspec.DecodeError as error:
-        raise RolloutError(f"the checkpoint's ledger snapshot of {adapter} cannot be read: {error}") from None
-    if (snapshot.format, snapshot.adapter) != (SCHEMA_VERSION, adapter):
-        raise RolloutError(
-            f"the checkpoint's ledger snapshot is of {snapshot.adapter!r} in format {snapshot.format}, "
-            f"not of {adapter!r} in format {SCHEMA_VERSION}"
-        )
-    return snapshot

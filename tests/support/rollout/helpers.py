@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -11,8 +12,9 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.prompts import Prompt, PromptStream
 from areal_lora.rollout.controller.staleness import StalenessBudget
-from areal_lora.rollout.ledger.ledger import Ledger, LedgerFile
-from areal_lora.rollout.ledger.records import Snapshot
+from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.ledger.records import LedgerSnapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 from tests.support.rollout.texts import CharTokenizer
@@ -73,7 +75,7 @@ def feed(
     """A feed that a trainer at ``version`` has greeted, its ledger, and the list that expired tickets go to."""
     expired = list[Ticket]()
     prompts = prompts or stream(n)
-    ledger = (file or LedgerFile(":memory:", "t")).adapter(NAME, prompts.digest)
+    ledger = Ledger(file or LedgerFile(":memory:", "t"), NAME, prompts.digest)
     made = AdapterFeed(
         NAME,
         budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),
@@ -90,10 +92,15 @@ def feed(
     return made, ledger, expired
 
 
+def open_ledger(path: Path | str = ":memory:", run: str = "r", order: str = "o") -> tuple[LedgerFile, Ledger]:
+    file = LedgerFile(path, run)
+    return file, Ledger(file, NAME, order)
+
+
 def snapshot(ledger: Ledger, version: int) -> bytes:
     """Of a run that has consumed nothing but stands at ``version``."""
     return msgspec.msgpack.encode(
-        Snapshot(
+        LedgerSnapshot(
             adapter=NAME,
             order=ledger.head.order,
             version=version,

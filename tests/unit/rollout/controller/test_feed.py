@@ -7,7 +7,7 @@ import pytest
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.controller.pool import MAX_STALE
 from areal_lora.rollout.controller.retries import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, Failure
-from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.records import GroupState
 from tests.support.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
 
@@ -57,7 +57,7 @@ def test_stragglers_are_given_up_early_and_their_prompts_issued_again() -> None:
     assert not expired
     assert made.take(1, 1) is not None  # v0 cannot be consumed at v2
     assert slow in expired
-    assert ledger.drop_reasons() == {"stale": 2}
+    assert ledger.drop_reasons == {"stale": 2}
     made.announce(2)
     again = admit_all(made)
     assert [t.prompt.uid for t in again[:2]] == [t.prompt.uid for t in expired]
@@ -81,7 +81,7 @@ def test_a_late_answer_of_an_older_version_is_dropped_on_arrival() -> None:
     made.announce(3)
     [ticket] = admit_all(made)
     made.finish(ticket, episode(ticket.prompt, 2))  # the server says it used v2
-    assert ledger.drop_reasons() == {"stale": 1}
+    assert ledger.drop_reasons == {"stale": 1}
     assert made.take(3, 3) is None
 
 
@@ -99,7 +99,7 @@ def test_groups_of_a_lost_future_are_not_trained_on() -> None:
     made.hello(1, trainer="second")
     assert made.admit() is None
     # Two of v2 were done; the two leased at v1 are ready again, what runs at v0 and v1 goes on.
-    assert ledger.drop_reasons() == {"rolled_back": 2}
+    assert ledger.drop_reasons == {"rolled_back": 2}
     assert not expired
     assert len(made.groups.ready) == 2
     made.announce(1)
@@ -119,7 +119,7 @@ def test_retries_back_off_then_drop() -> None:
         delays.append(made.retry(ticket, Failure("server_error", "HTTP 500")))
     assert delays[:3] == [0.1, 0.2, 0.4]
     assert delays[-1] is None
-    assert ledger.drop_reasons() == {"server_error": 1}
+    assert ledger.drop_reasons == {"server_error": 1}
     assert made.stats().retried == {"server_error": MAX_TRIES - 1}
     assert "HTTP 500" in made.failures.last
 
@@ -161,7 +161,7 @@ def test_too_long_prompts_are_dropped_with_a_reason() -> None:
     tickets = admit_all(made)
     assert len(tickets) == 100
     assert all(len(t.prompt.token_ids) == 4 for t in tickets)
-    assert ledger.drop_reasons()["prompt_too_long"] > 100
+    assert ledger.drop_reasons["prompt_too_long"] > 100
 
 
 def test_concurrency_and_the_last_step_bound_admission() -> None:
@@ -208,7 +208,7 @@ def test_requests_to_a_server_that_is_gone_do_not_count_until_it_is_gone_for_too
         waits.append(wait)
         made.begin(ticket)
     assert len(waits) == MAX_TRIES - 1
-    assert ledger.drop_reasons() == {"connection": 1}
+    assert ledger.drop_reasons == {"connection": 1}
 
 
 def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> None:
@@ -217,7 +217,7 @@ def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> Non
     tickets = admit_all(made)
     for ticket in tickets:
         made.finish(ticket, episode(ticket.prompt, 0))  # every reward is 1
-    assert ledger.drop_reasons() == {"no_variance": 2}
+    assert ledger.drop_reasons == {"no_variance": 2}
     assert made.take(0, 0) is None
     assert [t.prompt.position for t in admit_all(made)] == [2, 3]
     assert made.stats().reissued == 0
@@ -237,7 +237,7 @@ def test_a_time_without_servers_ends_when_one_answers() -> None:
         made.begin(one)
         assert made.retry(one, Failure("connection", "refused", served=False)) == UNSERVED_WAIT_S
     assert one.failed == 0
-    assert ledger.drop_reasons() == {}
+    assert ledger.drop_reasons == {}
     assert made.note == "last fault: connection: refused"
 
 
@@ -314,7 +314,7 @@ def test_a_commit_that_did_not_arrive_is_made_up_for() -> None:
         made.finish(ticket, episode(ticket.prompt, 0))
     assert made.take(0, 0)
     made.hello(1, trainer="second")  # its checkpoint contains step 0
-    assert ledger.counts()[GroupState.CONSUMED] == 2
+    assert ledger.counts[GroupState.CONSUMED] == 2
     with pytest.raises(RolloutError, match="step 0 at v0 asked, but step 1 is next"):
         made.take(0, 0)
 

@@ -1,41 +1,25 @@
-"""The file: what it remembers, what it refuses, what it does with files that are not its own."""
+"""Moves of a group, the book that has to add up, and the folding of closed steps."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import shutil
-import signal
-import sqlite3
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from areal_lora.errors import ConfigError
-from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS, Ledger, LedgerError, LedgerFile
-from areal_lora.rollout.ledger.records import GroupState, decode_snapshot
-from tests.support.paths import SUPPORT
-
-NO_LOCKS = SUPPORT / "no_locks.py"
-
-
-def ledger(path: Path | str = ":memory:", run: str = "r", order: str = "o") -> tuple[LedgerFile, Ledger]:
-    file = LedgerFile(path, run)
-    return file, file.adapter("math", order)
+from areal_lora.rollout.ledger.file import LedgerError
+from areal_lora.rollout.ledger.ledger import FOLD_EVERY, KEEP_STEPS
+from areal_lora.rollout.ledger.records import GroupState
+from tests.support.rollout.helpers import open_ledger
 
 
 def test_a_group_goes_through_its_life_and_its_trajectories_are_forgotten() -> None:
-    file, book = ledger()
+    file, book = open_ledger()
     seq = book.issue(0, 1)
     book.run(seq, 3, 9.0)
     book.requeue(seq, 1, 0)
     book.run(seq, 4, 9.0)
     book.finish(seq, 4, 5, b"text")
-    assert book.payload(seq) == b"text"
+    assert book.table.payload(seq) == b"text"
     book.lease([seq], 7)
     book.check(live=1)
     book.consume(6)
@@ -43,13 +27,13 @@ def test_a_group_goes_through_its_life_and_its_trajectories_are_forgotten() -> N
     book.consume(7)
     book.consume(7)
     book.check(live=0)
-    [row] = book.rows(GroupState.CONSUMED)
+    [row] = book.table.rows(GroupState.CONSUMED)
     assert (row.version, row.newest, row.step, row.failed) == (4, 5, 7, 1)
     assert file.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
 
 
 def test_moves_that_the_diagram_does_not_show_are_refused() -> None:
-    _, book = ledger()
+    _, book = open_ledger()
     seq = book.issue(0, 1)
     with pytest.raises(LedgerError, match="is issued and cannot become leased"):
         book.lease([seq], 0)
@@ -63,7 +47,7 @@ def test_moves_that_the_diagram_does_not_show_are_refused() -> None:
 
 
 def test_a_lost_group_is_noticed() -> None:
-    file, book = ledger()
+    file, book = open_ledger()
     book.issue(0, 1)
     book.issue(1, 1)
     with pytest.raises(LedgerError, match=r"does not add up: 2 issued of math, .*1 groups held"):
@@ -74,87 +58,9 @@ def test_a_lost_group_is_noticed() -> None:
         book.check(live=2)
 
 
-def killed_after(write: Callable[[], None]) -> None:
-    """Run ``write`` in a process of its own, which is then killed: nothing is closed."""
-    if (pid := os.fork()) == 0:
-        write()
-        os.kill(os.getpid(), signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-
-
-def write_and_forget(path: Path) -> None:
-    _, book = ledger(path)
-    book.issue(0, 1)
-    book.flush()
-    book.issue(1, 1)
-    book.head.next_position = 2
-
-
-def test_what_was_flushed_is_there_after_a_crash_and_the_rest_is_forgotten_whole(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    killed_after(lambda: write_and_forget(path))
-    assert (tmp_path / "ledger.sqlite-wal").stat().st_size > 0, "the writes were folded in: the death came too late"
-    _, again = ledger(path)
-    assert again.known
-    assert (again.head.issued, again.head.next_position) == (1, 0)
-    again.check(live=1)
-
-
-def test_another_machine_finds_all_of_it_in_files(tmp_path: Path) -> None:
-    """No part of it is in memory that connections share: that would stay behind on the first one."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    killed_after(lambda: write_and_forget(here / "ledger.sqlite"))
-    assert sorted(path.name for path in here.iterdir()) == ["ledger.sqlite", "ledger.sqlite-wal"]
-    shutil.copytree(here, there)
-    _, again = ledger(there / "ledger.sqlite")
-    assert again.head.issued == 1
-    again.check(live=1)
-
-
-SECOND = """
-import sys
-from areal_lora.rollout.ledger import ledger
-ledger.LOCK_S = ledger.LOCK_WAIT_S = 0.3
-try:
-    file = ledger.LedgerFile(sys.argv[1], "r")
-except ledger.LedgerError as error:
-    print(error)
-else:
-    book = file.adapter("math", "o")
-    print("issue", book.issue(book.head.issued, 1))
-    book.flush()
-"""
-
-
-def in_another_process(path: Path, *lacks: str) -> str:
-    command = [sys.executable, str(NO_LOCKS), *lacks] if lacks else []
-    command += [sys.executable, "-c", SECOND, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def test_a_second_controller_is_kept_out(tmp_path: Path) -> None:
-    path = tmp_path / "a #ledger?.sqlite"
-    file, _ = ledger(path)
-    assert "cannot be opened: database is locked (fix: end the process that has it open" in in_another_process(path)
-    file.close()
-    assert in_another_process(path) == "issue 0"
-
-
-@pytest.mark.parametrize("error", ["ENOSYS", "EOPNOTSUPP", "ENOLCK"])
-def test_file_systems_without_locks(tmp_path: Path, error: str) -> None:
-    path = tmp_path / "a #ledger?.sqlite"
-    assert [in_another_process(path, "all", error) for _ in range(2)] == ["issue 0", "issue 1"]
-    assert in_another_process(path) == "issue 2"
-    _, book = ledger(path)
-    book.check(live=3)
-
-
 def test_closed_steps_are_folded_into_counts_and_the_file_stays_small(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    file, book = ledger(path)
+    file, book = open_ledger(path)
     sizes = []
     for step in range(4 * KEEP_STEPS):
         for position in range(4):
@@ -169,108 +75,10 @@ def test_closed_steps_are_folded_into_counts_and_the_file_stays_small(tmp_path: 
         book.check(live=0)
         book.flush()
         sizes.append(path.stat().st_size)
-    assert len(book.rows(GroupState.CONSUMED)) <= 3 * (KEEP_STEPS + FOLD_EVERY)
+    assert len(book.table.rows(GroupState.CONSUMED)) <= 3 * (KEEP_STEPS + FOLD_EVERY)
     assert book.head.known_from >= 3 * KEEP_STEPS - FOLD_EVERY
     assert max(sizes[2 * KEEP_STEPS :]) <= max(sizes[: 2 * KEEP_STEPS])
     file.close()
-    _, again = ledger(path)
-    assert again.counts() == {GroupState.CONSUMED: 12 * KEEP_STEPS, GroupState.DROPPED: 4 * KEEP_STEPS}
-    assert again.drop_reasons() == {"stale": 4 * KEEP_STEPS}
-
-
-def test_a_snapshot_holds_what_is_open_once_the_step_is_consumed() -> None:
-    _, book = ledger()
-    for position in range(4):
-        book.issue(position, 1)
-    book.head.next_position = 4
-    for seq in (0, 1):
-        book.finish(seq, 0, 0, b"")
-        book.lease([seq], seq)
-    book.drop(3, "stale")
-    taken = decode_snapshot(book.snapshot(1), "math")
-    assert taken is not None
-    assert (taken.version, taken.next_position, taken.issued, taken.consumed) == (1, 4, 4, 1)
-    assert [group.seq for group in taken.open] == [1, 2]
-    book.rebuild(taken)
-    book.check(live=2)
-    assert (book.head.next_version, book.head.known_from) == (1, 1)
-
-
-def test_the_ledger_of_another_run_or_other_prompts_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    file, book = ledger(path)
-    book.issue(0, 1)
-    file.close()
-    with pytest.raises(ConfigError, match="is the ledger of run 'r' in schema 1, not of 'other'"):
-        ledger(path, run="other")
-    with pytest.raises(ConfigError, match="its prompts of math are of another task, size or seed"):
-        ledger(path, order="p")
-
-
-@pytest.mark.parametrize("damage", ["text", "torn", "page"])
-def test_a_damaged_file_is_moved_aside_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    path = tmp_path / "ledger.sqlite"
-    file, book = ledger(path)
-    for position in range(2000):
-        book.issue(position, 1)
-    file.close()
-    whole = path.read_bytes()
-    broken = {
-        "text": b"no database " * 1000,
-        "torn": whole[: len(whole) // 2],
-        "page": whole[:8192] + b"\xff" * 4096 + whole[12288:],
-    }[damage]
-    path.write_bytes(broken)
-    with caplog.at_level(logging.WARNING, "areal_lora"):
-        file, book = ledger(path)
-    assert "is damaged" in caplog.text
-    assert "moved to ledger.sqlite.damaged-1" in caplog.text
-    assert (tmp_path / "ledger.sqlite.damaged-1").read_bytes() == broken
-    assert not book.known
-    book.issue(0, 1)
-    book.check(live=1)
-
-
-def test_another_database_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    other = sqlite3.connect(path)
-    other.execute("CREATE TABLE t (x)")
-    other.commit()
-    with pytest.raises(ConfigError, match="no run ledger"):
-        ledger(path)
-
-
-@pytest.mark.parametrize("statements", range(1, 7))
-def test_a_death_while_the_file_is_made_leaves_nothing_that_is_refused(
-    tmp_path: Path, statements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, left, connect = tmp_path / "ledger.sqlite", statements - 1, sqlite3.connect
-
-    class Dying(sqlite3.Connection):
-        """Ends, without a word to SQLite, before one of the statements that write."""
-
-        def execute(self, sql: str, *arguments: object) -> sqlite3.Cursor:
-            nonlocal left
-            if sql.lstrip().startswith(("CREATE", "INSERT", "BEGIN")):
-                left -= 1
-                if left < 0:
-                    super().close()
-                    raise KeyboardInterrupt
-            return super().execute(sql, *arguments)  # type: ignore[arg-type]
-
-        def executescript(self, script: str) -> sqlite3.Cursor:
-            cursor, statement = self.cursor(), ""
-            for line in script.splitlines():
-                statement += f"{line}\n"
-                if sqlite3.complete_statement(statement):
-                    cursor, statement = self.execute(statement), ""
-            return cursor
-
-    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, factory=Dying, **k))
-    with contextlib.suppress(KeyboardInterrupt):
-        LedgerFile(path, "r").close()
-    monkeypatch.setattr(sqlite3, "connect", connect)
-    file, book = ledger(path)
-    book.issue(0, 1)
-    book.check(live=1)
-    file.close()
+    _, again = open_ledger(path)
+    assert again.counts == {GroupState.CONSUMED: 12 * KEEP_STEPS, GroupState.DROPPED: 4 * KEEP_STEPS}
+    assert again.drop_reasons == {"stale": 4 * KEEP_STEPS}

@@ -11,16 +11,19 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.ledger.peek import reconciliations
+from areal_lora.rollout.ledger.snapshot import take_snapshot
 from areal_lora.run_folder.paths import RunFolder
 
 KEPT: list[LedgerFile] = []  # a connection that is collected would fold its log in
 WRITER = """
 import sys, time
-from areal_lora.rollout.ledger.ledger import LedgerFile
+from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.rollout.ledger.ledger import Ledger
 file = LedgerFile(sys.argv[1], "run")
-book = file.adapter("math", "o")
+book = Ledger(file, "math", "o")
 while True:
     for _ in range(100):
         book.issue(book.head.issued, 1)
@@ -36,7 +39,7 @@ def write_ledger(folder: Path) -> bytes:
     Left as by a kill: with a write-ahead log that was not folded in. Returns the snapshot for version 2.
     """
     file = LedgerFile(RunFolder(folder).ledger, "run")
-    ledger = file.adapter("math", "the prompts")
+    ledger = Ledger(file, "math", "the prompts")
     seqs = [ledger.issue(position, 1) for position in range(9)]
     for n, seq in enumerate(seqs[:8]):
         ledger.run(seq, version=n // 2, deadline=1.0)
@@ -46,7 +49,7 @@ def write_ledger(folder: Path) -> bytes:
         ledger.lease(seqs[2 * step : 2 * step + 2], step)
     ledger.consume(0)
     ledger.head.next_version = 3
-    snapshot = ledger.snapshot(2)
+    snapshot = take_snapshot(ledger, 2)
     file.flush()
     KEPT.append(file)
     return snapshot
