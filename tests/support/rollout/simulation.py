@@ -88,6 +88,10 @@ class Simulation:
     def note(self, what: str) -> None:
         self.happened[what] = self.happened.get(what, 0) + 1
 
+    def overdue(self, what: str) -> bool:
+        """Whether chance has not brought ``what`` by the middle of the run: it is brought about."""
+        return what not in self.happened and 2 * self.trainer.received > self.steps
+
     # ------------------------------------------------------------ servers
 
     def begin(self, ticket: Ticket) -> None:
@@ -219,6 +223,11 @@ class Simulation:
         # Steps wait for stragglers at eta 0, and take ten times as long.
         self.at(self.rng.expovariate(1 / (120 if self.eta == 0 else 12)), self.disaster)
         kind = self.rng.choice(["server", "controller", "controller", "trainer", "trainer", "both"])
+        if self.overdue("ledger of earlier steps"):
+            kind = "controller"
+        for missing in ("server", "controller", "trainer", "both"):
+            if self.overdue(missing):
+                kind = missing
         self.note(kind)
         if kind == "server":
             self.server_life += 1
@@ -230,6 +239,8 @@ class Simulation:
             back = self.rng.choice([0, 0, 0, 0, 1, 3]) * self.every
             if self.rng.random() < 0.01:
                 back = 100 * self.every
+            if self.overdue("fallback"):
+                back = 3 * self.every
             version = max(self.durable - back, 0)
             self.durable = version
             self.start_trainer(version)
@@ -237,13 +248,13 @@ class Simulation:
     def controller_dies(self, greet: bool = True) -> None:
         self.file._db.close()  # what was not flushed is lost
         self.judge.controller_died()
-        fate = self.rng.random()
+        fate, overdue = self.rng.random(), self.overdue("ledger of earlier steps")
         path, copy = self.folder / "ledger.sqlite", self.folder / "copy"
         if fate < 0.04:
             self.note("ledger lost")
             for found in self.folder.glob("ledger.sqlite*"):
                 found.unlink()
-        elif 0.08 < fate < 0.2 and greet and self.copied < self.trainer.received:
+        elif (0.08 < fate < 0.2 or overdue) and greet and self.copied < self.trainer.received:
             self.note("ledger of earlier steps")
             shutil.copy(copy, path)
         elif fate < 0.08:
@@ -251,7 +262,7 @@ class Simulation:
             for found in self.folder.glob("ledger.sqlite-*"):
                 found.unlink()
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        elif fate > 0.7:
+        elif fate > 0.7 or overdue:
             shutil.copy(path, copy)
             self.copied = self.ledger.head.next_version
         self.start_controller()
