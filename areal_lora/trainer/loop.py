@@ -92,7 +92,7 @@ def train_step(trainer: Trainer, tenant: Tenant) -> None:
     begin_audit(trainer, tenant, batch)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, tenant, batch)
-    reached("trainer.learnd")
+    reached("trainer.annotated")
     with spans.span("checkpoint_join"):
         join_checkpoint(trainer, tenant)
     with spans.span("train"):

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 FAULTS = [
     "trainer.checkpoint.files_written:1:kill",  # the very first checkpoint
     "trainer.batch_received:3:kill",
-    "trainer.learnd:2:kill",
+    "trainer.annotated:2:kill",
     "trainer.learned:3:kill",
     "trainer.checkpoint.files_written:2:kill",
     "trainer.checkpoint.manifest_written:2:kill",

@@ -30,7 +30,7 @@ from tests.support.paths import ROOT
 EXAMPLES = ROOT / "examples" / "math"
 TRAINER_POINTS = (
     "trainer.batch_received",
-    "trainer.learnd",
+    "trainer.annotated",
     "trainer.learned",
     "trainer.checkpoint.files_written",
     "trainer.checkpoint.manifest_written",
@@ -49,7 +49,7 @@ CONTROLLER_POINTS = (
 )
 SERVER_POINTS = ("server.generating", "server.receiving", "server.activated")
 POINTS = {"trainer": TRAINER_POINTS, "controller": CONTROLLER_POINTS, "server": SERVER_POINTS}
-ON_EVERY_RANK = ("trainer.batch_received", "trainer.learnd", "trainer.learned")
+ON_EVERY_RANK = ("trainer.batch_received", "trainer.annotated", "trainer.learned")
 PER_GROUP = ("controller.issued", "controller.group_done", "server.generating")
 """Reached several times in a step."""
 PROMPTS, ETA = 4, 2
