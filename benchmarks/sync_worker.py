@@ -1,7 +1,7 @@
 """vLLM worker of the weight-sync benchmark: the product's extension, and the other ways to get an adapter in.
 
 ``raw``    one broadcast of the same unique bytes into a buffer that is there already: the wire's limit
-``usual``  one broadcast per Hugging Face tensor, ``.cpu()``, a LoRAModel built anew, remove then add
+``usual``  one broadcast per Hugging Face tensor, ``.cpu()``, a new LoRAModel, remove then add
 ``file``   a PEFT folder on memory-backed disk, loaded by vLLM under a fresh name, remove then add
 """
 
@@ -44,7 +44,7 @@ class BenchExtension(AdapterWorkerExtension):
         self._bench_thread.start()
 
     def bench_raw(self, nbytes: int) -> None:
-        """Receive in a thread; ``bench_raw_end`` tells when (time.monotonic) the last byte was here."""
+        """Receive in a thread; ``bench_raw_end`` returns the time (time.monotonic) of the last byte."""
         if self._bench_flat.numel() != nbytes:
             self._bench_flat = torch.zeros(nbytes, dtype=torch.uint8)
         self._bench_thread.join()

@@ -300,7 +300,7 @@ class RolloutConfig(Section):
 class WeightSyncConfig(Section):
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    deadline_s: PositiveFloat = Field(
+    timeout_s: PositiveFloat = Field(
         30.0, description="Bounds a whole publish: sending, giving up lost servers, sending again."
     )
     min_servers: PositiveInt = Field(1, description="A publish that fewer servers are left for waits, then fails.")
@@ -313,13 +313,13 @@ class WeightSyncConfig(Section):
 
     @property
     def attempt_s(self) -> float:
-        """Deadline of one transfer, on both sides; a second one fits into ``deadline_s`` too."""
-        return 0.4 * self.deadline_s
+        """Deadline of one transfer, on both sides; a second one fits into ``timeout_s`` too."""
+        return 0.4 * self.timeout_s
 
     @property
     def ping_s(self) -> float:
         """A server that is silent for this long is taken for dead."""
-        return min(2.0, 0.1 * self.deadline_s)
+        return min(2.0, 0.1 * self.timeout_s)
 
     @property
     def answer_s(self) -> float:
@@ -328,7 +328,7 @@ class WeightSyncConfig(Section):
 
     @property
     def verdict_s(self) -> float:
-        """What rank 0 may need after ``deadline_s``, by which the last transfer has ended.
+        """What rank 0 may need after ``timeout_s``, by which the last transfer has ended.
 
         The last answers, then pings of those that failed, telling some to end, and the probe (or, instead of the
         last two, looking for servers to send to).
@@ -338,7 +338,7 @@ class WeightSyncConfig(Section):
     @property
     def publish_s(self) -> float:
         """No publish takes longer, from its gate on, unless too few servers are left (``rejoin_s``)."""
-        return self.deadline_s + self.verdict_s
+        return self.timeout_s + self.verdict_s
 
 
 class CheckpointConfig(Section):

@@ -1,4 +1,4 @@
-"""Small messages between trainer ranks, apart from the groups that train."""
+"""Exchange small messages between trainer ranks, outside of the groups that train."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ INLINE_BYTES = 4096  # messages up to this size need one collective, larger ones
 
 
 class Exchange(Protocol):
-    """Collective over all trainer ranks; called by one thread of each rank, always the same, in the same order.
+    """Collectives over all trainer ranks. Always the same thread of each rank calls them, in the same order.
 
-    ``timeout_s`` bounds how long a rank waits for the others; None is the exchange's own bound.
+    ``timeout_s`` bounds the wait for the other ranks; None stands for the exchange's own bound.
     """
 
     @property
     def rank(self) -> int: ...
 
     def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """What every rank gave, in rank order. Raises PublishError if a rank does not come."""
+        """Return the data of every rank, in rank order. Raises PublishError if a rank does not take part."""
         ...
 
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
-        """What rank 0 gave; the others give None. Raises PublishError if rank 0 does not come."""
+        """Return the data of rank 0; the other ranks pass None. Raises PublishError if rank 0 does not take part."""
         ...
 
     def send(self, data: np.ndarray, to: int) -> None:
-        """Give ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`. Concerns these two ranks only.
+        """Send ``data`` (uint8, contiguous) to rank ``to``, which calls `receive`; not collective.
 
-        Raises PublishError if the other rank does not come.
+        Raises PublishError if the other rank does not take part.
         """
         ...
 
     def receive(self, room: np.ndarray, source: int) -> None:
-        """Fill ``room`` (uint8, contiguous) with what rank ``source`` sends. Raises PublishError like `send`."""
+        """Fill ``room`` (uint8, contiguous) with the data of rank ``source``. Raises PublishError like `send`."""
         ...
 
 
 class SoloExchange:
-    """A trainer of one rank."""
+    """Exchange of a trainer with one rank."""
 
     rank = 0
 
@@ -64,7 +64,7 @@ class SoloExchange:
 
 
 class GroupExchange:
-    """A gloo group of its own over all ranks of the default process group (made collectively)."""
+    """Exchange over a separate gloo group of all ranks of the default process group (created collectively)."""
 
     def __init__(self, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -73,7 +73,7 @@ class GroupExchange:
         self._world = dist.get_world_size()
 
     def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Raises PublishError if a rank does not come in time; the exchange is of no more use then."""
+        """Raises PublishError if a rank does not take part in time; the exchange is unusable afterwards."""
         heads = self._gather(_framed(data, INLINE_BYTES), timeout_s)
         sizes = [_size(head) for head in heads]
         widest = max(sizes)
@@ -82,7 +82,7 @@ class GroupExchange:
         return [_unframed(head) for head in heads]
 
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:
-        """Raises PublishError if a rank does not come in time; the exchange is of no more use then."""
+        """Raises PublishError if a rank does not take part in time; the exchange is unusable afterwards."""
         head = self._broadcast(_framed(data or b"", INLINE_BYTES), timeout_s)
         if _size(head) > INLINE_BYTES:
             head = self._broadcast(_framed(data or b"", _size(head)), timeout_s)
@@ -130,7 +130,7 @@ class GroupExchange:
 
 
 def _framed(data: bytes, room: int) -> torch.Tensor:
-    """uint8 [8 + room]: length, then as much of ``data`` as fits."""
+    """Frame ``data`` as uint8 [8 + room]: its length, then as much of it as fits."""
     frame = torch.zeros(8 + room, dtype=torch.uint8)
     head = len(data).to_bytes(8, "little") + data[:room]
     frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)

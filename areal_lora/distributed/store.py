@@ -1,7 +1,7 @@
-"""A store for torch.distributed that only processes with the run secret can reach: the client's half.
+"""Client of the authenticated store for torch.distributed (``store_server``).
 
-torch calls a ``CurveStore`` from C++ through its virtual methods. It takes Python's lock (GIL) for that, and every
-wait in here gives the lock up, so the server may be a thread of the same process.
+torch calls a ``CurveStore`` from C++ through its virtual methods and takes the GIL for each call. Every wait in this
+module releases the GIL, so the server may be a thread of the same process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from areal_lora.network.curve import HANDSHAKE_REFUSED, connect_curve
 
 
 class _Connection:
-    """Used by one thread at a time. Not connected again once lost. Raises DistNetworkError, DistStoreError."""
+    """A connection for one thread at a time. Never reconnects. Raises DistNetworkError, DistStoreError."""
 
     _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
@@ -65,11 +65,11 @@ class _Connection:
             raise
 
     def usable(self) -> bool:
-        """Whether it was not lost while nobody used it: after the handshake every event is an end."""
+        """Whether the idle connection still stands: after the handshake every event reports its end."""
         return not self._monitor.poll(0)
 
     def exchange(self, request: StoreRequest, deadline: float) -> StoreReply | None:
-        """The reply; None at ``deadline``, after which the connection is of no more use."""
+        """Return the reply, or None at ``deadline``; the connection is unusable after that."""
         number = next(self._numbers).to_bytes(8, "little")
         try:
             self._socket.send_multipart([number, msgspec.msgpack.encode(request)], zmq.NOBLOCK)
@@ -82,7 +82,7 @@ class _Connection:
         return msgspec.msgpack.decode(payload, type=StoreReply)
 
     def _wait(self, wanted: zmq.Socket[bytes], deadline: float) -> bool:
-        """Whether a message on ``wanted``, or the end of the handshake, came in time."""
+        """Whether a message on ``wanted``, or the end of the handshake, arrived in time."""
         while True:
             left_ms = max(0, int((deadline - time.monotonic()) * 1000) + 1)
             ready = dict(self._poller.poll(left_ms))
@@ -108,13 +108,15 @@ class _Connection:
 
 
 class CurveStore(dist.Store):
-    """A client of a ``StoreServer``, for any number of threads. Connects at once.
+    """Client of a ``StoreServer`` for any number of threads. The constructor connects.
 
-    Methods and errors are those of ``torch.distributed.TCPStore`` (DistStoreError where a key does not come
-    in time, DistNetworkError where the server is gone); queues and ``list_keys`` are not there, torch's base class does
-    not pass them on to Python. A server that ends wakes who waits. Keeps itself alive until ``close``: process
-    groups hold only its C++ half, which does nothing by itself.
+    Methods and errors are those of ``torch.distributed.TCPStore``: DistStoreError if a key is not set in time,
+    DistNetworkError if the server has ended. Queues and ``list_keys`` are missing, because torch's base class does
+    not forward them to Python. A server that ends wakes all waiting threads. The store keeps itself alive until
+    ``close``: process groups hold only its C++ half, which cannot work alone.
     """
+
+    # More than 15 methods: torch's Store prescribes the names below.
 
     _open: ClassVar[set[CurveStore]] = set()
 
@@ -134,7 +136,7 @@ class CurveStore(dist.Store):
             raise
 
     def close(self) -> None:
-        """Threads that wait in here go on to their deadline; further calls fail."""
+        """Refuse further calls. Calls in progress continue up to their deadline."""
         with self._lock:
             self._closed = True
             while self._idle:
@@ -185,7 +187,7 @@ class CurveStore(dist.Store):
         return True
 
     def clone(self) -> Self:
-        """This store: calls of several threads do not wait for each other."""
+        """Return this store: calls of several threads do not wait for each other."""
         return self
 
     # ------------------------------------------------------------ requests

@@ -1,11 +1,11 @@
-"""The serving half of a store for torch.distributed that only processes with the run secret can reach.
+"""Server of the authenticated store for torch.distributed.
 
-torch's ``TCPStore`` has no authentication: whoever reaches its port reads and overwrites every key. This one has
-the same operations behind zmq CURVE, with keys derived from the run secret::
+torch's ``TCPStore`` has no authentication: every process that reaches its port can read and overwrite every key.
+This store has the same operations behind zmq CURVE, with keys derived from the run secret::
 
     StoreServer (rank 0, one thread)  <-- ROUTER, CURVE, exactly one address --  CurveStore (every rank, ``store``)
 
-Traffic is encrypted, and both sides have proved that they know the secret before a byte of a request is read.
+Traffic is encrypted. Both sides prove that they know the secret before the server reads a byte of a request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal_lora.processes.watched import watched_thread
 
 SERVER_ROLE, CLIENT_ROLE = "torch-store", "torch-store-client"  # CURVE identities
 MAX_MESSAGE_BYTES = 16 << 20  # torch keeps addresses, ids and counters here
-FORGET_S = 5.0  # how often requests whose sender has given up are looked for
+FORGET_S = 5.0  # interval of dropping requests whose deadline has passed
 _ZAP = "inproc://zeromq.zap.01"
 
 log = get_logger(__name__)
@@ -66,7 +66,7 @@ class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Await(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answered when all keys are there, with their values if ``fetch``; never if that takes over ``timeout_s``."""
+    """Answered when all keys are set, with their values if ``fetch``; never after ``timeout_s``."""
 
     keys: list[str]
     timeout_s: float
@@ -77,7 +77,7 @@ StoreRequest = Put | Append | Add | Swap | Delete | Has | Count | Await
 
 
 class StoreReply(msgspec.Struct, frozen=True, array_like=True):
-    """``error`` is empty if it worked."""
+    """Reply to any request; ``error`` is empty on success."""
 
     number: int = 0
     values: list[bytes] = []
@@ -85,7 +85,7 @@ class StoreReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Table:
-    """Keys and values, and who waits for which key. No input or output: ``answer`` sends a reply to a waiter."""
+    """Keys, values, and the senders that wait for missing keys. Does no I/O: ``answer`` sends a reply to a sender."""
 
     def __init__(self, answer: Callable[[list[bytes], StoreReply], None], clock: Callable[[], float]) -> None:
         self._answer, self._clock = answer, clock
@@ -129,7 +129,7 @@ class Table:
         self._answer(sender, reply)
 
     def forget_late(self) -> None:
-        """Drop waiters that have given up."""
+        """Drop waiting requests whose deadline has passed."""
         now = self._clock()
         for key, waiters in list(self._waiting.items()):
             self._waiting[key] = [w for w in waiters if w[2] > now]
@@ -154,13 +154,13 @@ class Table:
 
 
 class StoreServer:
-    """Listens on exactly ``host``, on a ``port`` that the system chooses; serves from one daemon thread."""
+    """Serve a table from one daemon thread, on exactly ``host`` and a ``port`` that the system chooses."""
 
     def __init__(self, host: str, secret: str) -> None:
         self._allowed = zmq_curve_keys(secret, CLIENT_ROLE)[0]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP)  # before the other: it must never accept without being asked
+        self._zap.bind(_ZAP)  # before the other socket, which must never accept a client without this check
         self._stop, self._stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._stopped.bind("inproc://stop")
         self._stop.connect("inproc://stop")
@@ -180,7 +180,7 @@ class StoreServer:
         self._thread = watched_thread("torch-store", self._serve)
 
     def close(self) -> None:
-        """Stop listening; who waits for a key here is cut off at once."""
+        """Stop listening; clients that wait for a key are disconnected at once."""
         with self._closing:
             if not self._stop.closed:
                 self._stop.send(b"")
@@ -208,7 +208,7 @@ class StoreServer:
             socket.close(linger=0)
 
     def _admit(self) -> None:
-        """Answer zmq's question whether a client that has proved to own a key may come in (ZMTP's RFC 27)."""
+        """Answer zmq's request to admit a client that has proved to own a key (ZAP, ZeroMQ RFC 27)."""
         version, request_id, _, address, _, mechanism, *keys = self._zap.recv_multipart()
         good = mechanism == b"CURVE" and keys == [z85.decode(self._allowed)]
         if not good:

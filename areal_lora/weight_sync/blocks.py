@@ -1,7 +1,7 @@
-"""Plans of strided copies between an adapter's places: trainer parameters, wire buffers, serving slots.
+"""Plans of strided copies between the memories of an adapter: trainer parameters, wire buffers, serving slots.
 
-A plan is data (int64 arrays), made once per layout and checked against the memories it touches;
-``TensorBlocks.copy`` then runs it in compiled code. The same plan read backwards is the inverse.
+A plan is data (int64 arrays), made once per layout and checked against the memories that it touches.
+``TensorBlocks.copy`` runs it in compiled code. The reversed plan is the inverse.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks, fingerprints,
 
 KINDS = {"float32": F32, "bfloat16": BF16}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_KEYS = fixed_keys("fingerprint", 1024)  # so many stay in the first-level cache beside the data
+_KEYS = fixed_keys("fingerprint", 1024)  # as many as stay in the first-level cache beside the data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Fingerprints and faults of a shard's tensors, filled in as they pass.
+    """Fingerprints and faults of a shard's tensors, filled in as the tensors are copied.
 
     ``offsets`` (bytes) and ``sizes`` (elements) int64 [n]; ``sums`` uint64 [n]; ``bad`` uint8 [n] is 1
     where a tensor holds NaN or infinity.
@@ -99,7 +99,7 @@ class TensorBlocks:
         return len(self.first) - 1
 
     def check(self, *, src_bytes: int, dst_bytes: np.ndarray | int, slots: int = 1) -> None:
-        """Raises ValueError if a block leaves its memory. ``dst_bytes`` is one size, or one per block."""
+        """Raise ValueError if a block leaves its memory. ``dst_bytes`` is one size, or one per block."""
         for what, start, pitch, step, item, limit in (
             ("source", self.src, self.src_pitch, 0, ITEM_BYTES[self.src_dtype], src_bytes),
             ("destination", self.dst, self.dst_pitch, self.dst_step, ITEM_BYTES[self.dst_dtype], dst_bytes),
@@ -110,11 +110,11 @@ class TensorBlocks:
                 raise ValueError(f"block {wrong[0]} leaves its {what} ({start[wrong[0]]}..{end[wrong[0]]})")
 
     def moved(self, src_by: np.ndarray | int = 0, dst_by: np.ndarray | int = 0) -> TensorBlocks:
-        """With other starts: to go from offsets to addresses."""
+        """Shift all starts, for example from offsets to addresses."""
         return self._with(src=self.src + src_by, dst=self.dst + dst_by)
 
     def reversed(self) -> TensorBlocks:
-        """Source and destination exchanged, without scale and slots. Raises ValueError if there were any."""
+        """Exchange source and destination. Raises ValueError for a plan with scales or slots."""
         if self.dst_step.any() or (self.scale != 1).any():
             raise ValueError("a plan that scales or fills slots has no inverse")
         return self._with(
@@ -135,9 +135,9 @@ class TensorBlocks:
         tensors: tuple[int, int] | None = None,
         marks: Marks | None = None,
     ) -> None:
-        """Run the blocks of tensors ``[a, b)`` (all by default) between two memories given by address.
+        """Copy the blocks of tensors ``[a, b)`` (all by default) between two memories given by address.
 
-        ``marks``, if given, measure the source on the way. The caller keeps both memories alive.
+        ``marks``, if given, measure the source in the same pass. The caller keeps both memories alive.
         Releases the GIL; uses the calling thread only.
         """
         a, b = tensors if tensors is not None else (0, self.n_tensors)

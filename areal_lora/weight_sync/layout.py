@@ -1,11 +1,11 @@
-"""Where every tensor of an adapter lies on the wire. Made once, the same on all ranks, known by its digest.
+"""Layout of an adapter on the wire: computed once, equal on all ranks, named by its digest.
 
 A wire name is the Hugging Face module path without prefix, for example
 ``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight`` with shape ``[rank, in]``, and
 ``...lora_B.weight`` with shape ``[out, rank]``. ``alpha / rank`` is not folded in. A tensor that
-serves several names lies there once (contract C5); ``aliases`` maps the others to it.
+serves several names is sent once (contract C5); ``aliases`` maps the others to it.
 
-A publish only says which layout it uses, so its cost does not grow with names.
+A publish only names its layout, so its cost does not grow with names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ShardLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Everything about an adapter on the wire that does not change from version to version."""
+    """All properties of an adapter on the wire that do not change from version to version."""
 
     spec: AdapterSpec
     dtype: str  # "float32" | "bfloat16"
@@ -60,7 +60,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE2b-128 of the encoded layout: how manifests name it."""
+        """BLAKE2b-128 of the encoded layout; manifests name a layout by it."""
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
 
     @property
@@ -83,10 +83,10 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def weights(self) -> tuple[np.ndarray, ...]:
-        """Per shard the multipliers of ``seal.shard_sum``, uint64 [tensors, 2]: keys of the places of a tensor's
-        names in sorted order, added up.
+        """Multipliers of ``seal.shard_sum`` per shard, uint64 [tensors, 2]: for each tensor the sum of the keys that
+        belong to the places of its names in sorted order.
 
-        So the sum does not depend on how the trainer is sharded, nor on which names share a tensor on the wire.
+        The sum depends neither on the sharding of the trainer nor on which names share a tensor on the wire.
         """
         index = {t.name: i for i, t in enumerate(t for s in self.shards for t in s.tensors)}
         owner = [index[self.aliases.get(name, name)] for name in self._full_names]
@@ -99,7 +99,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def make_layout(
     spec: AdapterSpec, dtype: str, owned: Mapping[int, Sequence[tuple[str, Shape]]], aliases: Mapping[str, str]
 ) -> AdapterLayout:
-    """Lay out what each source rank owns, in the given order.
+    """Lay out the tensors that each source rank owns, in the given order.
 
     Raises ManifestError (``dtype``, ``duplicate``, ``unknown_tensor``).
     """
@@ -111,7 +111,7 @@ def make_layout(
         places, offset = [], 0
         for name, shape in tensors:
             if name in seen or name in aliases:
-                raise ManifestError(Refusal.DUPLICATE, f"{name} comes twice (again from source rank {source})")
+                raise ManifestError(Refusal.DUPLICATE, f"{name} is declared twice (again by source rank {source})")
             seen.add(name)
             places.append(WireTensor(name, tuple(shape), offset))
             offset += math.prod(shape) * ITEM_BYTES[dtype]
@@ -140,7 +140,7 @@ def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut a shard between tensors into buckets of at most ``bucket_bytes`` (one tensor may be larger).
 
     Packing and writing are about twice as fast as the wire. So buckets begin small and double, and
-    halve again at the end: the wire never waits for packing, and little is left to write after it.
+    halve again at the end: the wire never waits for packing, and little remains to be written after it.
     """
     ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes] if shard.tensors else []
     buckets: list[Bucket] = []
@@ -158,7 +158,7 @@ def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
 
 
 def _goals(nbytes: int, bucket_bytes: int) -> list[int]:
-    """Where buckets should end if tensors were grains of sand: a ramp up, equal ones, a ramp down, ``nbytes``."""
+    """Ideal ends of buckets if tensors could be cut anywhere: a ramp up, equal buckets, a ramp down, ``nbytes``."""
     ramp = [max(bucket_bytes >> k, 1) for k in range(RAMP, 0, -1)]
     while ramp and 2 * sum(ramp) > nbytes:
         ramp.pop()  # too little for the whole ramp

@@ -1,6 +1,6 @@
 """The manifest of a publish: its wire form, and the checks that refuse a wrong one (contract C3).
 
-Everything here is pure: no tensor is touched, nothing is sent.
+All functions are pure: they touch no tensor and send nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MAGIC = b"ALM3"  # wire format version of an encoded announcement
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /admin/publish``. The layout comes along when the server may not know it yet.
+    """Body of ``POST /admin/publish``. The layout is included if the server may not know it.
 
-    ``timeout_s`` is how long the sender waits for the transfer, from the moment it sends this: a duration, because
-    clocks of two machines differ. What has not ended by then must be dropped.
+    ``timeout_s`` is the time from sending the request to the end of the transfer: a duration, because clocks of two
+    machines differ. The server must drop a transfer that has not ended by then.
     """
 
     manifest: ShardManifest
@@ -33,7 +33,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Envelope:
-    """An announcement that several servers get, each with the time that is left when it is sent."""
+    """An announcement for several servers, each with the remaining time when it is sent."""
 
     def __init__(self, manifest: ShardManifest, layout: AdapterLayout | None) -> None:
         self._manifest, self._layout = manifest, msgspec.Raw(msgspec.msgpack.encode(layout))
@@ -45,7 +45,7 @@ class Envelope:
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    """An ``Announcement`` whose layout, a few megabytes, was encoded before."""
+    """An ``Announcement`` whose layout, a few megabytes, is already encoded."""
 
     manifest: ShardManifest
     layout: msgspec.Raw
@@ -57,7 +57,7 @@ def encode(announcement: Announcement) -> bytes:
 
 
 def decode(data: bytes) -> Announcement:
-    """Inverse of ``encode``, types checked. Raises ManifestError (``malformed``)."""
+    """Decode and check the types of an announcement. Raises ManifestError (``malformed``)."""
     if data[: len(_MAGIC)] != _MAGIC:
         raise ManifestError(Refusal.MALFORMED, "not a manifest of this wire format; run one version of areal_lora")
     try:
@@ -65,7 +65,7 @@ def decode(data: bytes) -> Announcement:
     except msgspec.MsgspecError as e:
         raise ManifestError(Refusal.MALFORMED, str(e)) from e
     if not 0.0 < announcement.timeout_s < math.inf:
-        raise ManifestError(Refusal.MALFORMED, f"its sender waits for {announcement.timeout_s} s")
+        raise ManifestError(Refusal.MALFORMED, f"timeout_s is {announcement.timeout_s}, it must be positive and finite")
     return announcement
 
 
@@ -77,11 +77,10 @@ def check_successor(
     base_digest: str,
     declared: AdapterSpec | None,
 ) -> None:
-    """Whether ``manifest`` of an adapter ``spec`` may follow ``current`` in this run on this base.
+    """Raise ManifestError unless ``manifest`` of an adapter ``spec`` may follow ``current`` in this run on this base.
 
-    ``declared`` is what the adapter was declared or first published as; None accepts any. Paths
-    (``base_model``) and ``dropout`` may differ: they do not change what is served. Raises
-    ManifestError.
+    ``declared`` is the declared or first published spec of the adapter; None accepts any. Paths
+    (``base_model``) and ``dropout`` may differ: they do not change what is served.
     """
     ref, parent = manifest.ref, manifest.parent
     if manifest.run != run:
@@ -107,10 +106,10 @@ def check_successor(
 
 
 def check_layout(layout: AdapterLayout, expected: Mapping[str, Shape]) -> None:
-    """Whether the tensors on the wire and the aliases cover ``expected`` exactly, each name once.
+    """Raise ManifestError unless the tensors on the wire and the aliases cover ``expected`` exactly, each name once.
 
     ``expected`` maps every full name the engine serves to its shape at the layout's rank.
-    Also checks that tensors lie back to back in their shard. Raises ManifestError.
+    Also checks that tensors lie back to back in their shard.
     """
     if layout.dtype not in ITEM_BYTES:
         raise ManifestError(Refusal.DTYPE, f"wire dtype {layout.dtype!r} is not one of {sorted(ITEM_BYTES)}")
@@ -123,7 +122,7 @@ def check_layout(layout: AdapterLayout, expected: Mapping[str, Shape]) -> None:
         _check_shard(shard, ITEM_BYTES[layout.dtype])
         for t in shard.tensors:
             if t.name in wire:
-                raise ManifestError(Refusal.DUPLICATE, f"{t.name} comes twice")
+                raise ManifestError(Refusal.DUPLICATE, f"{t.name} is declared twice")
             wire[t.name] = t.shape
             _check_name(t.name, t.shape, expected)
     for name, target in layout.aliases.items():
@@ -161,7 +160,7 @@ def _check_name(name: str, shape: Shape, expected: Mapping[str, Shape]) -> None:
     if want is None:
         if name.startswith(FILE_PREFIX):
             raise ManifestError(Refusal.PREFIX, f"{name} carries the file prefix {FILE_PREFIX!r}; wire names do not")
-        raise ManifestError(Refusal.UNKNOWN_TENSOR, f"{name} is nothing this engine serves")
+        raise ManifestError(Refusal.UNKNOWN_TENSOR, f"{name} is not served by this engine")
     if shape == want:
         return
     rank_axis = 0 if ".lora_A." in name else 1

@@ -1,4 +1,4 @@
-"""Messages of the admin plane, over which a trainer drives publishes (``trainer.admin_client``).
+"""Messages of the admin plane: a trainer's requests to the rollout servers during a publish.
 
 HTTP over TLS of this run (``network.tls``). All bodies are msgpack (``msgspec``), at most ``MAX_BODY_BYTES`` long;
 every request carries ``Authorization: Bearer <key of the admin plane>``.
@@ -12,7 +12,7 @@ GET      ``/admin/ping``     none                                    200 ``PingR
 POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
 POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``PublishReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
-POST     ``/admin/shutdown`` none                                    200, then it ends to be started anew
+POST     ``/admin/shutdown`` none                                    200, then the server exits
 =======  ==================  ======================================  =================================
 
 A refusal is 409 with ``RefusalReply``; a missing or wrong key is 401, a longer body 413; anything else
@@ -20,11 +20,11 @@ that is not 200 is a failure of the server. ``/admin/join`` answers when all wor
 are members of all groups, ``/admin/publish`` when the version can be requested by name.
 
 The trainer posts ``/admin/publish`` and broadcasts at the same time. A server must therefore
-hand every announcement it can decode to its receivers, also one it is going to refuse:
-``AdapterReceiver.begin`` drains the transfer of a refused version (or one that finds no free
-slot, ``slot=None``), which keeps the groups usable for the next one. A version that is active
-already is taken off the wire too and answered as before: when one server was lost, a trainer
-sends again to all others.
+pass every announcement that it can decode to its receivers, also one that it refuses:
+``AdapterReceiver.begin`` drains the transfer of a refused version (or, with ``slot=None``, of one
+without a free slot), which keeps the groups usable. The transfer of a version that is already
+active is drained and acknowledged again: when a server was lost, the trainer sends the version
+again to all others.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ JOIN_PATH = "/admin/join"
 PUBLISH_PATH = "/admin/publish"
 SCORE_PATH = "/admin/score"
 SHUTDOWN_PATH = "/admin/shutdown"
-RESTART_EXIT = 75  # of a server that was shut down over the admin plane: EX_TEMPFAIL, the launcher starts it again
-PING_S = 2.0  # a worker whose thread is silent for this long is taken for stopped
+RESTART_EXIT = 75  # exit code of a server after /admin/shutdown: EX_TEMPFAIL, the launcher restarts it
+PING_S = 2.0  # a worker whose thread does not answer for this long counts as stopped
 CONTENT_TYPE = "application/msgpack"
 MAX_BODY_BYTES = 64 << 20  # a layout of 73,000 tensors takes 5 MB, a token of a sequence to be scored at most 5 bytes
 
@@ -55,9 +55,9 @@ class AdminMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One life of a rollout server: a restarted one has the same ``name`` and other ports.
+    """One session of a rollout server: a restarted server has the same ``name`` and other ports.
 
-    ``workers`` is its tensor parallel size. The admin plane always speaks TLS, the data plane if ``data_tls``.
+    ``workers`` is its tensor parallel size. The admin plane always uses TLS, the data plane if ``data_tls``.
     """
 
     name: str
@@ -76,10 +76,10 @@ class ServerEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One broadcast group: the store of trainer rank ``source``, and what its members must agree on.
+    """One broadcast group: the store of trainer rank ``source``, and the settings that all members share.
 
-    ``world`` counts the source (rank 0) and all receivers. Who joins needs the run secret for the store, and
-    ``token``, which prefixes its keys and was told over the admin plane.
+    ``world`` counts the source (rank 0) and all receivers. A member needs the run secret for the store, and
+    ``token``, which prefixes the store's keys and is sent over the admin plane.
     """
 
     source: int
@@ -92,10 +92,10 @@ class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server has done since it serves. ``idle_s`` of ``up_s`` seconds no sequence was running.
+    """Counters of a server since it started to serve. In ``idle_s`` of ``up_s`` seconds no sequence was running.
 
     ``running`` and ``waiting`` are sequences now; ``prompt_tokens`` counts each prompt once.
-    ``interrupted`` sequences were cut and continued on a newer version, which read ``recomputed_tokens`` again.
+    ``interrupted`` sequences were cut and continued on a newer version, which recomputed ``recomputed_tokens``.
     """
 
     up_s: float = 0.0
@@ -111,7 +111,7 @@ class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class InfoReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server is. ``refs`` are the versions that can be requested now."""
+    """Identity of a server. ``refs`` are the versions that can be requested now."""
 
     run: str
     model: str
@@ -123,7 +123,7 @@ class InfoReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModulesReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What can be adapted: (inputs, outputs) of every module by Hugging Face name; ``slots`` versions fit."""
+    """Modules that can be adapted: (inputs, outputs) by Hugging Face name; ``slots`` versions fit."""
 
     modules: dict[str, tuple[int, int]]
     slots: int
@@ -148,10 +148,10 @@ class JoinReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker's receiver reports once per ``begin``, from its background thread.
+    """Report of a worker's receiver, once per ``begin``, from its background thread.
 
-    ``reason`` is empty if ``ok``, else a ``refusal.Refusal`` word. ``digest`` speaks of
-    the verified bytes (``seal.adapter_digest``). ``slot`` is -1 where none was given.
+    ``reason`` is empty if ``ok``, else a ``refusal.Refusal`` word. ``digest`` is the ``seal.adapter_digest``
+    of the verified bytes. ``slot`` is -1 without a slot.
     """
 
     ref: str
@@ -167,8 +167,8 @@ class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
 
 class PublishReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify``, ``write``
-    of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, for
-    which generation stands still; ``commit_wait``, ``commit`` with the wait for its turn."""
+    of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, the
+    pause of generation; ``commit_wait``, ``commit`` including the wait for its turn."""
 
     ref: str
     digest: str
@@ -194,7 +194,7 @@ class ScoreRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ScoreReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``logprobs[n][t]`` speaks of token t of sequence n given the tokens before it; entry 0 is 0.0."""
+    """``logprobs[n][t]`` is that of token t of sequence n given the tokens before it; entry 0 is 0.0."""
 
     logprobs: list[list[float]]
 
@@ -204,5 +204,5 @@ def encode_message(message: AdminMessage) -> bytes:
 
 
 def decode_message(body: bytes, kind: type[M]) -> M:
-    """Strict decode. Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
+    """Decode strictly. Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
     return msgspec.msgpack.decode(body, type=kind)

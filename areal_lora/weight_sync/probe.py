@@ -1,9 +1,9 @@
 """The truth check after a publish: trainer and server must score fixed sequences alike (contract C6).
 
-Two comparisons. Between trainer and server the kernels differ, and a tolerance must leave room for their
-rounding, so it cannot see an adapter whose effect is smaller. Within the server the kernels are the same and
-rounding cancels: where the trainer says that the new version answers otherwise than the base or the version
-before, the server must move, too::
+The check makes two comparisons. Trainer and server use different kernels; the tolerance has to cover their
+rounding and hides an adapter with a smaller effect. Within the server the kernels are the same and rounding
+cancels: where the trainer's new version scores differently from the base or the previous version, the
+server's scores must change, too::
 
     trainer   v - base, v - (v-1)     where, and how much, at the tokens with the largest differences
     server    v - base, v - (v-1)     must not be nothing there
@@ -21,20 +21,20 @@ from areal_lora.types import AdapterRef
 Rows = Sequence[Sequence[float]]
 
 SMALLEST = 1e-5  # nats; what fp32 rounding makes of log-probabilities is a tenth of it
-CLEAR = 4.0  # times the trainer's own noise: what is a difference at all
-MOST = 32  # tokens that are looked at, those with the largest differences
+CLEAR = 4.0  # times the trainer's own noise: the smallest difference that counts
+MOST = 32  # tokens that are compared, those with the largest differences
 FEWEST = 16  # with fewer of them only exact equality counts
-STILL = 0.25  # a token that moved by less than this part of what the trainer says did not move
+STILL = 0.25  # a token that moved by less than this part of the trainer's difference did not move
 SHARE = 0.75  # of the tokens that must not have moved; of a right server noise alone holds back at most an eighth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeExpectation:
-    """What the trainer says about N probe sequences under the version being published.
+    """The trainer's scores of N probe sequences under the version that is published.
 
-    ``logprobs[n][t]`` speaks of token t given the tokens before it; entry 0 carries nothing. ``base`` are the
-    same under the trainer's own base, ``before`` under ``parent``, the version it published before; None where
-    that is not known. ``noise`` is how far two scorings of one thing by the trainer lie apart at most.
+    ``logprobs[n][t]`` is that of token t given the tokens before it; entry 0 is unused. ``base`` are the
+    scores under the trainer's base, ``before`` those under ``parent``, the previously published version; None if
+    unknown. ``noise`` bounds the difference between two scorings of the same tokens by the trainer.
     """
 
     token_ids: list[list[int]]  # [N][T_n]
@@ -49,7 +49,7 @@ class ProbeExpectation:
 class ProbeResult:
     """Mean and largest |logp trainer - logp server| over all scored tokens.
 
-    ``differs`` says whether the server scores differently from its own base.
+    ``differs``: the server scores differently from its own base.
     """
 
     mean_abs: float
@@ -66,9 +66,9 @@ def check_probe(
     tolerance: float,
     before: Rows | None = None,
 ) -> ProbeResult:
-    """Compare one server's answer. All rows are [N][T_n] like ``expected.logprobs``.
+    """Compare one server's scores. All rows are [N][T_n] like ``expected.logprobs``.
 
-    ``before`` are the server's scores of ``expected.parent``, None where it never gave any. Raises ParityError if
+    ``before`` are the server's scores of ``expected.parent``, None if unknown. Raises ParityError if
     lengths differ, a value is not finite, the mean difference is above ``tolerance``, or the adapter should show
     but ``served`` still answers like ``base`` or ``before``.
     """
@@ -109,8 +109,8 @@ def check_probe(
 def _stayed(wanted: Sequence[float], got: Sequence[float], noise: float) -> bool:
     """Whether the server did not move although the trainer did; ``wanted`` and ``got`` are both sides' differences.
 
-    Exact equality is proof. Otherwise the tokens vote, each by whether it moved, so that one token with a large
-    rounding error decides nothing. Noise of the server cannot cancel the right movement at most tokens.
+    Exact equality is proof. Otherwise each token votes by whether it moved, so that one token with a large
+    rounding error cannot decide. Noise of the server cannot cancel the right movement at most tokens.
     """
     floor = max(SMALLEST, CLEAR * noise)
     clear = sorted((t for t, d in enumerate(wanted) if abs(d) > floor), key=lambda t: -abs(wanted[t]))[:MOST]

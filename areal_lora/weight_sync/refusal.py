@@ -1,4 +1,4 @@
-"""Why a publish was refused: the words of ``ManifestError.reason``."""
+"""Reasons for refusing a publish: the words of ``ManifestError.reason``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Refusal(StrEnum):
     WRONG_BASE = "wrong_base"
     STALE_VERSION = "stale_version"  # older than the current one, or a parent that is not older
     DUPLICATE = "duplicate"  # the current version again (a server acknowledges it again), or one name twice
-    UNKNOWN_LAYOUT = "unknown_layout"  # a digest this server was never sent
+    UNKNOWN_LAYOUT = "unknown_layout"  # a digest of a layout that was never sent to this server
     UNKNOWN_TENSOR = "unknown_tensor"
     MISSING_TENSOR = "missing_tensor"
     PREFIX = "prefix"
@@ -23,6 +23,6 @@ class Refusal(StrEnum):
     SIZE = "size"
     HASH = "hash"
     NON_FINITE = "non_finite"
-    SLOT = "slot"  # no free place on the server yet: running requests hold them
+    SLOT = "slot"  # no free adapter slot on the server yet: running requests hold them
     WIRE = "wire"  # the transfer broke or missed its deadline
     WRITE = "write"  # the engine failed to take the tensors

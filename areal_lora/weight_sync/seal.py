@@ -1,4 +1,4 @@
-"""What proves that a shard arrived whole: sums of its fingerprints, the trailer with the seal, the adapter's digest."""
+"""Integrity of a publish: sums of fingerprints, the trailer with its seal, the digest of an adapter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from areal_lora.weight_sync.kernels import weighted_sum
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout
 
 SEAL_BYTES = 16
-LINE_BYTES = 64  # of a processor's cache; fingerprints are aligned to it
+LINE_BYTES = 64  # cache line; fingerprints are aligned to it
 
 
 def shard_sum(layout: AdapterLayout, shard: int, sums: np.ndarray) -> int:
-    """One number of 64 bits for all fingerprints (uint64 [tensors]) of a shard, given by its index.
+    """Combine all fingerprints (uint64 [tensors]) of a shard, given by its index, into 64 bits.
 
     Multilinear like the fingerprints themselves; a cryptographic hash of 300 kB would take longer
     than comparing them.
@@ -25,7 +25,7 @@ def shard_sum(layout: AdapterLayout, shard: int, sums: np.ndarray) -> int:
 
 
 def seal(ref: AdapterRef, layout_digest: str, shard_sum: int) -> bytes:
-    """Ties the fingerprints of a shard to the version and layout they belong to, ``SEAL_BYTES`` long."""
+    """Tie the fingerprints of a shard to their version and layout; ``SEAL_BYTES`` long."""
     head = f"{ref}\0{layout_digest}\0".encode()
     return hashlib.blake2b(head + shard_sum.to_bytes(8, "little"), digest_size=SEAL_BYTES).digest()
 
@@ -36,7 +36,7 @@ def trailer_bytes(shard: ShardLayout) -> int:
 
 
 def trailer_part(shard: ShardLayout) -> tuple[int, int]:
-    """Where the trailer begins and ends in the memory of a packed shard, after the tensors."""
+    """(begin, end) of the trailer in the memory of a packed shard, after the tensors."""
     begin = -(-shard.nbytes // LINE_BYTES) * LINE_BYTES
     return begin, begin + trailer_bytes(shard)
 

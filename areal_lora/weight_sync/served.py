@@ -1,7 +1,7 @@
-"""What a server can adapt, and whether an adapter fits it: asked once, before step 0.
+"""Compare an adapter with the modules that a server can adapt, once, before step 0.
 
-vLLM ignores what it does not know: a publish to it would look fine and the policy would be the
-base model's in places. So names and sizes are compared before anything is trained.
+vLLM ignores unknown names: a publish would succeed, and parts of the policy would be the base
+model's. Therefore names and sizes are compared before training starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHOWN = 3  # modules named in an error
 
 
 def covered(module: str, target_modules: Iterable[str]) -> bool:
-    """Whether canonical targets mean a Hugging Face module (without prefix)."""
+    """Whether canonical targets cover a Hugging Face module (name without prefix)."""
     found = target_of(module)
     return found is not None and covers(tuple(target_modules), *found)
 
@@ -41,7 +41,7 @@ def served_shapes(modules: Mapping[str, tuple[int, int]], spec: AdapterSpec) -> 
 
 
 def check_served(layout: AdapterLayout, reply: ModulesReply) -> None:
-    """Whether a server takes exactly what the trainer has. Raises AdapterError naming the modules."""
+    """Raise AdapterError with the modules' names unless a server adapts exactly the trainer's modules."""
     spec = layout.spec
     if spec.rank > reply.max_rank:
         raise AdapterError(

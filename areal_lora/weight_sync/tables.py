@@ -19,11 +19,11 @@ class TensorTable:
         self.sizes = (ends - self.offsets) // item
 
     def end(self, tensors: int) -> int:
-        """Where the first ``tensors`` of the shard end, bytes."""
+        """End of the first ``tensors`` of the shard, bytes."""
         return 0 if tensors == 0 else int(self.offsets[tensors - 1] + self.sizes[tensors - 1] * ITEM_BYTES[self._dtype])
 
     def marks(self, sums: np.ndarray | None = None) -> Marks:
-        """Empty ones, for one version; fingerprints go to ``sums`` (uint64 [n]) if given."""
+        """Empty marks for one version; fingerprints are written to ``sums`` (uint64 [n]) if given."""
         n = len(self.offsets)
         return Marks(
             dtype=self._dtype,
@@ -35,7 +35,7 @@ class TensorTable:
 
 
 class LayoutTables:
-    """What the compiled loops need of a layout, made once: the cost of a version must not grow with names."""
+    """Tables of all shards, computed once per layout: the cost of a version must not grow with names."""
 
     def __init__(self, layout: AdapterLayout) -> None:
         self.layout = layout

@@ -23,7 +23,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("faults")
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
-        [f"run.root={root}", "run.name=faults", "trainer.world_size=1", "trainer.ep=1", "weight_sync.deadline_s=20"],
+        [f"run.root={root}", "run.name=faults", "trainer.world_size=1", "trainer.ep=1", "weight_sync.timeout_s=20"],
     )
     folder = config.run_folder.path
     folder.mkdir(parents=True)

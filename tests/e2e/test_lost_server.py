@@ -55,7 +55,7 @@ class Run:
                     "max_num_seqs": 16,
                     "kv_cache_gib": 0.1,
                 },
-                "weight_sync": {"deadline_s": DEADLINE_S, "bucket_mib": BUCKET_MIB},
+                "weight_sync": {"timeout_s": DEADLINE_S, "bucket_mib": BUCKET_MIB},
                 "cluster": {"device": "cpu", "devices_per_node": 4},
             }
         )

@@ -202,7 +202,7 @@ def server(even_model: Path, tmp_path: Path) -> Iterator[RunningServer]:
 def test_a_thousand_publishes_under_streaming_requests(server):
     layout = server.layout(adapter(server.model, 0))
     values = Values(layout, seed=1)
-    config = server.config.weight_sync.model_copy(update={"deadline_s": 60.0})
+    config = server.config.weight_sync.model_copy(update={"timeout_s": 60.0})
     secret = read_secret(RunFolder(server.folder))
     leader = Leader(run="test", secret=secret, servers=[server.admin.server], config=config)
     publisher = Publisher(run="test", config=config, exchange=SoloExchange(), role=leader, secret=secret)

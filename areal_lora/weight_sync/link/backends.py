@@ -1,4 +1,4 @@
-"""The process groups that adapters can be broadcast with, by name: one row for each kind of network."""
+"""Process groups for broadcasts, by name: one row for each kind of network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One member's place in a group to be. ``bind`` is its own address, ``device`` what it computes on."""
+    """Place of one member in a group to be formed; ``bind`` is its own address, ``device`` the one it computes on."""
 
     store: dist.Store
     rank: int
@@ -29,10 +29,10 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A process group, and the device through which host memory must go; None where it sends the host's.
+    """A process group, and the device ``through`` which it sends; None if it sends host memory.
 
     ``same_host``: receivers on the source's machine may read its memory instead. A backend that
-    sends through a device has its own ways inside a machine.
+    sends through a device has its own way inside a machine.
     """
 
     group: dist.ProcessGroup
@@ -41,7 +41,7 @@ class Backend:
 
 
 BackendFactory = Callable[[Seat], Backend]
-"""May block until all members are there. ``Work.wait`` of the group must block the host, and no longer than asked."""
+"""May block until all members have joined. ``Work.wait`` of the group must block the host, up to its time-out."""
 
 
 def gloo(seat: Seat) -> Backend:
@@ -49,13 +49,13 @@ def gloo(seat: Seat) -> Backend:
     options._timeout = delta(seat.timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.bind)]
     group = dist.ProcessGroupGloo(seat.store, seat.rank, seat.world, options)
-    return Backend(group, None, same_host=seat.device.type == "cpu")  # memory for devices is theirs
+    return Backend(group, None, same_host=seat.device.type == "cpu")  # page-locked memory cannot be shared
 
 
 def _nccl(seat: Seat) -> Backend:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = delta(seat.timeout_s)
-    # Read by the constructor. Else waiting would return at once, and a lost peer would end this process.
+    # The constructor reads it. Without it ``wait`` returns at once, and a lost peer ends this process.
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
@@ -71,17 +71,17 @@ _BACKENDS: dict[str, BackendFactory] = {"gloo": gloo, "nccl": _nccl}
 
 
 def register_backend(name: str, factory: BackendFactory) -> None:
-    """Add a backend of a platform (for example HCCL), on both sides, before groups are made."""
+    """Add the backend of a platform (for example HCCL), on both sides, before groups are formed."""
     _BACKENDS[name] = factory
 
 
 def backend_of(name: str) -> BackendFactory:
-    """Raises ConfigError for a name that nobody registered in this process."""
+    """Raises ConfigError for a name that is not registered in this process."""
     if name not in _BACKENDS:
         raise ConfigError("weight_sync", f"no broadcast backend {name!r}, known: {sorted(_BACKENDS)}")
     return _BACKENDS[name]
 
 
 def delta(seconds: float) -> timedelta:
-    """For torch, from seconds that may be used up."""
+    """Convert remaining seconds, also zero or negative ones, for torch."""
     return timedelta(seconds=max(seconds, _MIN_TIMEOUT_S))

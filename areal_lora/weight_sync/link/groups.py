@@ -1,12 +1,12 @@
-"""Broadcast groups: one per source rank, the source is rank 0, the receivers are 1..n.
+"""Broadcast groups, one per source rank: the source is rank 0, the receivers are 1..n.
 
-Each group is a process group of its own on its own store, apart from any default group, so
-that trainer and servers, which share no launcher, can meet and part at any time. The store
-lives at the source and asks for the run secret (``store``). gloo's own connections do not: see
-"Security" in docs/en/operations.md. Every wait has a deadline in seconds.
+Each group is a process group on a store of its own, independent of any default group. Trainer and
+servers, which share no launcher, can form and leave groups at any time. The store runs at the source
+and requires the run secret (``distributed.store``). gloo's own connections do not: see "Security"
+in docs/en/operations.md. Every wait has a deadline.
 
-When all have met they find out whether every receiver can read the source's memory (``same_host``).
-If so, broadcasts only tell of its versions; if one cannot, the bytes are sent to all.
+When all members have joined they agree whether every receiver can read the source's memory (``same_host``).
+If so, broadcasts carry only signals about its versions. If one cannot, the bytes are sent to all.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, Wind
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
 
-READ_BYTES = 2 << 20  # a bucket where nothing is sent costs nothing
+READ_BYTES = 2 << 20  # largest bucket if receivers read memory: small buckets cost nothing there
 CPU = torch.device("cpu")
 
 log = get_logger(__name__)
 
 
 class Broadcast:
-    """One broadcast under way. The buffer must stay untouched until ``wait`` returned or raised."""
+    """One broadcast in progress. The buffer must stay untouched until ``wait`` has returned or raised."""
 
     def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
         self._group, self._flat, self._deadline = group, flat, deadline
@@ -45,21 +45,21 @@ class Broadcast:
             self._work = group.issue(flat, deadline)
 
     def wait(self) -> None:
-        """Block until all bytes are here (or handed over). Raises PublishError at the deadline or a dead peer."""
+        """Block until all bytes are received (or handed over). Raises PublishError at the deadline, for a dead peer."""
         with _named(self._group):
             self._group.land(self._work, self._flat, self._deadline)
 
     def done(self) -> bool:
-        """Whether ``wait`` would return or raise at once, but for what a device does."""
+        """Whether ``wait`` would return or raise at once, apart from copies of a device."""
         return bool(self._work.is_completed())
 
 
 class BroadcastGroup:
-    """Membership in the group of one source. After any failure it must be closed and made anew.
+    """Membership in the group of one source. After any failure it must be closed and a new group formed.
 
-    All members start the same broadcasts, of equal sizes, in the same order. ``bucket_bytes`` is how much
-    of a shard each speaks of, ``same_host`` whether receivers read the source's memory: both are the same
-    for all members.
+    All members start the same broadcasts, of equal sizes, in the same order. All members have the same
+    ``bucket_bytes``, the largest part of a shard in one broadcast, and the same ``same_host``: receivers read
+    the source's memory.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class BroadcastGroup:
         self._ring, self._windows = Ring(device), Windows()
 
     def agree(self, willing: bool, deadline: float) -> None:
-        """Find out whether all receivers can read the source's memory. Called by all members before anything else.
+        """Agree whether all receivers can read the source's memory. All members call this first.
 
-        One that is not ``willing``, or cannot, decides for all. Raises PublishError.
+        One member that is not ``willing``, or cannot, decides for all. Raises PublishError.
         """
         if self._twins is not None or self._group is None:
             return
@@ -98,11 +98,11 @@ class BroadcastGroup:
             self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
 
     def signal(self, segment: SharedSegment, deadline: float) -> Broadcast:
-        """Source, where receivers read its memory: the version in ``segment`` begins, or is complete."""
+        """Signal to receivers that read memory: the version in ``segment`` begins, or is complete (source)."""
         return self.start(torch.frombuffer(bytearray(segment.signal().encode()), dtype=torch.uint8), deadline)
 
     def receive(self, parts: Sequence[Part], deadline: float) -> Inbox:
-        """Receiver: what the source sends of one version, or shows in its memory. The last inbox is of no use now."""
+        """Receive one version, from the wire or from the source's memory; invalidates the previous inbox (receiver)."""
         start = partial(self.start, deadline=deadline)
         if self.same_host:
             return WindowInbox(self._windows, parts, start, deadline)
@@ -114,7 +114,7 @@ class BroadcastGroup:
 
     def issue(self, flat: torch.Tensor, deadline: float) -> dist.Work:
         if self._group is None:
-            raise PublishError(f"the group of source rank {self.source} is closed; connect again")
+            raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
         if self._twins is None:
             return self._group.broadcast([flat], self._options(deadline))
         twin = self._twins.of(flat)
@@ -124,7 +124,7 @@ class BroadcastGroup:
             return self._group.broadcast([twin], self._options(deadline))
 
     def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
-        """Wait for a broadcast; what was received through a device is on the host afterwards."""
+        """Wait for a broadcast; data received through a device is on the host afterwards."""
         left = delta(deadline - time.monotonic())
         if self._twins is None:
             work.wait(left)
@@ -136,7 +136,7 @@ class BroadcastGroup:
         self._twins.synchronize()
 
     def close(self) -> None:
-        """Leave. Members that wait for this one fail at once; own transfers under way end at their deadline first."""
+        """Leave. Members that wait for this one fail at once; own transfers in progress end at their deadline first."""
         if self._group is not None:
             self._group.abort()
             self._group = None  # gloo's abort does nothing: its connections close with the last reference
@@ -151,21 +151,21 @@ class BroadcastGroup:
 
 
 class _Twins:
-    """Device memory beside host buffers, made once for each, and a stream apart from the model's."""
+    """Device memory for host buffers, allocated once for each, and a stream apart from the model's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, dict[int, torch.Tensor]()
         self._stream = torch.Stream(device=device) if device.type != "cpu" else None
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """As long as ``flat``. The same memory for buffers that begin at the same address."""
+        """Device memory as long as ``flat``, the same memory for buffers that begin at the same address."""
         held = self._memory.get(flat.data_ptr())
         if held is None or held.numel() < flat.numel():
             held = self._memory[flat.data_ptr()] = torch.empty_like(flat, device=self._device)
         return held[: flat.numel()]
 
     def queue(self) -> AbstractContextManager[object]:
-        """What is issued inside goes onto the stream."""
+        """Context that issues work onto the stream."""
         return nullcontext() if self._stream is None else self._stream
 
     def synchronize(self) -> None:
@@ -174,7 +174,7 @@ class _Twins:
 
 
 class GroupListener:
-    """The source's side before the group exists: binds, publishes ``endpoint``, then ``accept``s or is closed."""
+    """The source's side before the group exists: it binds and has an ``endpoint``, then ``accept``s or is closed."""
 
     def __init__(
         self,
@@ -204,12 +204,12 @@ class GroupListener:
     def accept(self) -> BroadcastGroup:
         """Block until all receivers are members. The group closes the listener.
 
-        Raises PublishError ``timeout_s`` after this was made.
+        Raises PublishError ``timeout_s`` after the listener was created.
         """
         return _join(self.endpoint, 0, self._bind, self._deadline, self._secret, self._device, closing=self.close)
 
     def close(self) -> None:
-        """Stop listening: members that wait to meet here fail at once."""
+        """Stop listening; members that wait to join fail at once."""
         self._server.close()
 
 
@@ -233,7 +233,7 @@ def _join(
     device: torch.device,
     closing: Callable[[], None] = lambda: None,
 ) -> BroadcastGroup:
-    """Meet the others at the source's store. ``closing`` is called when the group is left or does not come about."""
+    """Join at the source's store. ``closing`` is called when the group is left or cannot be formed."""
     leave = ExitStack()
     leave.callback(closing)
     try:
@@ -246,7 +246,7 @@ def _join(
 
 
 def _reach(endpoint: SourceEndpoint, timeout_s: float, secret: str) -> CurveStore:
-    """The source's store. A source that refuses connections is an error at once: it listens before it tells where."""
+    """Connect to the source's store. A refused connection is an error at once: a source listens before it invites."""
     try:
         return CurveStore(endpoint.host, endpoint.port, secret, timeout_s)
     except dist.DistError as e:
@@ -303,7 +303,7 @@ def _named(group: BroadcastGroup) -> Iterator[None]:
     except (dist.DistError, RuntimeError) as e:
         raise PublishError(
             f"broadcast of source rank {group.source} failed at member {group.rank}: {str(e).splitlines()[0]}; "
-            "a receiver or the source is gone or late, see the servers' logs"
+            "a receiver or the source has ended or is late, see the servers' logs"
         ) from e
 
 

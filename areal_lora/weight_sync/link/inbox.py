@@ -1,4 +1,4 @@
-"""Where a receiver finds what one source sends of one version: in buffers of its own, or in the source's memory."""
+"""Inbox of one version from one source: parts arrive in own buffers, or lie in the source's memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from areal_lora.weight_sync.link.same_host import SIGNAL_BYTES, Signal, Window
 
 RING = 3  # parts of one source in flight: one being read, the others on the wire
 KEPT_WINDOWS = 16  # per group; a source has one segment for each layout
-POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # between looks at how far a source has packed
+POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # interval of polling how far a source has packed
 
 
 Part = tuple[int, int]
-"""Where it begins and ends in the source's memory, bytes."""
+"""(begin, end) in the source's memory, bytes."""
 
 
 class Arriving(Protocol):
@@ -39,19 +39,19 @@ Start = Callable[[torch.Tensor], Arriving]
 
 
 class Inbox(Protocol):
-    """The parts of one version in order. First receives are posted when it is made."""
+    """Parts of one version in order. The constructor posts the first receives."""
 
     def take(self) -> np.ndarray:
         """Wait for the next part, uint8 [its size]; valid until the next ``take``. Raises PublishError."""
         ...
 
     def finish(self) -> None:
-        """Call after the last look at any part. Raises PublishError if what was seen may be of two versions."""
+        """Call after the last access to any part. Raises PublishError if the parts may belong to two versions."""
         ...
 
 
 class Ring:
-    """Staging memory for one source, grown when needed, then reused."""
+    """Staging memory for one source; grows when needed and is reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class Ring:
 
 
 class RingInbox:
-    """Parts arrive over the wire, each in the buffer that has been free for longest."""
+    """Receive parts over the wire, each into the buffer that has been free for longest."""
 
     def __init__(self, ring: Ring, parts: Sequence[Part], start: Start) -> None:
         sizes = [end - begin for begin, end in parts]
@@ -92,17 +92,17 @@ class RingInbox:
         return buffer[:nbytes]
 
     def finish(self) -> None:
-        """Nothing: nobody else writes into these buffers."""
+        """Nothing: no other process writes into these buffers."""
 
 
 class Windows:
-    """The segments of one source that this process has mapped."""
+    """Mapped segments of one source."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, Window] = {}
 
     def of(self, signal: Signal) -> Window:
-        """Raises PublishError if the source's process is gone."""
+        """Map the segment of ``signal``. Raises PublishError if the source's process has ended."""
         if signal.nonce not in self._open:
             for old in list(islice(self._open, max(len(self._open) + 1 - KEPT_WINDOWS, 0))):
                 del self._open[old]
@@ -114,10 +114,10 @@ class Windows:
 
 
 class WindowInbox:
-    """Parts lie in the source's memory, which says how far they are ready.
+    """Read parts in the source's memory; a counter in that memory shows how far they are ready.
 
-    Two signals come over the wire, when the version begins and when it is complete. Until the second
-    one is here it tells of a source that has died or given up.
+    Two signals arrive over the wire, when the version begins and when it is complete. The pending second
+    signal fails if the source dies or abandons the version.
     """
 
     def __init__(self, windows: Windows, parts: Sequence[Part], start: Start, deadline: float) -> None:
@@ -128,7 +128,7 @@ class WindowInbox:
 
     def take(self) -> np.ndarray:
         if time.monotonic() >= self._deadline:
-            raise PublishError("the deadline has passed, the version was given up")  # others may want the slot
+            raise PublishError("the deadline has passed, the version is abandoned")  # another version may need the slot
         begin, end = self._parts.popleft()
         if self._version is None:
             self._begun.wait()
@@ -147,4 +147,4 @@ class WindowInbox:
 
     def finish(self) -> None:
         if self._version is not None and self._windows.of(self._version).generation != self._version.generation:
-            raise PublishError("the source has gone on to another version while this one was read; it was given up")
+            raise PublishError("the source packs another version while this one was read; this one is abandoned")

@@ -1,18 +1,18 @@
-"""Memory that other processes on this machine read where it lies, so that its bytes go over no socket.
+"""Shared memory of a packed shard that receivers on the same machine read in place, without a socket.
 
-    source                                               receiver on the same machine
-    SharedSegment  generation, ready | tensors | trailer  Window, the same pages, read-only
-             renew()  signal() ---- broadcast --->       wait until ready, view, read
-             pack, advance(ready), pack ...              still the same generation?
-             signal() ---- broadcast --->
+    source                                                     receiver on the same machine
+    SharedSegment  generation, ready | tensors | trailer       Window, the same pages, read-only
+                   renew()  signal() ---- broadcast --->       wait until ready, view, read
+                   pack, advance(ready), pack ...              still the same generation?
+                   signal() ---- broadcast --->
 
 A segment is a memfd: it has no name in any file system, and the kernel frees it with the last
-process that holds it, however that process ends. It is found through ``/proc``, so only a process
-of the same user, or one that may look at the source anyway, can open it.
+process that holds it, however that process ends. Receivers find it through ``/proc``, so only a
+process of the same user, or one that may trace the source, can open it.
 
-Bytes that were received are a receiver's own; these are not. A source raises the generation before
-it writes the first byte of another version. Who compares it after the last read knows that all
-that was read is of one version (a seqlock with one writer).
+A receiver does not own these bytes. A source raises the generation before it writes the first byte
+of another version. A receiver that compares the generation after its last read knows that all bytes
+belong to one version (a seqlock with one writer).
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _PLACE_BYTES = 16
 SIGNAL_BYTES = _SIGNAL.size
 CARD_BYTES = _PLACE_BYTES + SIGNAL_BYTES
 NO_CARD = bytes(CARD_BYTES)
-"""Of a source whose memory nobody else can read."""
+"""Card of a source whose memory is private."""
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A version is in a segment, or getting there, as its ``generation``.
+    """A version is packed, or being packed, into a segment as its ``generation``.
 
-    The segment is file descriptor ``fd`` of process ``pid``; ``nonce`` (16 bytes) tells it from whatever
-    else these two numbers mean at another time or place.
+    The segment is file descriptor ``fd`` of process ``pid``; ``nonce`` (16 bytes) distinguishes it from
+    other files with these two numbers at another time or on another machine.
     """
 
     pid: int
@@ -72,8 +72,8 @@ class Signal:
 class SharedSegment:
     """Memory of a packed shard: ``bytes`` is uint8 [nbytes] and begins on a page.
 
-    Where ``device`` is the CPU, receivers on this machine can map it; else it is page-locked and private. It is
-    private, too, where the system has or allows no memfd.
+    If ``device`` is the CPU, receivers on this machine can map the segment; else it is page-locked and private.
+    It is also private if the system has no memfd or refuses one.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class SharedSegment:
         else:
             weakref.finalize(self, os.close, self._fd)
             os.ftruncate(self._fd, PAGE_BYTES + nbytes)
-            # A reader of pages that were cut off would be killed (SIGBUS).
+            # SIGBUS kills a reader of pages that were cut off.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             pages = mmap.mmap(self._fd, PAGE_BYTES + nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             whole = np.frombuffer(pages, dtype=np.uint8)
@@ -93,35 +93,35 @@ class SharedSegment:
 
     @property
     def shared(self) -> bool:
-        """Whether other processes could map it."""
+        """Whether other processes can map the segment."""
         return self._fd >= 0
 
     def renew(self) -> None:
-        """Call before the first byte of another version is written: whoever still reads is told by it."""
-        self._head[_READY] = 0  # first: who knows the new generation must not see how far the old one was
+        """Call before the first byte of another version is written: late receivers notice the new generation."""
+        self._head[_READY] = 0  # first: a receiver that knows the new generation must not see the old counter
         self._head[_GENERATION] += np.uint64(1)
 
     def advance(self, ready: int) -> None:
-        """The first ``ready`` bytes are as they will stay."""
+        """The first ``ready`` bytes are final."""
         self._head[_READY] = ready
 
     def signal(self) -> Signal:
-        """Of the present generation. Raises PublishError for memory that cannot be shared."""
+        """Signal of the current generation. Raises PublishError for private memory."""
         if not self.shared:
             raise PublishError("this shard's memory is private and cannot be read by other processes")
         return Signal(os.getpid(), self._fd, int(self._head[_GENERATION]), self._nonce)
 
     def card(self) -> bytes:
-        """``CARD_BYTES`` by which ``readable`` finds out whether its process can read segments of this one."""
+        """``CARD_BYTES`` from which ``readable`` decides whether its process can read segments of this process."""
         return _place() + self.signal().encode()
 
 
 class Window:
-    """A segment of another process. Raises OSError where it is not to be found or may not be read."""
+    """A mapped segment of another process. Raises OSError if it is missing or unreadable."""
 
     def __init__(self, signal: Signal) -> None:
         path, link = f"/proc/{signal.pid}/fd/{signal.fd}", f"/memfd:{_name(signal.nonce)} (deleted)"
-        _check_link(path, link)  # first: opening a foreign file may do something to it
+        _check_link(path, link)  # first: opening a foreign file may have side effects
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _check_link(f"/proc/self/fd/{fd}", link)
@@ -133,16 +133,16 @@ class Window:
 
     @property
     def generation(self) -> int:
-        """The present one."""
+        """The current generation."""
         return int(self._head[_GENERATION])
 
     @property
     def ready(self) -> int:
-        """So many leading bytes can be read, if the generation is still the same afterwards."""
+        """Number of leading bytes that can be read, if the generation is still the same afterwards."""
         return int(self._head[_READY])
 
     def view(self, begin: int, end: int) -> np.ndarray:
-        """uint8 [end - begin], read-only, valid as long as this is held. Raises PublishError for a part outside."""
+        """Read-only uint8 [end - begin], valid as long as the window. Raises PublishError for a part outside."""
         part = self._bytes[begin:end]
         if len(part) != end - begin:
             raise PublishError(f"the source has {len(self._bytes)} bytes, {begin} to {end} were expected")
@@ -150,20 +150,20 @@ class Window:
 
 
 def readable(card: bytes) -> bool:
-    """Whether this process can read the memory of the one that made ``card``."""
+    """Whether this process can read the memory of the process that made ``card``."""
     if card[:_PLACE_BYTES] != _place():
-        return False  # the process id would mean another process here
+        return False  # the process id names another process here
     signal = Signal.decode(card[_PLACE_BYTES:])
     try:
         return Window(signal).generation == signal.generation
     except OSError:
-        return False  # another user's, or /proc is kept from this one
+        return False  # of another user, or /proc is not accessible
 
 
 def _place() -> bytes:
-    """Digest of this boot of this machine and of the namespace in which process ids mean something here.
+    """Digest of the boot id of this machine and of the namespace of its process ids; never that of ``NO_CARD``.
 
-    Never ``NO_CARD``'s. Unreadable parts give a place of its own, which no other process is at.
+    If one of them is unreadable, a random digest, which no other process has.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -174,13 +174,13 @@ def _place() -> bytes:
 
 
 def _memfd(name: str) -> int:
-    """-1 where the system does not have them, or refuses one."""
+    """Create a memfd; -1 if the system has none or refuses one."""
     if sys.platform != "linux":
         return -1
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as e:
-        log.warning("no memory to share with servers on this machine, versions go over the network: %s", e)
+        log.warning("cannot share memory with servers on this machine, versions are sent over the network: %s", e)
         return -1
 
 

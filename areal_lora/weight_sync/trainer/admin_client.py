@@ -40,9 +40,9 @@ M = TypeVar("M")
 
 
 class AdminClient:
-    """Blocking client of one server's admin plane over one kept-open connection, a call at a time.
+    """Blocking client of one server's admin plane over one persistent connection, one call at a time.
 
-    Safe to use from threads. ``ping`` has a connection of its own: it never waits for another call.
+    Thread-safe. ``ping`` uses a connection of its own: it never waits for another call.
     All methods raise PublishError if the server fails or ``timeout_s`` passes.
     """
 
@@ -73,7 +73,7 @@ class AdminClient:
         return self.call("POST", SCORE_PATH, body, ScoreReply, timeout_s).logprobs
 
     def shutdown(self, timeout_s: float) -> None:
-        """Have the server end with ``RESTART_EXIT``: what it holds must not be served any more."""
+        """Request that the server exits with ``RESTART_EXIT``: its versions must not be served any more."""
         self.call("POST", SHUTDOWN_PATH, b"", PingReply, timeout_s)
 
     def ping(self, timeout_s: float = PING_S) -> PingReply:
@@ -89,7 +89,7 @@ class AdminClient:
             self._connection.close()
 
     def call(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
-        """One request; ``kind`` is the message a 200 carries. Raises ManifestError for a 409."""
+        """Send one request; ``kind`` is the message of a 200. Raises ManifestError for a 409."""
         with self._one_call:
             try:
                 status, answer = self._exchange(method, path, body, timeout_s)
@@ -117,7 +117,7 @@ class AdminClient:
         raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
 
     def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        """(status, body). ``timeout_s`` bounds connecting and every read; admin answers are a single read."""
+        """Return (status, body). ``timeout_s`` bounds connecting and every read; an admin answer is a single read."""
         connection = self._connection
         reused = connection.sock is not None
         connection.timeout = timeout_s
@@ -130,7 +130,7 @@ class AdminClient:
             connection.close()
             if not reused:
                 raise
-            # Servers close connections that were idle for a while. Every request may be repeated.
+            # Servers close idle connections. Every request is idempotent.
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
         return response.status, response.read()

@@ -141,7 +141,7 @@ def after_attempt(
     """Finish if all ``remaining`` members serve the version and suffice, else wait or retry.
 
     Running requests hold their versions' slots until they end: a full server takes no attempt away from the others.
-    No transfer begins when less than a ping's time of ``left_s`` is left.
+    No transfer begins when ``left_s`` is shorter than a ping.
     """
     if judgement.complete and remaining >= config.min_servers:
         return progress, Move.FINISH

@@ -1,4 +1,4 @@
-"""Rank 0's lines to the rollout servers: requests to all of them at once, answers one by one."""
+"""Rank 0's connections to the rollout servers: requests to all servers at once, answers one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answers = dict[ServerEndpoint, T | ArealLoraError]
 
 
 class _Line:
-    """One server: a kept-open connection, and the thread that waits for its answers."""
+    """A persistent connection to one server, and the thread that waits for the server's answers."""
 
     def __init__(self, server: ServerEndpoint, secret: str) -> None:
         self.client = AdminClient(server, secret)
@@ -34,23 +34,23 @@ class _Line:
         self.layouts: set[str] = set()  # sent since the last join
         self.checked: set[str] = set()
         self.base_logprobs: dict[str, list[list[float]]] = {}
-        self.served_logprobs: dict[str, dict[AdapterRef, list[list[float]]]] = {}  # of each probe, newest versions
+        self.served_logprobs: dict[str, dict[AdapterRef, list[list[float]]]] = {}  # by probe, of the newest versions
 
     def close(self) -> None:
-        """Without waiting for the request under way; those behind it find that their time has passed, or are quick."""
+        """Close without waiting for the request in progress; queued requests have expired, or are quick."""
         self.thread.submit(self.client.close)
         self.thread.shutdown(wait=False)
 
 
 class Fleet:
-    """The members' lines. A server that leaves and comes back starts anew."""
+    """Lines to all members. A server that leaves and returns gets a new line."""
 
     def __init__(self, run: str, secret: str) -> None:
         self._run, self._secret = run, secret
         self._lines: dict[ServerEndpoint, _Line] = {}
 
     def keep(self, members: Iterable[ServerEndpoint]) -> None:
-        """Have lines to exactly ``members``."""
+        """Open and close lines so that exactly ``members`` have one."""
         wanted = set(members)
         for server in self._lines.keys() - wanted:
             self._lines.pop(server).close()
@@ -65,26 +65,26 @@ class Fleet:
         AdminClient(server, self._secret).ping(timeout_s)
 
     def end(self, servers: Iterable[ServerEndpoint], timeout_s: float) -> None:
-        """Tell members to end, so that they are started again without what they hold."""
+        """Request that members exit, so that the launcher restarts them without their versions."""
         posts = {s: self._lines[s].thread.submit(self._lines[s].client.shutdown, timeout_s) for s in servers}
         for server, e in errors(answers(posts, time.monotonic() + timeout_s)).items():
-            log.warning("rollout server %s could not be told to end: %s", server, e)
+            log.warning("rollout server %s did not accept the request to exit: %s", server, e)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
-        """Which of ``servers`` do not answer a ping, and why; asks all at once."""
+        """Ping all ``servers`` at once; return those that do not answer, with their errors."""
         pool, until = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="ping"), time.monotonic() + timeout_s
         pings = {server: pool.submit(self.ping, server, timeout_s) for server in servers}
         pool.shutdown(wait=False)  # a ping that connects late and answers late takes longer than ``timeout_s``
         return errors(answers(pings, until))
 
     def checked(self, members: Sequence[ServerEndpoint], layout: AdapterLayout) -> bool:
-        """Whether all members were found to be able to serve ``layout``."""
+        """Whether all members passed ``check`` for ``layout``."""
         return all(layout.digest in self._lines[server].checked for server in members)
 
     def check(
         self, members: Sequence[ServerEndpoint], layout: AdapterLayout, timeout_s: float
     ) -> dict[ServerEndpoint, Future[None]]:
-        """Find out. The futures raise AdapterError for a layout that does not fit, PublishError for a dead server."""
+        """Check that members can serve ``layout``. Futures raise AdapterError, or PublishError for a dead server."""
 
         def check(line: _Line) -> None:
             if layout.digest not in line.checked:
@@ -96,7 +96,7 @@ class Fleet:
     def join(
         self, members: Sequence[ServerEndpoint], sources: list[SourceEndpoint], deadline: float, answer_s: float
     ) -> dict[ServerEndpoint, Future[JoinReply]]:
-        """Tell every member which ranks its workers have in the sources' groups, to be joined by ``deadline``."""
+        """Request that every member joins the sources' groups by ``deadline``, with the ranks of its workers."""
         posts, first = {}, 1
         for server in members:
             line = self._lines[server]
@@ -115,9 +115,9 @@ class Fleet:
         deadline: float,
         answer_s: float,
     ) -> dict[ServerEndpoint, Future[PublishReply]]:
-        """Announce a version to all members; the layout goes along where it was not sent since the join.
+        """Announce a version to all members; the layout is included if it was not sent since the join.
 
-        The transfer has to end by ``deadline``, answers come up to ``answer_s`` later.
+        The transfer has to end by ``deadline``; answers arrive up to ``answer_s`` later.
         """
         short, long, posts = Envelope(manifest, None), None, {}
         for server in members:
@@ -169,15 +169,15 @@ def _publish(line: _Line, announcement: Envelope, deadline: float, answer_s: flo
 
 
 def _time_to_send(line: _Line, deadline: float) -> float:
-    """Seconds left when a request's turn comes; waiting for it counts. Raises PublishError if there are none."""
+    """Remaining seconds when a queued request is sent. Raises PublishError if none remain."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        raise PublishError(f"server {line.client.server} was not asked: the request before has taken all the time")
+        raise PublishError(f"server {line.client.server} was sent no request: the previous one took all the time")
     return left_s
 
 
 def answers(posts: Mapping[ServerEndpoint, Future[T]], until: float) -> Answers[T]:
-    """Every server's answer or error; PublishError for one that has not come by ``until`` (time.monotonic)."""
+    """Answer or error of every server; PublishError for an answer missing at ``until`` (time.monotonic)."""
     got: Answers[T] = {}
     for server, post in posts.items():
         try:

@@ -33,7 +33,7 @@ class Budget:
 
     @classmethod
     def start(cls, config: WeightSyncConfig) -> Self:
-        timeout_s = config.deadline_s
+        timeout_s = config.timeout_s
         return cls(timeout_s=timeout_s, verdict_s=config.verdict_s, deadline=time.monotonic() + timeout_s)
 
     def restart(self) -> None:

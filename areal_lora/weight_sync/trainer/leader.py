@@ -187,7 +187,7 @@ class Leader:
         evidence = self._collect(job, results)
         findings = evidence.findings
         self._progress, judgement = judged(
-            self._progress, findings, now=time.monotonic(), timeout_s=self._config.deadline_s
+            self._progress, findings, now=time.monotonic(), timeout_s=self._config.timeout_s
         )
         if any(f.error for f in findings) or any(sent.wire for sent in results):
             self._formed = None
@@ -217,7 +217,7 @@ class Leader:
                 log.warning("%s is sent again: %s", job.ref, what_failed(findings, results))
                 return self._connect(job)
             case Move.STOP:
-                within = f"{job.ref} did not reach all servers within {self._config.deadline_s:g} s"
+                within = f"{job.ref} did not reach all servers within {self._config.timeout_s:g} s"
                 raise PublishError(f"{within}: {what_failed(findings, results)}")
 
     # ------------------------------------------------------------ answers

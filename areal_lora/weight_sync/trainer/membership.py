@@ -1,4 +1,4 @@
-"""Which rollout servers take part in publishes: who is given up, who comes (back), who is left (rank 0).
+"""Membership of rollout servers in publishes: which join, which are lost, which remain (rank 0).
 
     every publish    members + newcomers -> attempt -> all acknowledged
                                               `-> judge: lost, or once more -> attempt with the rest
@@ -25,17 +25,17 @@ from areal_lora.weight_sync.refusal import Refusal
 
 WATCH_S = 1.0
 MISSES = 2  # one may be a busy moment
-FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # before a server that was given up is tried again
+FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFinding:
-    """How one server fared in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
+    """Result of one server in an attempt. No ``error``: it serves the version. ``alive``: it answers pings.
 
     ``newcomer``: it took part for the first time, beside others. ``leftover``: it holds versions that this trainer
-    did not make, from an earlier life of the run that went further or another way.
+    did not make, from a previous session of the run that continued further or diverged.
     """
 
     server: ServerEndpoint
@@ -46,16 +46,16 @@ class ServerFinding:
 
     @property
     def refused(self) -> bool:
-        """It answered that the version or the adapter is wrong, or by wrong numbers.
+        """Whether the server refused the version or the adapter, or acknowledged wrong numbers.
 
-        A broken transfer says nothing, and neither does a server that is ``full``.
+        Neither a broken transfer nor a ``full`` server is a refusal.
         """
         wire = isinstance(self.error, ManifestError) and self.error.reason == Refusal.WIRE
         return isinstance(self.error, (AdapterError, ParityError)) and not wire and not self.full
 
     @property
     def full(self) -> bool:
-        """It has no adapter slot for the version yet: running requests hold older ones."""
+        """Whether the server has no free adapter slot: running requests hold older versions."""
         return isinstance(self.error, ManifestError) and self.error.reason == Refusal.SLOT
 
 
@@ -69,14 +69,14 @@ class Judgement:
 
 
 def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = False) -> Judgement:
-    """Who goes on after an attempt.
+    """Judge which servers remain after an attempt.
 
     A member that refuses means that the version is wrong: its error is raised. A newcomer that
     refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
     failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
-    that still fail (``retried``) are lost, only newcomers if there are any among them: who keeps
-    others waiting is not told from those that wait. A server that is full is waited for, and lost only when it is
-    ``late``; a newcomer that is full is not waited for if another server takes the version.
+    that still fail (``retried``) are lost, only newcomers if any of them failed: a server that delays the
+    others cannot be distinguished from those that it delays. A full server is waited for, and lost only when
+    ``late``; a full newcomer is not waited for if another server takes the version.
     """
     for f in findings:
         if f.error is not None and f.refused and not f.newcomer and not f.leftover:
@@ -93,28 +93,28 @@ def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = Fals
 
 def _reason(f: ServerFinding) -> str:
     if f.leftover:
-        return f"holds what an earlier life of this trainer made and is told to end: {f.error}"
+        return f"holds versions of a previous session of the trainer and is shut down: {f.error}"
     if f.full and f.alive:
-        return f"has no room yet: {f.error}"
+        return f"has no free adapter slot yet: {f.error}"
     how = "is not fit" if f.refused else "failed again" if f.alive else "does not answer"
     return f"{how}: {f.error}"
 
 
 class Membership:
-    """The members, and for each server given up how long it rests. Only the publisher's thread changes it."""
+    """The members, and the back-off of excluded servers. Only the publisher thread changes a membership."""
 
     def __init__(self, servers: Iterable[ServerEndpoint], clock: Callable[[], float] = time.monotonic) -> None:
         self.members = _ordered(servers)
         self._clock = clock
-        self._losses: dict[ServerEndpoint, tuple[int, float]] = {}  # how often in a row, resting until
+        self._losses: dict[ServerEndpoint, tuple[int, float]] = {}  # losses in a row, end of the back-off
 
     def wants(self, server: ServerEndpoint) -> bool:
-        """Whether a server seen in the run folder should be asked to take part. Callable from any thread."""
+        """Whether a server that is present may become a member. Callable from any thread."""
         _, until = self._losses.get(server, (0, 0.0))
         return server not in self.members and self._clock() >= until
 
     def with_newcomers(self, newcomers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
-        """The members of the next attempt; a newcomer replaces a member of its name, its former life."""
+        """Members of the next attempt; a newcomer replaces the member of its name, a previous session."""
         wanted = {s.name: s for s in self.members} | {s.name: s for s in newcomers if self.wants(s)}
         return _ordered(wanted.values())
 
@@ -122,7 +122,7 @@ class Membership:
         self.members = _ordered(members)
 
     def lose(self, lost: Iterable[ServerEndpoint]) -> None:
-        """Servers given up rest before they are tried again, longer each time in a row."""
+        """Remove ``lost`` servers. They are not tried again during a back-off, longer each time in a row."""
         gone = set(lost)
         for server in gone:
             times = self._losses.get(server, (0, 0.0))[0] + 1
@@ -140,15 +140,15 @@ def _ordered(servers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
 
 
 class ServerWatch(Protocol):
-    """Where servers can be seen."""
+    """A source of the servers that are present."""
 
     def present(self) -> list[ServerEndpoint]:
-        """Servers that say they serve; some may be dead. Raises OSError if that cannot be seen now."""
+        """Servers that have announced themselves; some may be dead. Raises OSError if they cannot be read now."""
         ...
 
 
 class RendezvousWatch:
-    """Servers that have published their ports in a run folder; restarted ones publish new ports."""
+    """Watch servers that publish their ports in a run folder; restarted servers publish new ports."""
 
     def __init__(self, run_folder: RunFolder, workers: int) -> None:
         self._run_folder, self._workers = run_folder, workers
@@ -161,7 +161,7 @@ class RendezvousWatch:
         return found
 
     def server(self, index: int) -> ServerEndpoint | None:
-        """Server ``index``, or None where it has not published yet."""
+        """Server ``index``, or None if it has not published its ports yet."""
         endpoint = read_endpoint(self._run_folder, "server", index)
         if endpoint is None:
             return None
@@ -176,10 +176,10 @@ class RendezvousWatch:
 
 
 class ServerWatcher:
-    """Looks about every ``period_s`` who could take part and whether all members answer, in a thread of its own.
+    """Ping newcomers and members every ``period_s`` in a separate thread.
 
-    A folder that cannot be read is looked at again; members are pinged meanwhile. Anything else that goes wrong
-    ends the process: without this thread no server would come back and no dead one be noticed.
+    An unreadable folder is read again in the next round; members are pinged meanwhile. Any other error ends the
+    process: without this thread no server could return and no dead server would be noticed.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class ServerWatcher:
         self._thread = watched_thread("server-watch", self._run)
 
     def newcomers(self) -> tuple[ServerEndpoint, ...]:
-        """Servers that are not members and answered a ping a moment ago."""
+        """Servers that are not members and answered the latest ping."""
         return self._newcomers
 
     def all_answer(self) -> bool:
@@ -216,12 +216,12 @@ class ServerWatcher:
             self._missed = {s: 0 if self._ping(s) else missed.get(s, 0) + 1 for s in self._membership.members}
 
     def _present(self) -> Sequence[ServerEndpoint]:
-        """Who can be seen; those seen last where the file system is in the way."""
+        """Servers that are present; the latest newcomers if they cannot be read."""
         try:
             present = self._watch.present()
         except OSError as error:
             if self._readable:
-                log.warning("rollout servers cannot be looked for, which is tried again: %s", error)
+                log.warning("cannot look for rollout servers, trying again: %s", error)
             self._readable = False
             return self._newcomers
         self._readable = True

@@ -1,12 +1,12 @@
-"""One rank's shard of one version, from the trainer's tensors onto the wire, bucket by bucket.
+"""Pack one rank's shard of a version and send it, bucket by bucket.
 
     main thread        pack bucket 0 | pack bucket 1 | ...          (the caller's ``Pack``)
                             | fingerprints   | fingerprints
     publisher thread        `-> broadcast 0  `-> broadcast 1 ... -> broadcast trailer
 
-The trailer follows the tensors and holds their fingerprints, so hashing need not come first.
+The trailer follows the tensors and holds their fingerprints, so hashing does not delay the first bucket.
 A packed shard stays valid until the next ``pack``: it can be sent again to other receivers.
-Receivers on the same machine read it where it lies, following ``pack``; only two signals are sent.
+Receivers on the same machine read it in place, following ``pack``; only two signals are sent.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from areal_lora.weight_sync.tables import TensorTable
 
 Pack = Callable[[np.ndarray], Iterator[int]]
 """``pack(flat)`` writes a rank's shard into ``flat`` (uint8 [shard.nbytes], host, in the wire dtype) and
-yields, as it goes, how many leading tensors of the shard are complete; the last value is all of them.
-It may be collective over the rank's parallel groups. A rank that owns nothing gets an empty ``flat``."""
+yields the number of complete leading tensors of the shard; the last value is the number of all tensors.
+It may be collective over the rank's parallel groups. A rank that owns no tensors gets an empty ``flat``."""
 
 
 class PackedShard:
-    """This rank's part of one version. ``pack`` in one thread, ``send`` in another, at the same time."""
+    """This rank's part of one version. One thread calls ``pack`` while another calls ``send``."""
 
     def __init__(self, layout: AdapterLayout, source: int, device: torch.device = CPU) -> None:
         mine = [i for i, s in enumerate(layout.shards) if s.source == source]
@@ -56,19 +56,19 @@ class PackedShard:
 
     @property
     def sum(self) -> int:
-        """``shard_sum`` of the packed tensors; 0 for a rank that owns nothing."""
+        """``shard_sum`` of the packed tensors; 0 for a rank that owns no tensors."""
         return 0 if self._index is None else shard_sum(self.layout, self._index, self.sums)
 
     def reset(self) -> None:
-        """Call before ``pack`` and ``send`` of a version begin; no earlier ``send`` may be under way.
+        """Call before ``pack`` and ``send`` of a version; no earlier ``send`` may be in progress.
 
-        Receivers that still read the version before, late on this machine, are told by it.
+        Late receivers on this machine, which still read the previous version, notice the new generation.
         """
         self._segment.renew()
         self._done, self._sealed, self._failed = 0, False, False
 
     def pack(self, ref: AdapterRef, pack: Pack) -> None:
-        """Fill the shard and let ``send`` follow. Whatever ``pack`` raises reaches both callers."""
+        """Fill the shard while ``send`` follows. Errors of ``pack`` reach the callers of both."""
         marks = self._table.marks(self.sums)
         try:
             for done in pack(self._flat):
@@ -78,18 +78,18 @@ class PackedShard:
                 raise PublishError(f"{ref}: packed {self._done} of {len(self.shard.tensors)} tensors of this rank")
             self._trailer[-SEAL_BYTES:] = np.frombuffer(seal(ref, self.layout.digest, self.sum), dtype=np.uint8)
             self._advance(self._done, sealed=True)
-        except BaseException:  # also an interrupt: the sending thread must not wait for what will never be packed
+        except BaseException:  # also an interrupt: the sending thread must not wait for tensors that are never packed
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()
             raise
 
     def send(self, group: BroadcastGroup, deadline: float) -> None:
-        """Let receivers have buckets as they get ready, then the trailer; the group is free when it returns.
+        """Send buckets as they are packed, then the trailer; the group is free when this returns.
 
-        Receivers on this machine may read on: until they have answered, or were given up, nothing may be packed.
+        Receivers on this machine may continue to read: do not pack before they have answered or are excluded.
 
-        Raises PublishError at ``deadline`` (time.monotonic), a dead peer or a failed ``pack``.
+        Raises PublishError at ``deadline`` (time.monotonic), for a dead peer or a failed ``pack``.
         """
         transfers = []
         if group.same_host:

@@ -117,7 +117,7 @@ def buckets_of(server, backend):
     """How many buckets a version has."""
     seen = []
     server.writers[0].on_write = lambda: seen.append(1)
-    with Ranks(server, backend=backend, deadline_s=20.0) as ranks:
+    with Ranks(server, backend=backend, timeout_s=20.0) as ranks:
         assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
     return len(seen)
 
@@ -127,7 +127,7 @@ def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
     with serve() as server:
         last = buckets_of(server, backend)
         late = Late(server, last, hold_s=4.0)
-        with Ranks(server, backend=backend, deadline_s=2.0) as ranks:
+        with Ranks(server, backend=backend, timeout_s=2.0) as ranks:
             ((answer, seconds),) = ranks.outcomes(1)
             assert isinstance(answer, PublishError), answer
             assert not late.ended.is_set(), f"the trainer gave up first, after {seconds:.1f} s"
@@ -135,7 +135,7 @@ def test_a_version_is_not_activated_after_the_trainer_has_given_it_up(backend):
             time.sleep(0.5)
             assert server.slots.active() == [ref(0)], "the server serves a version that was given up"
         server.writers[0].on_write = None
-        with Ranks(server, backend=backend, deadline_s=20.0) as ranks:
+        with Ranks(server, backend=backend, timeout_s=20.0) as ranks:
             assert isinstance(ranks.outcomes(1)[0][0], PublishReport), "it may come again"
 
 
@@ -147,7 +147,7 @@ def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
             looked.append(announcement.manifest.ref)
             return super()._publish(announcement, *rest)
 
-    with serve(Busy) as server, Ranks(server, deadline_s=2.0) as ranks:
+    with serve(Busy) as server, Ranks(server, timeout_s=2.0) as ranks:
         assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
         server._one_publish.acquire()  # by a request of somebody else
         threading.Timer(4.0, lambda: (server._one_publish.release(), held.set())).start()
@@ -161,7 +161,7 @@ def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
 def test_no_rank_gives_up_while_rank_0_waits_for_its_checkpoint(monkeypatch):
     """Ranks come to the beginning of a publish at different times; its time counts from the last one's."""
     monkeypatch.setattr(job_module, "SLACK_S", 0.3)
-    with serve() as server, Ranks(server, world=2, deadline_s=1.0) as ranks:
+    with serve() as server, Ranks(server, world=2, timeout_s=1.0) as ranks:
         for version in range(2):
             late = [lambda: time.sleep(2.0), lambda: None]
             outcomes = ranks.outcomes(version, gates=late if version == 0 else late[::-1])
@@ -182,7 +182,7 @@ class Hanging(MemoryServer):
 @pytest.mark.parametrize("path", [tp.PUBLISH_PATH, tp.JOIN_PATH, tp.SCORE_PATH, tp.MODULES_PATH, tp.PING_PATH])
 def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(monkeypatch, path):
     monkeypatch.setattr(job_module, "SLACK_S", 0.5)
-    with serve(Hanging) as server, Ranks(server, world=2, deadline_s=2.0) as ranks:
+    with serve(Hanging) as server, Ranks(server, world=2, timeout_s=2.0) as ranks:
         if path in (tp.PUBLISH_PATH, tp.SCORE_PATH):  # also one that is found out in the middle of a run
             assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
         server.path = path
@@ -197,7 +197,7 @@ def test_what_a_gate_raises_on_one_rank_is_raised_on_all():
     def shut():
         raise PublishError("a@v0 is not sent, its checkpoint ended")
 
-    with serve() as server, Ranks(server, world=2, deadline_s=5.0) as ranks:
+    with serve() as server, Ranks(server, world=2, timeout_s=5.0) as ranks:
         outcomes = ranks.outcomes(0, gates=[lambda: None, shut])
         assert [str(answer) for answer, _ in outcomes] == ["a@v0 is not sent, its checkpoint ended"] * 2
         assert max(seconds for _, seconds in outcomes) < 2.0
@@ -205,7 +205,7 @@ def test_what_a_gate_raises_on_one_rank_is_raised_on_all():
 
 
 def test_packing_that_does_not_end_in_time_ends_the_publish():
-    with serve() as server, Ranks(server, deadline_s=1.0) as ranks:
+    with serve() as server, Ranks(server, timeout_s=1.0) as ranks:
         owned, aliases = share(values(0))
         layout = layout_of(owned, aliases)
 

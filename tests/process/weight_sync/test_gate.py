@@ -21,7 +21,7 @@ WAIT_S = 1.5
 
 def test_no_server_hears_of_a_version_before_its_gate_has_opened() -> None:
     """Longer than the publish may take: its deadline begins at the gate. Sent again, it does not wait again."""
-    config = WeightSyncConfig(deadline_s=1.0, bucket_mib=0.001)
+    config = WeightSyncConfig(timeout_s=1.0, bucket_mib=0.001)
     owned, aliases = share(values(0))
     layout = layout_of(owned, aliases)
     opened, asked = threading.Event(), list[float]()

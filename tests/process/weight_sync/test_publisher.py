@@ -21,7 +21,7 @@ from tests.support.weight_sync.helpers import packed, share
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DEADLINE_S = 15.0
 SLACK_S = 3.0  # a busy machine
-CONFIG = WeightSyncConfig(deadline_s=DEADLINE_S)
+CONFIG = WeightSyncConfig(timeout_s=DEADLINE_S)
 WORKERS = {"server-0": 1, "server-1": 2, "server-2": 1}
 
 
@@ -73,7 +73,7 @@ class Cluster:
         return self.end()
 
     def open(self, sources=(0, 1), backend="gloo", **config):
-        config = {"deadline_s": DEADLINE_S} | config
+        config = {"timeout_s": DEADLINE_S} | config
         answers = self.all("open", sources, list(self.endpoints.values()), config, backend)
         assert answers[0][0] == "ok", answers
         self.backend = backend
@@ -333,7 +333,7 @@ def test_with_all_servers_gone_a_publish_waits_for_one_and_fails_by_name_without
     assert set(answers[0][1].lost) == set(WORKERS)
     cluster.assert_served(cluster.version, 51, ["server-2"])
 
-    cluster.open(deadline_s=5.0, rejoin_s=2.0)
+    cluster.open(timeout_s=5.0, rejoin_s=2.0)
     os.kill(cluster.servers["server-2"].process.pid, signal.SIGKILL)
     kind, (_, text), seconds = cluster.publish(cluster.version + 1, 52)[0]
     assert kind == "PublishError"

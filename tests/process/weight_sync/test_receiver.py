@@ -73,10 +73,10 @@ class Bench:
         thread.join()
         assert self.group.same_host == self.shares
 
-    def send(self, shard, announcement, slot=0, deadline_s=10.0, time_share=1.0):
-        self.receiver.begin(announcement.manifest, announcement.layout, slot, deadline_s, time_share)
-        shard.send(self.group, time.monotonic() + deadline_s)
-        return self.results.get(timeout=deadline_s)
+    def send(self, shard, announcement, slot=0, timeout_s=10.0, time_share=1.0):
+        self.receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s, time_share)
+        shard.send(self.group, time.monotonic() + timeout_s)
+        return self.results.get(timeout=timeout_s)
 
     def good(self, version, slot=1, seed=9):
         full = values(seed)

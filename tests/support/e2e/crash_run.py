@@ -111,7 +111,7 @@ def execute(run: CrashRun) -> CrashRun:
             "adapters.gsm8k.task.n_train=512",
             "eval.every_steps=0",
             "weight_sync.probe_tolerance=1e9",
-            "weight_sync.deadline_s=10",
+            "weight_sync.timeout_s=10",
             f"rollout.max_staleness={ETA}",
             f"rollout.servers={2 if run.victim == 'server' else 1}",
             # Two ranks for the trainer's deaths: also one that is not rank 0 dies.

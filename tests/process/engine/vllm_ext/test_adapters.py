@@ -120,7 +120,7 @@ def body(version: int, name: str = "a", timeout_s: float = 1.0) -> bytes:
 async def bench(
     resident: int = 3,
     names: int = 1,
-    deadline_s: float = 1.0,
+    timeout_s: float = 1.0,
     spare: int = 0,
     generating: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[Bench]:
@@ -133,7 +133,7 @@ async def bench(
     )
     try:
         made = Bench(engine, workers, served)
-        made.timeout_s = deadline_s
+        made.timeout_s = timeout_s
         yield made
     finally:
         channel.close()
@@ -216,7 +216,7 @@ def test_a_publish_that_is_cancelled_gives_its_slot_back() -> None:
 
 def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with bench(deadline_s=0.2) as b:
+        async with bench(timeout_s=0.2) as b:
             await b.publish(0)
             b.workers[1].answer = lambda begin: None
             with pytest.raises(PublishError, match=r"workers \[1\]: silent"):
@@ -252,7 +252,7 @@ def test_workers_hear_whether_sequences_run() -> None:
 
 def test_what_was_given_up_while_the_server_was_busy_is_not_done_late(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with bench(deadline_s=0.5) as b:
+        async with bench(timeout_s=0.5) as b:
             b.workers[0].answer = lambda begin: None
             busy = asyncio.create_task(b.publish(0))  # silent until 0.5 s and the grace are over
             await asyncio.sleep(0.05)
@@ -295,7 +295,7 @@ def test_a_request_counts_from_when_it_came_and_its_workers_hear_until_when() ->
 
 def test_what_was_staged_too_late_is_not_activated_and_may_come_again() -> None:
     async def test() -> None:
-        async with bench(deadline_s=0.3) as b:
+        async with bench(timeout_s=0.3) as b:
             await b.publish(0)
 
             def late(begin: ch.Begin) -> StageResult:

@@ -185,7 +185,7 @@ class Source:
         base: str,
         run: str | None = None,
         damage: Callable[[PackedShard], None] | None = None,
-        deadline_s: float = 10.0,
+        timeout_s: float = 10.0,
     ) -> PublishReply:
         """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers."""
         group = self.connect()
@@ -195,21 +195,19 @@ class Source:
             damage(shard)
         manifest = ShardManifest(run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest)
         body = encode(
-            Announcement(
-                manifest=manifest, layout=None if layout.digest in self._told else layout, timeout_s=deadline_s
-            )
+            Announcement(manifest=manifest, layout=None if layout.digest in self._told else layout, timeout_s=timeout_s)
         )
         answer: list[PublishReply | Exception] = []
 
         def post() -> None:
             try:
-                answer.append(self.admin.publish(body, deadline_s + 15.0))
+                answer.append(self.admin.publish(body, timeout_s + 15.0))
             except Exception as e:  # noqa: BLE001
                 answer.append(e)
 
         thread = threading.Thread(target=post)
         thread.start()
-        shard.send(group, time.monotonic() + deadline_s)
+        shard.send(group, time.monotonic() + timeout_s)
         thread.join()
         if isinstance(answer[0], Exception):
             raise answer[0]
@@ -297,7 +295,7 @@ def start(
             "adapters": [ADAPTER],
             "trainer": {"world_size": 1},
             "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
-            "weight_sync": {"deadline_s": 20.0},
+            "weight_sync": {"timeout_s": 20.0},
             "cluster": {"device": "cpu", "devices_per_node": 2},
         }
     )

@@ -41,15 +41,15 @@ def test_just_inside() -> None:
     assert found("run.stall_s=158", "run.heartbeat_timeout_s=5") == {}
 
 
-@pytest.mark.parametrize("deadline_s", [1.0, 5.0, 20.0, 30.0, 300.0, 3000.0])
-def test_the_budget_of_a_publish_has_room_for_what_rank_0_may_do(deadline_s: float) -> None:
-    sync = WeightSyncConfig(deadline_s=deadline_s)
+@pytest.mark.parametrize("timeout_s", [1.0, 5.0, 20.0, 30.0, 300.0, 3000.0])
+def test_the_budget_of_a_publish_has_room_for_what_rank_0_may_do(timeout_s: float) -> None:
+    sync = WeightSyncConfig(timeout_s=timeout_s)
     # A first transfer that fails as late as it can, what is found out about it, and a second one.
     before, pings = 2 * sync.ping_s, sync.ping_s
     first = before + sync.attempt_s + sync.answer_s + pings
-    assert first < sync.deadline_s
+    assert first < sync.timeout_s
     # The last transfer ends by the deadline; then come answers, pings, ends, and the probe or another look around.
     after = sync.answer_s + sync.ping_s + sync.ping_s + sync.ping_s
-    assert sync.deadline_s + after <= sync.publish_s + 1e-9
+    assert sync.timeout_s + after <= sync.publish_s + 1e-9
     # A decision to send again is taken a ping before the deadline at the latest; looking around takes two.
-    assert sync.deadline_s - sync.ping_s + 2 * sync.ping_s <= sync.publish_s
+    assert sync.timeout_s - sync.ping_s + 2 * sync.ping_s <= sync.publish_s

@@ -108,7 +108,7 @@ def test_it_can_be_killed_where_the_real_one_can(tiny_model: Path, tmp_path: Pat
                 ask(server, seed=2)
         else:
             with pytest.raises(PublishError):
-                server.publish(server.adapter(2), deadline_s=3.0)
+                server.publish(server.adapter(2), timeout_s=3.0)
         assert process.wait(10) == -signal.SIGKILL
         server.source.close()
     finally:

@@ -74,7 +74,7 @@ def test_servers_that_fail_a_second_attempt_are_lost():
 
 ALL = Judgement(keep=(A, B), lost={}, complete=True)
 SOME = Judgement(keep=(A, B), lost={}, complete=False)
-NOT_A = Judgement(keep=(B,), lost={A: "has no room yet"}, complete=True)
+NOT_A = Judgement(keep=(B,), lost={A: "has no free adapter slot yet"}, complete=True)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_server_without_a_free_slot_is_left_behind_at_the_deadline():
     findings = [ServerFinding(server=A), ServerFinding(server=B, error=FULL)]
     assert judged(*findings, retried=True, late=True) == (["server-0"], ["server-1"], True)
     [(_, reason)] = judge(findings, retried=True, late=True).lost.items()
-    assert reason.startswith("has no room yet: ")
+    assert reason.startswith("has no free adapter slot yet: ")
     assert "held by a@v3 (2 running)" in reason
 
 
