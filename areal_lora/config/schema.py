@@ -27,11 +27,6 @@ def variants(field: FieldInfo) -> tuple[type[Section], ...]:
     return tuple(option for option in options if isinstance(option, type) and issubclass(option, Section))
 
 
-def is_tagged(field: FieldInfo) -> bool:
-    """True for a choice between sections that is made by their ``kind``."""
-    return field.discriminator is not None
-
-
 def section_at(path: Path, data: Any) -> type[Section] | None:
     """The section that ``path`` leads to within ``data``; None where it leads to a scalar or nowhere."""
     section: type[Section] | None = Config

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from areal_lora.checkpoint.recover import check_present
 from areal_lora.config.facts import Facts, gather_facts
-from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.models import Config
+from areal_lora.config.rules.findings import Severity
+from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.errors import ConfigErrors, ExitCode
 from areal_lora.launcher.hub import Download, download, resolve
 from areal_lora.launcher.local import run_local

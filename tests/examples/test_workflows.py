@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.facts import gather_facts
-from areal_lora.config.guardrails import check
 from areal_lora.config.load import load_config
 from areal_lora.config.models import AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig, WorkflowConfig
+from areal_lora.config.rules.guardrails import check
 from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.findings import Finding, shape_of
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.rules.findings import Finding, shape_of
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.peft_folder import PeftFolder, misfits

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.findings import Finding, shape_of
 from areal_lora.config.models import Config, TrainerConfig
+from areal_lora.config.rules.findings import Finding, shape_of
 from areal_lora.families.shape import ModelShape
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.findings import Finding
 from areal_lora.config.models import Config
+from areal_lora.config.rules.findings import Finding
 
 
 def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.findings import Finding
 from areal_lora.config.models import Config
+from areal_lora.config.rules.findings import Finding
 
 LEAST_BEATS = 5
 """Heartbeats come once a second. One or two may be late on a busy machine or a slow disk."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.config.facts import gather_facts
-from areal_lora.config.guardrails import resolve_targets
 from areal_lora.config.load import load_config
+from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.engine.vllm_ext import stand_in
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.facts import gather_facts
-from areal_lora.config.guardrails import check
 from areal_lora.config.load import load_config
+from areal_lora.config.rules.guardrails import check
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"

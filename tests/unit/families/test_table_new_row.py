@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.guardrails import check
 from areal_lora.config.load import load_config
 from areal_lora.config.models import TrainerConfig
+from areal_lora.config.rules.guardrails import check
 from areal_lora.engine.megatron_utils.architecture import architecture
 from areal_lora.engine.megatron_utils.arena import ShardedModel
 from areal_lora.engine.megatron_utils.base_weights import load_base

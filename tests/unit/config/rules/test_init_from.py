@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from areal_lora.checkpoint.adapter_io import load_peft
 from areal_lora.checkpoint.fuse import fused
 from areal_lora.config.facts import Facts, gather_facts
-from areal_lora.config.guardrails import check, resolve_targets
 from areal_lora.config.load import load_config
+from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.engine.megatron_utils.arena import ShardedModel
 from areal_lora.engine.megatron_utils.layout import Layout
 from areal_lora.engine.megatron_utils.plan import wire_layout

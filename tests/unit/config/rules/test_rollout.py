@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.guardrails import check
 from areal_lora.config.load import load_config
+from areal_lora.config.rules.guardrails import check
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "math"

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.guardrails import Severity, check, resolve_targets
 from areal_lora.config.load import load_config
+from areal_lora.config.rules.findings import Severity
+from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families.published import known_config
 from tests.support.paths import ROOT

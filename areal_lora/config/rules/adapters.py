@@ -1,0 +1,98 @@
+"""Rules about single adapters: targets, rank, groups, user code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.models import Config
+from areal_lora.config.rules.findings import Finding, shape_of
+from areal_lora.errors import ConfigError
+from areal_lora.families import targets
+from areal_lora.families.family import Scope, covers
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for max_lora_rank."""
+
+
+def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
+    for name, count in Counter(adapter.name for adapter in config.adapters).items():
+        if count > 1:
+            yield Finding(path="adapters", reason=f"{count} adapters are named {name!r}", fix="give each its own name")
+
+
+def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
+    if (shape := shape_of(facts)) is None or facts.hf_config is None:
+        return
+    needed = shape.family.experts.vllm_dense_key if shape.family.experts else ""
+    unserved = needed and shape.dense_layers and not facts.hf_config.get(needed)
+    for i, adapter in enumerate(config.adapters):
+        try:
+            found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
+        except ConfigError as error:
+            yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
+            continue
+        if unserved and covers(found, "linear_fc1", Scope.MLP):
+            yield Finding(
+                path=f"adapters.{i}.target_modules",
+                reason=f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}",
+                fix="add mlp.linear_fc1 to exclude_modules",
+            )
+
+
+def no_dropout(config: Config, facts: Facts) -> Iterator[Finding]:
+    for i, adapter in enumerate(config.adapters):
+        if adapter.dropout:
+            yield Finding(
+                path=f"adapters.{i}.dropout",
+                reason=f"{adapter.dropout} would make log-probabilities random",
+                fix="set it to 0.0",
+            )
+
+
+def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
+    limit = config.rollout.max_lora_rank
+    if limit not in VLLM_LORA_RANKS:
+        yield Finding(
+            path="rollout.max_lora_rank",
+            reason=f"vLLM does not take {limit}",
+            fix=f"use one of {', '.join(map(str, VLLM_LORA_RANKS))}",
+        )
+    for i, adapter in enumerate(config.adapters):
+        if adapter.rank > limit:
+            yield Finding(
+                path=f"adapters.{i}.rank",
+                reason=f"rank {adapter.rank} is above the servers' rollout.max_lora_rank = {limit}",
+                fix=f"raise rollout.max_lora_rank or lower the rank to {limit}",
+            )
+
+
+def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
+    for problem in facts.code_problems:
+        yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
+
+
+def groups(config: Config, facts: Facts) -> Iterator[Finding]:
+    t = config.trainer
+    replicas = max(1, t.world_size // (t.tp * t.pp))
+    for i, adapter in enumerate(config.adapters):
+        sampling = adapter.sampling
+        if sampling.n_samples < 2:
+            yield Finding(
+                path=f"adapters.{i}.sampling.n_samples",
+                reason=f"{adapter.algorithm.kind} compares the answers of one prompt and needs at least 2",
+                fix="set it to 2 or more",
+            )
+        if adapter.minibatches > sampling.prompts_per_step:
+            yield Finding(
+                path=f"adapters.{i}.minibatches",
+                reason=f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts",
+                fix=f"set it to at most {sampling.prompts_per_step}",
+            )
+        elif sampling.prompts_per_step * sampling.n_samples < replicas * adapter.minibatches:
+            yield Finding(
+                path=f"adapters.{i}.sampling.prompts_per_step",
+                reason=f"a minibatch has fewer sequences than the trainer's {replicas} data-parallel replicas",
+                fix="raise it",
+            )
