@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from tests.support.lanes import Lanes
 
 if TYPE_CHECKING:
     from tests.support.engine.vllm_ext.serving import RunningServer
+    from tests.support.launcher.driven import Run
+    from tests.support.rollout.running import Running
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
@@ -54,3 +56,21 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     finally:
         process.terminate()
         process.wait(20)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start launchers of small programs in the run folder ``run``."""
+    from tests.support.launcher.driven import beginning
+
+    with beginning(tmp_path / "run") as start:
+        yield start
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Start controllers with fake servers."""
+    from tests.support.rollout.running import controllers
+
+    with controllers(tmp_path) as start:
+        yield start

@@ -16,9 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 STEPS, PROMPTS, ETA = 30, 16, 2
 VICTIMS = {8: "areal_lora.engine.vllm_ext.server", 15: "areal_lora.rollout.main", 22: "areal_lora.trainer.main"}
 """What is killed once a step has been taken. Of two trainer ranks the last one."""

@@ -29,10 +29,9 @@ from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.digests import base_digest
-from tests.support.launcher.hub_cache import FIRST, NAME, TINY_MODEL, fill_cache, tiny_files
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
+from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
 
-EXAMPLES = ROOT / "examples" / "math"
 HERE = SUPPORT / "e2e"
 STEPS = 6
 

@@ -11,9 +11,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.run_folder.rendezvous import create_secret
-from tests.support.paths import ROOT, SUPPORT
-
-EXAMPLES = ROOT / "examples" / "math"
+from tests.support.paths import EXAMPLES, SUPPORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.launcher.stops import GONE_S, Held, figures, marked, start, stop
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 AT_ONCE, START_S = 2, 150.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from areal_lora.tasks.rewards import extract_answer, numeric_match
 from areal_lora.tasks.word_problems import draw_problem
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-MATH = ROOT / "examples" / "math"
+MATH = EXAMPLES
 FOLDER = MATH / "tiny_model"
 
 

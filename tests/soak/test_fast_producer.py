@@ -15,10 +15,8 @@ import pytest
 
 from areal_lora.rollout.testing import FakeServer
 from tests.support.rollout.helpers import NAME
+from tests.support.rollout.running import Running
 from tests.support.sizes import size
-from tests.unit.rollout.controller.test_controller import Running, controller
-
-__all__ = ["controller"]
 
 STEPS, WARM_UP, ETA, B = 800, 100, 4, 4
 SECONDS = size(20, 600)

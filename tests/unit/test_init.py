@@ -19,12 +19,9 @@ from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.run_folder.paths import RunFolder
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES, ROOT
 
-EMBEDDED = [
-    ROOT / "examples" / "math" / "gsm8k_grpo_megatron_lora_moe.yaml",
-    ROOT / "examples" / "math" / "embedded.yaml",
-]
+EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 
 
 def finished(config: Config) -> int:

@@ -22,10 +22,9 @@ from areal_lora.launcher.slurm import submit
 from areal_lora.launcher.start import RunStart
 from tests.support.launcher import real_slurm
 from tests.support.launcher.real_slurm import Slurm
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-EXAMPLES = ROOT / "examples" / "math"
 QWEN = "Qwen/Qwen3-30B-A3B"
 # Two ranks of the trainer on each of two nodes, the controller on the first, two servers on the second.
 LAYOUT = (

@@ -16,10 +16,9 @@ from areal_lora.run_folder.events import count_restarts
 from areal_lora.run_folder.heartbeat import last_beats
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint
-from tests.support.launcher.drive import EXAMPLES
-from tests.unit.launcher.test_local import Run, begin
+from tests.support.launcher.driven import Run
+from tests.support.paths import EXAMPLES
 
-__all__ = ["begin"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 LIMIT_S = 4.0
 BOTH = ("controller-0", "server-0")

@@ -18,11 +18,10 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.main import join_world
 from tests.support.distributed.intruder import intrude, intrude_all
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = ROOT / "examples" / "math"
 SHIPPED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 WORLD = 2
 

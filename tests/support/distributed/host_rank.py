@@ -24,9 +24,8 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.trainer.main import join_world
 from areal_lora.weight_sync.link.groups import GroupListener, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 SHIPPED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 TIMEOUT_S = 20.0
 

@@ -25,9 +25,8 @@ from areal_lora.launcher.supervise import kill_sessions
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint
 from tests.support.e2e import crash_child
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 TRAINER_POINTS = (
     "trainer.batch_received",
     "trainer.annotated",

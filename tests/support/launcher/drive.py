@@ -18,9 +18,7 @@ from areal_lora.families.published import known_config
 from areal_lora.launcher import local
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from areal_lora.run_folder.paths import RunFolder
-from tests.support.paths import ROOT
-
-EXAMPLES = ROOT / "examples" / "math"
+from tests.support.paths import EXAMPLES
 
 
 def main() -> int:

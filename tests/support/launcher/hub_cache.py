@@ -10,9 +10,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save
 
 from areal_lora.launcher.testing import commit_id
-from tests.support.paths import ROOT
+from tests.support.paths import TINY_MODEL
 
-TINY_MODEL = ROOT / "examples" / "math" / "tiny_model"
 NAME = "some-lab/tiny-moe"
 FIRST, SECOND = commit_id("first"), commit_id("second")
 

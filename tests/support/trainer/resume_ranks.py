@@ -33,9 +33,8 @@ from areal_lora.trainer.recording import evaluation_due
 from areal_lora.trainer.tenant import Tenant, scoring_batch
 from areal_lora.types import AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 STEPS, PROMPTS, LENGTH = 20, 3, 12
 OPTIMIZER = OptimizerConfig(lr=0.01, warmup_steps=4, schedule="linear", max_grad_norm=0.5)
 

@@ -21,9 +21,8 @@ from tests.support.distributed.engine_ranks import (
     make_rows,
     numpy_of,
 )
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 
 

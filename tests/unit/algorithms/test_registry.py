@@ -12,14 +12,14 @@ from areal_lora.algorithms.reduce import Reduction
 from areal_lora.config.models import AlgorithmConfig
 from areal_lora.trainer.learn import annotate, make_loss
 from areal_lora.types import TrainBatch
-from tests.unit.trainer.test_learn import RecordedEngine, _batch, _tenant
+from tests.support.trainer.recorded import RecordedEngine, make_batch, make_tenant
 
 KINDS = get_args(get_args(AlgorithmConfig)[0])
 
 
 def _loss(kind: type, reduction: str, minibatches: int, device: str | None) -> dict[str, float]:
     """All numbers and the gradient of one step, with tensors on the CPU while ``device`` is the default one."""
-    tenant, batch = _tenant(), _batch()
+    tenant, batch = make_tenant(), make_batch()
     algorithm = kind(kl_coef=0.1, entropy_coef=0.01, reduction=reduction)
     tenant = replace_algorithm(tenant, algorithm, minibatches)
     logprobs = (batch.rollout_logprobs - 0.05).requires_grad_()

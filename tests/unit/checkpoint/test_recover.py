@@ -20,9 +20,8 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import ExpertLayout
 from tests.support.checkpoint.helpers import SPEC, stores, write, written
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 CONFIG = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"])
 FILE = "rank-0001.safetensors"
 

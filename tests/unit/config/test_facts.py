@@ -10,9 +10,8 @@ import pytest
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.load import load_config
 from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, tiny_files
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]
 

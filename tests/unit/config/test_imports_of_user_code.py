@@ -9,9 +9,8 @@ import pytest
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.guardrails import check
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 CODE = "raise SystemExit(3)\n\n\ndef reward(completion, answer):\n    return 1.0\n"
 
 

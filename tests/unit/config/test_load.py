@@ -9,9 +9,8 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 DENSE = EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"
 EMBEDDED = EXAMPLES / "embedded.yaml"

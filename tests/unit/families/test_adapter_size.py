@@ -12,9 +12,7 @@ from areal_lora.families.family import TARGETS
 from areal_lora.families.published import known_config
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import ExpertLayout
-from tests.support.paths import ROOT
-
-TINY = ROOT / "examples" / "math" / "tiny_model"
+from tests.support.paths import TINY_MODEL
 
 
 def test_names_of_the_30b_adapter() -> None:
@@ -44,7 +42,7 @@ def hf_linears(shape: ModelShape) -> list[tuple[str, str, int, int]]:
 
 @pytest.mark.parametrize("targets", [t for n in range(1, 5) for t in itertools.combinations(TARGETS, n)])
 def test_adapter_size_equals_counting_one_by_one(targets: tuple[str, ...]) -> None:
-    shape = ModelShape.from_hf(json.loads((TINY / "config.json").read_text()))
+    shape = ModelShape.from_hf(json.loads((TINY_MODEL / "config.json").read_text()))
     rank = 8
     rows = [row for row in hf_linears(shape) if row[0] in targets]
     # A lora_A is shared by the projections that are fused into one Megatron module.

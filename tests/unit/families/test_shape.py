@@ -11,9 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal_lora.families.published import known_config, known_models
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.variants import unsupported
-from tests.support.paths import ROOT
-
-TINY = ROOT / "examples" / "math" / "tiny_model"
+from tests.support.paths import TINY_MODEL
 
 
 def shape_of(name: str) -> ModelShape:
@@ -54,9 +52,9 @@ def test_parameters_equal_those_of_transformers(name: str) -> None:
 
 def test_tiny_model_size_equals_its_weights() -> None:
     safetensors = pytest.importorskip("safetensors")
-    shape = ModelShape.from_hf(json.loads((TINY / "config.json").read_text()))
+    shape = ModelShape.from_hf(json.loads((TINY_MODEL / "config.json").read_text()))
     assert shape.experts == 8, "transformers 5 spells it num_local_experts"
-    with safetensors.safe_open(TINY / "model.safetensors", framework="numpy") as file:
+    with safetensors.safe_open(TINY_MODEL / "model.safetensors", framework="numpy") as file:
         counted = 0
         for name in file.keys():  # noqa: SIM118
             n = 1

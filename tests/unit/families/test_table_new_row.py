@@ -38,7 +38,7 @@ from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.messages import ModulesReply
 from areal_lora.weight_sync.served import check_served
 from tests.support.families.tiny_families import TINY, save
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
 ROW = Family(
     model_type="made_up",
@@ -104,7 +104,7 @@ def twin() -> ShardedModel:
 
 
 def test_the_configuration_rules_accept_it() -> None:
-    example = ROOT / "examples" / "math"
+    example = EXAMPLES
     config = load_config([example / "gsm8k_grpo_megatron_lora_moe.yaml", example / "embedded.yaml"], [])
     hf = {**hf_config(), "max_position_embeddings": 4096}
     findings = check(config, Facts(hf_config=hf))

@@ -21,10 +21,9 @@ from areal_lora.errors import ConfigError
 from areal_lora.launcher.hub import resolve
 from areal_lora.launcher.testing import FakeHub, HubModel
 from areal_lora.weight_sync.digests import base_digest
-from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, TINY_MODEL, fill_cache, sharded, tiny_files
-from tests.support.paths import ROOT
+from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, sharded, tiny_files
+from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 
-EXAMPLES = ROOT / "examples" / "math"
 NOWHERE = "http://127.0.0.1:9"
 
 

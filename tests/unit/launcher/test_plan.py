@@ -13,9 +13,8 @@ from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
 from areal_lora.families.published import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan, rank_coordinates
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
 EMBEDDED = [*MOE, EXAMPLES / "embedded.yaml"]
 DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]

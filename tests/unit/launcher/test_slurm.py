@@ -19,9 +19,9 @@ from areal_lora.families.published import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import sbatch_script, submit
 from areal_lora.launcher.start import RunStart
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.paths import EXAMPLES, SUPPORT
 
-MOE = ROOT / "examples" / "math" / "gsm8k_grpo_megatron_lora_moe.yaml"
+MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 
 
 def job(folder: Path, *overrides: str) -> tuple[Config, JobPlan]:

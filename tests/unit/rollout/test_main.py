@@ -18,10 +18,9 @@ from areal_lora.rollout.channel.messages import Batch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
-from tests.support.paths import ROOT
+from tests.support.paths import TINY_MODEL
 from tests.support.rollout.helpers import NAME, config
 
-TINY = ROOT / "examples" / "math" / "tiny_model"
 COMMAND = [sys.executable, "-m", "areal_lora.rollout.main", "--run-folder"]
 SERVER = """
 import asyncio, sys
@@ -36,11 +35,11 @@ asyncio.run(main())
 
 def prepare(folder: Path) -> None:
     create_secret(RunFolder(folder))
-    (folder / "config.json").write_text(config(str(TINY)).model_dump_json())
+    (folder / "config.json").write_text(config(str(TINY_MODEL)).model_dump_json())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TINY.is_dir(), reason="the tiny model is not there")
+@pytest.mark.skipif(not TINY_MODEL.is_dir(), reason="the tiny model is not there")
 def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
     prepare(tmp_path)
     fake = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -87,7 +86,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TINY.is_dir(), reason="the tiny model is not there")
+@pytest.mark.skipif(not TINY_MODEL.is_dir(), reason="the tiny model is not there")
 def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL with a step leased, groups on their way and an evaluation owed: nothing is lost, nothing repeated."""
     prepare(tmp_path)

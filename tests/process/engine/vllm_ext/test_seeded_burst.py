@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.paths import ROOT, SUPPORT
-
-EXAMPLES = ROOT / "examples" / "math"
+from tests.support.paths import EXAMPLES, SUPPORT
 
 
 @pytest.mark.slow

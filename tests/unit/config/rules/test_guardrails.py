@@ -13,9 +13,8 @@ from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families.published import known_config
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
 DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]
 EMBEDDED = [*MOE, EXAMPLES / "embedded.yaml"]

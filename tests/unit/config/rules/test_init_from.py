@@ -21,9 +21,8 @@ from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.shape import ModelShape
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 HF = json.loads((EXAMPLES / "tiny_model" / "config.json").read_text())
 LAYERS, EXPERTS, RANK = 4, 8, 2

@@ -15,9 +15,8 @@ from areal_lora.engine.megatron_utils.layout import Layout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.published import known_config
 from areal_lora.families.shape import ModelShape
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES
 
-EXAMPLES = ROOT / "examples" / "math"
 CONFIG = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"])
 
 

@@ -19,10 +19,7 @@ from areal_lora.obs.metrics.records import EvalRecord, ResumeRecord, RolloutSamp
 from areal_lora.obs.metrics.samples import TEXT_CHARS, SampleFiles, cut_middle, sample_files, sample_lines
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
-
-
-def line(step: int, adapter: str = "a", chars: int = 10) -> bytes:
-    return json.dumps({"kind": "sample", "adapter": adapter, "step": step, "prompt": "x" * chars}).encode()
+from tests.support.obs.sample_lines import line
 
 
 def steps_in(folder: Path, adapter: str = "a") -> list[int]:
@@ -175,7 +172,7 @@ CRASHING = """
 import itertools, os, signal, sys
 from areal_lora.obs.metrics import samples
 from areal_lora.run_folder.paths import RunFolder
-from tests.unit.obs.metrics.test_samples import line
+from tests.support.obs.sample_lines import line
 samples.FILE_BYTES, samples.NEWEST_FILES = 1000, 3
 folder, kill_at, first = RunFolder.of(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 left = kill_at

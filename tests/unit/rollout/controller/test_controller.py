@@ -2,103 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_lora.config.models import (
-    AgentWorkflowConfig,
-    Config,
-    FunctionReward,
-    MultiTurnWorkflowConfig,
-    WorkflowConfig,
-)
+from areal_lora.config.models import AgentWorkflowConfig, FunctionReward, MultiTurnWorkflowConfig
 from areal_lora.data.collate import collate
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.channel.client import RolloutClient
-from areal_lora.rollout.main import adapter_data, serve
+from areal_lora.rollout.main import adapter_data
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
+from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
-
-
-class Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
-
-
-@dataclass
-class Running:
-    client: RolloutClient
-    endpoint: Endpoint
-    servers: tuple[FakeServer, ...]
-    ended: Any  # the controller's future
-    folder: Path
-
-    def activate(self, version: int) -> None:
-        for server in self.servers:
-            server.models.add(f"{NAME}@v{version}")
-        self.announce(version)
-
-    def announce(self, version: int, lost: tuple[str, ...] = ()) -> None:
-        urls = {f"server-{i}": s.url for i, s in enumerate(self.servers) if f"server-{i}" not in lost}
-        self.client.announce(AdapterRef(name=NAME, version=version), urls, lost)
-
-    def batch(self, step: int) -> Any:
-        return self.client.next_batch(NAME, step=step, version=step)
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    loop, server_loop = Loop(), Loop()
-    stop = asyncio.Event()
-    started: list[Running] = []
-
-    def start(*servers: FakeServer, workflow: WorkflowConfig | None = None, **settings: int) -> Running:
-        create_secret(RunFolder(tmp_path))
-        for server in servers:
-            server_loop.run(server.__aenter__())
-        made = config("none", servers=len(servers), **settings)
-        entry = made.adapters[0].model_copy(update={"workflow": workflow} if workflow else {})
-        data = [adapter_data(made, entry, CharTokenizer())]
-        work = serve(made, RunFolder(tmp_path), data, stop)
-        ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
-        endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
-        client = RolloutClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
-        client.hello({NAME: 0}, {})
-        started.append(Running(client, endpoint, servers, ended, tmp_path))
-        return started[-1]
-
-    yield start
-    loop.loop.call_soon_threadsafe(stop.set)
-    for running in started:
-        running.client.close()
-        running.ended.exception(20)
-        for server in running.servers:
-            server_loop.run(server.__aexit__())
-    loop.close()
-    server_loop.close()
+from tests.support.rollout.running import Running
 
 
 def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callable[..., Running]) -> None:
@@ -267,17 +191,10 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
 ) -> None:
     file = tmp_path_factory.mktemp("code") / "rewards.py"  # not in the run folder, which a scorer cannot read
     file.write_text("def reward(completion, answer):\n    return 1 / (sum(map(ord, answer)) % 4)\n")
-    plain = config
-
-    def with_reward(*arguments: Any, **settings: Any) -> Config:
-        made = plain(*arguments, **settings)
-        adapter = made.adapters[0].model_copy(update={"reward": FunctionReward(path=f"{file}:reward")})
-        return made.model_copy(update={"adapters": [adapter]})
-
-    monkeypatch.setattr("tests.unit.rollout.controller.test_controller.config", with_reward)
     monkeypatch.setattr("areal_lora.rollout.controller.retries.MAX_BACK_OFF_S", 0.01)
-    run = controller(FakeServer(), eta=1, b=4, steps=6)
-    made = plain("none")
+    reward = FunctionReward(path=f"{file}:reward")
+    run = controller(FakeServer(), reward=reward, eta=1, b=4, steps=6)
+    made = config("none")
     prompts = adapter_data(made, made.adapters[0], CharTokenizer()).prompts
     fails = {p.uid for p in map(prompts.at, range(64)) if sum(map(ord, p.sample.answer)) % 4 == 0}
     assert 4 < len(fails) < 32

@@ -13,10 +13,8 @@ from areal_lora.errors import ConfigError
 from areal_lora.rollout.controller.prompts import PromptStream, tokenize
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
-from tests.support.paths import ROOT
+from tests.support.paths import TINY_MODEL
 from tests.support.rollout.helpers import CharTokenizer, samples, stream
-
-TINY_MODEL = ROOT / "examples" / "math" / "tiny_model"
 
 
 def test_epochs_hold_every_sample_once_under_their_own_uids() -> None:

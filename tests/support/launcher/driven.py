@@ -1,0 +1,86 @@
+"""A launcher process that runs small programs (``drive``), and all that belongs to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.support.paths import ROOT
+
+
+class Run:
+    """One launcher process and everything whose environment carries its mark."""
+
+    def __init__(
+        self, folder: Path, grace_s: float, processes: list[tuple[str, int, str]], overrides: Sequence[str] = ()
+    ) -> None:
+        self.folder = folder
+        self.mark = f"AREAL_LORA_TEST={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.support.launcher.drive",
+                str(folder),
+                str(grace_s),
+                json.dumps(processes),
+                *overrides,
+            ],
+            env=os.environ | {name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of this run, found by their environment: also those that no parent knows any more."""
+        name, _, value = self.mark.partition("=")
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"never happened; launcher: {self.process.poll()}"
+            time.sleep(0.05)
+
+    def log(self, name: str) -> str:
+        path = self.folder / "logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def end(self, timeout_s: float = 20) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+
+@contextmanager
+def beginning(folder: Path) -> Iterator[Callable[..., Run]]:
+    """Start launchers in ``folder``; kill on leaving what they left."""
+    runs: list[Run] = []
+
+    def start(*processes: tuple[str, int, str], grace_s: float = 3.0, overrides: Sequence[str] = ()) -> Run:
+        runs.append(Run(folder, grace_s, list(processes), overrides))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for process in run.alive():
+            process.kill()
+        run.process.wait()

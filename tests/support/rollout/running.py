@@ -1,0 +1,98 @@
+"""A controller in a thread: its tasks, sockets and HTTP, whole, with fake servers and a trainer's client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_lora.config.models import FunctionReward, WorkflowConfig
+from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.main import adapter_data, serve
+from areal_lora.rollout.testing import FakeServer
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
+from areal_lora.types import AdapterRef
+from tests.support.rollout.helpers import NAME, CharTokenizer, config
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+@dataclass
+class Running:
+    client: RolloutClient
+    endpoint: Endpoint
+    servers: tuple[FakeServer, ...]
+    ended: Any  # the controller's future
+    folder: Path
+
+    def activate(self, version: int) -> None:
+        for server in self.servers:
+            server.models.add(f"{NAME}@v{version}")
+        self.announce(version)
+
+    def announce(self, version: int, lost: tuple[str, ...] = ()) -> None:
+        urls = {f"server-{i}": s.url for i, s in enumerate(self.servers) if f"server-{i}" not in lost}
+        self.client.announce(AdapterRef(name=NAME, version=version), urls, lost)
+
+    def batch(self, step: int) -> Any:
+        return self.client.next_batch(NAME, step=step, version=step)
+
+
+@contextmanager
+def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Start controllers, each with its servers and a trainer's client."""
+    loop, server_loop = Loop(), Loop()
+    stop = asyncio.Event()
+    started: list[Running] = []
+
+    def start(
+        *servers: FakeServer,
+        workflow: WorkflowConfig | None = None,
+        reward: FunctionReward | None = None,
+        **settings: int,
+    ) -> Running:
+        create_secret(RunFolder(tmp_path))
+        for server in servers:
+            server_loop.run(server.__aenter__())
+        made = config("none", servers=len(servers), **settings)
+        replaced = {"workflow": workflow, "reward": reward}
+        entry = made.adapters[0].model_copy(update={name: value for name, value in replaced.items() if value})
+        made = made.model_copy(update={"adapters": [entry]})
+        data = [adapter_data(made, entry, CharTokenizer())]
+        work = serve(made, RunFolder(tmp_path), data, stop)
+        ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
+        endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
+        client = RolloutClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
+        client.hello({NAME: 0}, {})
+        started.append(Running(client, endpoint, servers, ended, tmp_path))
+        return started[-1]
+
+    yield start
+    loop.loop.call_soon_threadsafe(stop.set)
+    for running in started:
+        running.client.close()
+        running.ended.exception(20)
+        for server in running.servers:
+            server_loop.run(server.__aexit__())
+    loop.close()
+    server_loop.close()

@@ -1,0 +1,77 @@
+"""A tenant, a batch, and an engine that answers with fixed log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.config.load import load_config
+from areal_lora.engine.base import LossFn
+from areal_lora.trainer.tenant import Tenant, scoring_batch
+from areal_lora.types import StepStats, TrainBatch
+from tests.support.paths import EXAMPLES
+
+
+def make_tenant(**algorithm: object) -> Tenant:
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
+    adapter = config.adapters[0]
+    adapter = adapter.model_copy(update={"algorithm": adapter.algorithm.model_copy(update=algorithm)})
+    return Tenant(
+        config=adapter,
+        spec=adapter.spec("x"),
+        probe=scoring_batch([[1, 2]], adapter.name),
+        version=4,
+        algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
+    )
+
+
+def make_batch() -> TrainBatch:
+    batch = scoring_batch([[5, 6, 7], [8, 9], [3, 4, 5, 6], [2, 1]], "gsm8k")
+    logprobs = -torch.rand(batch.n_tokens, generator=torch.Generator().manual_seed(7)) * batch.loss_mask
+    return replace(
+        batch,
+        rollout_logprobs=logprobs,
+        versions=torch.where(batch.loss_mask, 4, -1),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        group_ids=torch.tensor([0, 0, 1, 1]),
+    )
+
+
+class RecordedEngine:
+    """Answers with fixed log-probabilities, so that the glue is tested and nothing else."""
+
+    def __init__(self, logprobs: torch.Tensor, batch: TrainBatch | None = None) -> None:
+        """``logprobs`` are those of ``batch``, `make_batch` if none is given."""
+        self.whole = batch or make_batch()
+        self.answer, self.asked, self.denominators, self.rates = logprobs, [], [], []
+        self.broken: tuple[int, ...] = ()  # optimizer steps, from 1, with a gradient that is not finite
+
+    def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
+        self.asked.append(adapter)
+        return self._of(batch)
+
+    def _of(self, batch: TrainBatch) -> torch.Tensor:
+        """The answers for the sequences of a minibatch, which are told by their tokens."""
+        if batch.n_tokens == self.answer.numel():
+            return self.answer
+        whole = self.whole
+        bounds = whole.cu_seqlens.tolist()
+        rows = {tuple(whole.token_ids[a:b].tolist()): self.answer[a:b] for a, b in pairwise(bounds)}
+        mine = batch.cu_seqlens.tolist()
+        return torch.cat([rows[tuple(batch.token_ids[a:b].tolist())] for a, b in pairwise(mine)])
+
+    def forward_backward(
+        self, batch: TrainBatch, loss_fn: LossFn, *, temperature: float = 1.0, need_entropy: bool = False
+    ) -> dict[str, float]:
+        sums = loss_fn(batch, self._of(batch), None)
+        return {"loss": float(sums.loss), **{k: float(v) for k, v in sums.stats.items()}}
+
+    def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+        self.denominators.append(denominator)
+        self.rates.append(lr)
+        skipped = float(len(self.rates) in self.broken)
+        return StepStats(values={"grad_norm": math.nan if skipped else 1.0, "lr": lr, "skipped": skipped})
