@@ -159,9 +159,9 @@ def use_expert_loop(vllm_linear: bool) -> None:
     import torch.nn.functional as F
     from vllm.platforms.cpu import CpuPlatform
 
-    from areal_lora.engine.vllm_ext import compat
+    from areal_lora.engine.vllm_ext.compat import cpu_kernels
 
-    class ExpertLoop(compat.CpuLoraExperts):
+    class ExpertLoop(cpu_kernels.CpuLoraExperts):
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             """Plain weights."""
 
@@ -196,8 +196,8 @@ def use_expert_loop(vllm_linear: bool) -> None:
                 output.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(y.dtype))
 
     stock = CpuPlatform.get_punica_wrapper
-    compat.install_cpu_lora()
-    compat.CpuLoraExperts = ExpertLoop
+    cpu_kernels.install_cpu_lora()
+    cpu_kernels.CpuLoraExperts = ExpertLoop
     if vllm_linear:
         CpuPlatform.get_punica_wrapper = stock
 

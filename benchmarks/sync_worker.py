@@ -18,7 +18,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from areal_lora.engine.vllm_ext.compat import adapter_manager
+from areal_lora.engine.vllm_ext.compat.slots import adapter_manager
 from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension
 from areal_lora.weight_sync.link.backends import register_backend
 from areal_lora.weight_sync.link.groups import BroadcastGroup, join_group

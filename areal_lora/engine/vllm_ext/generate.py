@@ -1,7 +1,7 @@
 """Between the HTTP planes and the engine: sampling, scoring, and what a request leaves behind.
 
 Log-probabilities are those that the trainer computes: log softmax(logits / temperature), before top-p and top-k
-(`compat.own_logprobs`); of a greedy request, of the plain logits.
+(`compat.engine.own_logprobs`); of a greedy request, of the plain logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.adapters import Lease
-from areal_lora.engine.vllm_ext.compat import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef

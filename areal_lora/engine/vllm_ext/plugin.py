@@ -22,7 +22,7 @@ def register() -> None:
         die_with_parent(signal.SIGKILL)  # engine and workers do not notice a killed server by themselves
 
     if current_platform.is_cpu():
-        from areal_lora.engine.vllm_ext.compat import install_cpu_lora
+        from areal_lora.engine.vllm_ext.compat.cpu_kernels import install_cpu_lora
 
         install_cpu_lora()
 

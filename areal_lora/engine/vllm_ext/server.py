@@ -120,7 +120,7 @@ def set_environment(config: Config) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        # Its second model runner computes log-probabilities elsewhere: see compat.own_logprobs.
+        # Its second model runner computes log-probabilities elsewhere: see compat.engine.own_logprobs.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "TOKENIZERS_PARALLELISM": "false",
         SERVER_PID: str(os.getpid()),

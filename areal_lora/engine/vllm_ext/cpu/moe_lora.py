@@ -63,7 +63,8 @@ class Spans:
         return cls(experts=experts.tolist(), sizes=np.diff(bounds, prepend=0, append=n_rows).tolist())
 
     def of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        return x.split(self.sizes)[1::2]
+        parts: Sequence[torch.Tensor] = x.split(self.sizes)
+        return parts[1::2]
 
 
 class ExpertProduct(Protocol):

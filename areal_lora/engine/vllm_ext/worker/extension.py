@@ -21,15 +21,14 @@ import time
 
 import msgspec
 
-from areal_lora.engine.vllm_ext.compat import (
+from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, shared_memory_prefix
+from areal_lora.engine.vllm_ext.compat.slots import (
     activate,
     adapter_manager,
     bound_matrices,
     deactivate,
     enable_slots,
-    own_logprobs,
     refuse_files,
-    shared_memory_prefix,
 )
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
 from areal_lora.engine.vllm_ext.worker_channel import Begin, Command, CommandThread, Done, Join, Ping, Respond, Staged

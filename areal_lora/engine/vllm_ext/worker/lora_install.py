@@ -2,7 +2,7 @@
 
 Runs in the receiver's background thread while the model generates. Where everything goes is
 planned once per layout; a publish then only runs compiled copies. Knows wire names and shapes;
-where vLLM keeps the buffers is ``compat``'s business.
+``compat.slots`` knows where vLLM keeps the buffers.
 """
 
 from __future__ import annotations
@@ -201,9 +201,10 @@ def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, l
 
 def _extent_bytes(place: torch.Tensor) -> int:
     rows, cols = place.shape
-    return ((rows - 1) * place.stride(0) + cols) * place.element_size()
+    return int(((rows - 1) * place.stride(0) + cols) * place.element_size())
 
 
 def _host_view(tensor: torch.Tensor) -> np.ndarray:
     """Host memory as numpy sees it (bfloat16 as bit patterns): filling it there uses no OpenMP."""
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    view: np.ndarray = tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return view

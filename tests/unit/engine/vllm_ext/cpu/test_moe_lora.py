@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.compat import PackedExperts
+from areal_lora.engine.vllm_ext.compat.cpu_kernels import PackedExperts
 from areal_lora.engine.vllm_ext.cpu.moe_lora import (
     CellBlock,
     CellCosts,

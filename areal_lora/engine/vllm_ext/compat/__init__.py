@@ -1,0 +1,20 @@
+"""Hold everything that relies on vLLM's private interfaces, written against vLLM 0.32.
+
+===============  =============================  =========================================================
+module           what                           why
+===============  =============================  =========================================================
+``cpu_kernels``  ``CpuLoraExperts``             with LoRA vLLM picks its Triton experts, which need a GPU
+                 ``PackedExperts``              torch's matmul of a few rows is slow; vLLM's linear
+                                                layers use the same oneDNN kernels
+                 ``CpuLoraLinear`` (punica)     vLLM's CPU path is slow, and base tokens (-1) read the
+                                                last slot
+                 ``hide_llvmlite``              vLLM's scan of all loaded modules fails on numba's
+                                                compiler
+``slots``        ``bound_matrices``             where a worker keeps the stacked weights of all adapters
+                 ``activate``, ``deactivate``   vLLM loads adapters from files only, and evicts them
+                                                without a request to do so
+                 ``refuse_files``               the same
+``engine``       ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
+                                                trainer's do neither
+===============  =============================  =========================================================
+"""

@@ -1,0 +1,201 @@
+"""vLLM's CPU path with LoRA: the experts class and the punica wrapper in place of vLLM's choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding.ffi
+import numpy as np
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
+from vllm import _custom_ops
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms.cpu import CpuPlatform
+
+from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, Spans, moe_lora
+from areal_lora.errors import AdapterError
+
+
+class CpuLoraLinear(PunicaWrapperCPU):
+    """Per-batch adapter slots, and the LoRA of linear layers on CPU."""
+
+    batch = BatchSlots.of(np.empty(0, dtype=np.int64))
+
+    def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(mapping, lora_index_to_id, *args, **kwargs)
+        self.batch = BatchSlots.of(self.token_lora_indices.numpy())
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: Any,
+        lora_b_stacked: Any,
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        # Scale is 1: alpha / rank was folded into B when the slot was written.
+        add_lora(
+            y.view(-1, y.shape[-1]),
+            x.view(-1, x.shape[-1]),
+            lora_a_stacked,
+            lora_b_stacked,
+            output_slices,
+            self.batch.segments,
+        )
+
+
+class PackedExperts:
+    """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K]."""
+
+    MAX_ROWS = 128  # oneDNN builds a kernel per number of rows, some 0.3 ms each, and keeps this many
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._handlers = [_custom_ops.create_onednn_mm(w.t(), self.MAX_ROWS) for w in weight]
+        self._pointers = [h.handler_tensor for h in self._handlers]
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, spans: Spans) -> None:
+        product = torch.ops._C.onednn_mm.default
+        for expert, xs, ys in zip(spans.experts, spans.of(x), spans.of(out), strict=True):
+            if xs.shape[0] <= self.MAX_ROWS:
+                product(ys, xs, None, self._pointers[expert])
+                continue
+            parts = -(-xs.shape[0] // self.MAX_ROWS)
+            for y_part, x_part in zip(ys.chunk(parts), xs.chunk(parts), strict=True):
+                product(y_part, x_part, None, self._pointers[expert])
+
+
+class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
+    """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel)."""
+
+    _adapters: ExpertAdapters
+    _w1: PackedExperts
+    _w2: PackedExperts
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self._w1, self._w2 = PackedExperts(layer.w13_weight), PackedExperts(layer.w2_weight)
+        for name in ("w13_weight", "w2_weight"):
+            # vLLM reads the shapes at every step; one element is enough for that, the packed copy has the rest.
+            weight = getattr(layer, name)
+            weight.data = weight.data.new_zeros(1, 1, 1).expand(weight.shape)
+
+    def set_lora_context(self, ctx: Any) -> None:
+        super().set_lora_context(ctx)
+        gate_a, up_a = ctx.w13_lora_a_stacked
+        gate_b, up_b = ctx.w13_lora_b_stacked
+        self._adapters = ExpertAdapters(
+            gate_a=gate_a,
+            up_a=up_a,
+            gate_b=gate_b,
+            up_b=up_b,
+            down_a=ctx.w2_lora_a_stacked[0],
+            down_b=ctx.w2_lora_b_stacked[0],
+        )
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return bool(activation == MoEActivation.SILU)
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_all2all_kernels
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: Any,
+        a2_scale: Any,
+        workspace13: Any,
+        workspace2: Any,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if activation != MoEActivation.SILU or apply_router_weight_on_input:
+            raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")
+        ids = topk_ids if expert_map is None else expert_map[topk_ids]
+        batch = self._lora_context.punica_wrapper.batch
+        group_of = batch.group_of[: topk_ids.shape[0]]
+        moe_lora(
+            output, hidden_states, self._w1, self._w2, topk_weights, ids.numpy(), self._adapters, batch.groups, group_of
+        )
+
+
+def install_cpu_lora() -> None:
+    """Put the two CPU classes in place of vLLM's choices. Repeating it changes nothing."""
+    if oracle.backend_to_kernel_cls is _kernel_classes:
+        return
+    hide_llvmlite()
+    global _vllm_kernel_classes
+    _vllm_kernel_classes = oracle.backend_to_kernel_cls
+    oracle.backend_to_kernel_cls = _kernel_classes
+    CpuPlatform.get_punica_wrapper = classmethod(lambda cls: f"{__name__}.{CpuLoraLinear.__name__}")
+
+
+_vllm_kernel_classes = oracle.backend_to_kernel_cls
+
+
+def _kernel_classes(backend: oracle.UnquantizedMoeBackend) -> list[type[mk.FusedMoEExperts]]:
+    # vLLM names TRITON only for layers with LoRA on a CPU.
+    return [CpuLoraExperts] if backend == oracle.UnquantizedMoeBackend.TRITON else _vllm_kernel_classes(backend)
+
+
+def hide_llvmlite() -> None:
+    """Let llvmlite's library object have no attributes with underscores.
+
+    It answers every name with a C function, ``__dict__`` too, which vLLM's CPU platform then takes for a namespace
+    when it looks through all modules for kernels to replace.
+    """
+    answer = llvmlite.binding.ffi._lib_wrapper.__getattr__
+
+    def getattr_(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    llvmlite.binding.ffi._lib_wrapper.__getattr__ = getattr_

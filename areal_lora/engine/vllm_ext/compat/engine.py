@@ -1,0 +1,69 @@
+"""What a vLLM worker computes and shares beside adapters: log-probabilities, files in shared memory."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from areal_lora.errors import AdapterError
+
+SCORE_TEMPERATURE = "areal_lora_score_temperature"  # in ``SamplingParams.extra_args`` of a request that scores
+
+
+def own_logprobs(worker: Any) -> None:
+    """Make every log-probability that a worker returns log softmax(logits / temperature).
+
+    vLLM computes those of sampled tokens from the raw logits, or after temperature and truncation, and those of
+    prompts from the raw logits. The trainer divides by the temperature and truncates nothing.
+    """
+    runner = worker.model_runner
+    if not isinstance(runner, GPUModelRunner):
+        raise AdapterError(f"vLLM's model runner is a {type(runner).__name__}; set VLLM_USE_V2_MODEL_RUNNER=0")
+    draw = runner.sampler.topk_topp_sampler
+    truncated = draw.forward
+
+    def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if k is None and p is None:
+            drawn: tuple[torch.Tensor, torch.Tensor | None] = truncated(logits, generators, k, p)
+            return drawn
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # before: truncation is done in place
+        sampled, _ = truncated(logits, generators, k, p)
+        return sampled, logprobs
+
+    draw.forward = forward
+    plain = runner._get_prompt_logprobs_dict
+
+    def scores(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        asked = runner.num_prompt_logprobs
+        groups: dict[float, dict[str, int]] = {}
+        for request, n in asked.items():
+            extra = runner.requests[request].sampling_params.extra_args or {}
+            groups.setdefault(float(extra.get(SCORE_TEMPERATURE, 1.0)), {})[request] = n
+        found: dict[str, Any] = {}
+        try:
+            for temperature, group in groups.items():
+                runner.num_prompt_logprobs = group
+                runner.sampler.compute_logprobs = partial(_tempered, temperature=temperature)
+                found |= plain(hidden_states, num_scheduled_tokens)
+        finally:
+            runner.num_prompt_logprobs, runner.sampler.compute_logprobs = asked, Sampler.compute_logprobs
+        for request in asked.keys() - {r for group in groups.values() for r in group}:
+            del asked[request]  # vLLM has taken it out of its group: all of its prompt is scored
+        return found
+
+    runner._get_prompt_logprobs_dict = scores
+
+
+def _tempered(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    return Sampler.compute_logprobs(logits if temperature == 1.0 else logits / temperature)
+
+
+def shared_memory_prefix() -> str:
+    """How this engine's files in /dev/shm begin (CPU workers share tensors there); empty where there are none."""
+    ident = os.environ.get("VLLM_DIST_IDENT", "")
+    return f"{ident}-" if ident else ""

@@ -1,0 +1,136 @@
+"""Where a vLLM worker keeps adapters, and which slot an adapter id uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    FusedMoE3DWithLoRA,
+    FusedMoEWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+
+from areal_lora.engine.vllm_ext.worker.lora_install import Matrix
+from areal_lora.errors import AdapterError
+from areal_lora.families.registry import target_of
+from areal_lora.processes.log import get_logger
+from areal_lora.weight_sync.served import LORA_A, LORA_B
+
+log = get_logger(__name__)
+
+
+def adapter_manager(worker: Any) -> LRUCacheLoRAModelManager:
+    """The manager that owns a worker's slots. ``worker`` is vLLM's, with the extension mixed in."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if not isinstance(manager, LRUCacheLoRAModelManager):
+        raise AdapterError(f"vLLM's adapter manager is a {type(manager).__name__}; areal_lora knows vLLM 0.32")
+    return manager
+
+
+def bound_matrices(worker: Any) -> Iterator[Matrix]:
+    """Every LoRA matrix a worker could hold, in the names of the wire; modules of other kinds are left out."""
+    manager = adapter_manager(worker)
+    if manager.lora_config.fully_sharded_loras:
+        raise AdapterError("fully_sharded_loras splits matrices by rank; start vLLM without it")
+    for name, module in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        if all(target_of(part) is None for part in parts):
+            continue
+        if isinstance(module, FusedMoEWithLoRA):
+            if isinstance(module, FusedMoE3DWithLoRA) or not module.moe_config.is_act_and_mul:
+                log.warning("%s cannot be adapted: its experts are not separate gate, up and down projections", name)
+                continue
+            yield from _expert_matrices(module, parts)
+        elif isinstance(module, BaseLinearLayerWithLoRA):
+            yield from _linear_matrices(module, parts)
+
+
+def _linear_matrices(module: BaseLinearLayerWithLoRA, parts: list[str]) -> Iterator[Matrix]:
+    a_begin = module.tp_rank * module.input_size if isinstance(module, RowParallelLinearWithLoRA) else 0
+    a_full = module.input_size * (module.tp_size if isinstance(module, RowParallelLinearWithLoRA) else 1)
+    if isinstance(module, MergedColumnParallelLinearWithLoRA):
+        # Key and value heads are repeated when there are fewer of them than workers: the
+        # module's own shard ids say which part is held.
+        begins = [shard * size for shard, size in zip(module.output_ids, module.output_slices, strict=True)]
+        fulls = list(module.base_layer.output_sizes)
+        if isinstance(module, MergedQKVParallelLinearWithLoRA):
+            base = module.base_layer
+            fulls = [base.total_num_heads * base.head_size] + [base.total_num_kv_heads * base.head_size] * 2
+    elif isinstance(module, ColumnParallelLinearWithLoRA):
+        begins, fulls = [module.tp_rank * module.output_size], [module.output_size * module.tp_size]
+    else:
+        begins, fulls = [0], [module.output_size]
+    for part, a, b, begin, full in zip(parts, module.lora_a_stacked, module.lora_b_stacked, begins, fulls, strict=True):
+        yield Matrix(name=part + LORA_A, stacked=a, index=0, begin=a_begin, full=a_full)
+        yield Matrix(name=part + LORA_B, stacked=b, index=0, begin=begin, full=full)
+
+
+def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Matrix]:
+    """``parts`` are vLLM's names of all experts' gate, down and up projections, expert by expert."""
+    inter = module.intermediate_size_per_partition
+    full_inter, begin_inter = inter * module.tp_size, inter * module.tp_rank
+    gate_a, up_a = module.w13_lora_a_stacked
+    gate_b, up_b = module.w13_lora_b_stacked
+    down_a, down_b = module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]
+    wide, narrow = (0, module.hidden_size), (begin_inter, full_inter)
+    rows = ((gate_a, gate_b, wide, narrow), (down_a, down_b, narrow, wide), (up_a, up_b, wide, narrow))
+    local = _local_experts(module)
+    for i, part in enumerate(parts):
+        a, b, inputs, outputs = rows[i % 3]
+        index = local[i // 3]
+        for suffix, stacked, (begin, full) in ((LORA_A, a, inputs), (LORA_B, b, outputs)):
+            held = stacked if index >= 0 else None
+            yield Matrix(name=part + suffix, stacked=held, index=max(index, 0), begin=begin, full=full)
+
+
+def _local_experts(module: FusedMoEWithLoRA) -> list[int]:
+    """For every expert of the layer its index on this worker, -1 if another one holds it."""
+    expert_map = module.base_layer.routed_experts.expert_map
+    return list(range(module.global_num_experts)) if expert_map is None else expert_map.tolist()
+
+
+def enable_slots(worker: Any) -> None:
+    """Let the expert layers compute with every slot, once for all: only an id mapped to a slot makes tokens use it.
+
+    Setting the flags at every activation would hold up generation for a time that grows with the layers.
+    """
+    for module in adapter_manager(worker).modules.values():
+        if isinstance(module, FusedMoEWithLoRA):
+            module.adapter_enabled.fill_(1)
+
+
+def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
+    """Let requests with ``lora_id`` use what was written into ``slot``. Between two engine steps only.
+
+    Raises AdapterError where vLLM would evict something or the slot is taken.
+    """
+    manager = adapter_manager(worker)
+    if manager.lora_index_to_id[slot] is not None or len(manager._registered_adapters) >= manager.capacity:
+        raise AdapterError(f"slot {slot} for adapter id {lora_id} is not free: {manager.lora_index_to_id}")
+    manager._registered_adapters[lora_id] = LoRAModel(lora_id, rank, {})
+    manager._active_adapters[lora_id] = None
+    manager.lora_index_to_id[slot] = lora_id
+
+
+def deactivate(worker: Any, lora_id: int) -> None:
+    """Undo ``activate``, if it was done; the slot's numbers stay until it is written again."""
+    manager = adapter_manager(worker)
+    if lora_id not in manager.lora_index_to_id:
+        return
+    manager.remove_adapter(lora_id)
+
+
+def refuse_files(worker: Any) -> None:
+    """Make loading an adapter from a path an error: versions come over the wire or not at all."""
+
+    def load(request: Any) -> LoRAModel:
+        raise AdapterError(f"adapter {request.lora_name} is in no slot of this worker and cannot be read from a path")
+
+    worker.model_runner.lora_manager._load_adapter = load
