@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
 
     DONE = 0
     FAILED = 1
-    """An error that nobody raised on purpose: a traceback is in the log."""
+    """An unexpected error: a traceback is in the log."""
     WRONG_INPUT = 64
     CONTRADICTION = 65
     """The run's data break a contract: parity, staleness, alignment, a broken adapter, gradients not finite."""

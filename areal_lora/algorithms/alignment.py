@@ -1,4 +1,4 @@
-"""Whether recorded log-probabilities lie at their tokens, told from any policy that is close to the one that sampled.
+"""Decide whether recorded log-probabilities belong to their tokens, from any policy close to the sampling policy.
 
 A shift by one shows without a tolerance: where neighbouring tokens differ by much, in the records and in the present
 policy, the present value of a token is far nearer to the token's own record than to its neighbour's. That holds for

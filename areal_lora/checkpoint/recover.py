@@ -1,8 +1,8 @@
-"""Finding the checkpoint that a run goes on from. Reading and judging only; no torch.
+"""Find the checkpoint that a run resumes from. Read-only, without torch.
 
-The newest checkpoint that is whole decides. Whole is: the manifest's own checksum is right, and
-every file it names is there with its size and checksum. A newer one that is not is named with the
-reason, and never passed over in silence. Nor is a run that has made steps and has no checkpoint at all.
+The newest complete checkpoint decides. A checkpoint is complete if the checksum of its manifest matches and every
+listed file exists with its size and checksum. Newer incomplete checkpoints are reported with the reason, and so is a
+run that has steps and no checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterResume:
-    """How one adapter goes on: from ``newest``, or from the beginning (None) if nothing was ever written.
+    """How one adapter resumes: from ``newest``, or from the start (None) if no checkpoint was ever written.
 
     ``broken`` are those newer than it, newest first; ``leftovers`` were being written when a process died.
     """
@@ -66,7 +66,7 @@ class AdapterResume:
 
     @property
     def lost(self) -> bool:
-        """Checkpoints were written and none can be used: going on would silently begin anew."""
+        """Checkpoints were written and none can be used: a resume would silently restart the adapter."""
         return self.newest is None and bool(self.broken)
 
     def lines(self) -> Iterator[str]:

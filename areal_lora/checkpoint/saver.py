@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """One checkpoint under way at one rank."""
+    """One checkpoint in progress at one rank."""
 
     ref: AdapterRef
     settled: threading.Event = field(default_factory=threading.Event)
@@ -67,14 +67,14 @@ class Saver:
         self._thread = watched_thread("saver", self._work)
 
     def save(self, snapshot: Snapshot) -> Save:
-        """Begin. At most one per adapter is under way: call ``join`` first. Collective."""
+        """Start a save. At most one per adapter is in progress: call ``join`` first. Collective."""
         assert snapshot.ref.name not in self._pending, "join the save before"
         job = self._pending[snapshot.ref.name] = Save(ref=snapshot.ref)
         self._jobs.put((job, snapshot))
         return job
 
     def join(self, adapter: str) -> Save | None:
-        """Wait for the adapter's save under way, if there is one, and return it.
+        """Wait for the adapter's save in progress, if any, and return it.
 
         Raises CheckpointError on every rank when more than ``max_failures`` in a row could not be written;
         and what ended the thread otherwise: PublishError (a rank is gone), RolloutError (the controller is).
@@ -95,7 +95,7 @@ class Saver:
         return job
 
     def close(self) -> None:
-        """End the thread after the save under way."""
+        """End the thread after the save in progress."""
         self._jobs.put(None)
         self._thread.join()
 

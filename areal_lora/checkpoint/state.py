@@ -67,7 +67,7 @@ class RankRandom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an adapter's optimizer is, and what it was told: ``settings`` are `OptimizerConfig`'s values.
+    """Step count and settings of an adapter's optimizer; ``settings`` are the values of `OptimizerConfig`.
 
     ``step`` counts the optimizer steps that were taken, ``total_steps`` the training steps of the run, which have
     one or several. The learning rate follows from the version alone.
@@ -186,7 +186,7 @@ def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
     found: dict[str, dict[str, np.ndarray]] = {part: {} for part in PARTS}
     for path in paths:
         with path.open("rb") as file:
-            # Writable and private: nobody writes, but torch warns of memory that is read-only.
+            # Writable and private: no code writes, but torch warns about read-only memory.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         length = int.from_bytes(data[:8], "little")
         try:

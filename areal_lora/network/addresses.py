@@ -178,7 +178,7 @@ def _facing(peer: str, family: socket.AddressFamily, mine: set[_Address]) -> Ite
 
 
 def set_variables(place: Place, *, one_node: bool = False) -> str:
-    """Tell gloo, NCCL and vLLM, which choose by themselves, to use ``place``; before they are imported.
+    """Make gloo, NCCL and vLLM use ``place`` instead of their own choice. Call before they are imported.
 
     ``one_node``: the groups that this process makes by itself stay on its node, as a server's do. Then gloo and vLLM
     get loopback. A variable that is set already wins. Returns a sentence about those that differ, or nothing.

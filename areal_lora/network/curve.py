@@ -12,7 +12,7 @@ from areal_lora.network.keys import derived_key
 HANDSHAKE_REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""Monitor events of a wrong key; nothing else tells, neither here nor at the other end."""
+"""Monitor events of a wrong key, the only sign of it on either side."""
 
 
 def zmq_curve_keys(secret: str, role: str) -> tuple[bytes, bytes]:

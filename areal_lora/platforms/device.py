@@ -32,7 +32,7 @@ PAGE_BYTES = 4096
 def own_device(kind: str, local_rank: int) -> torch.device:
     """This process's device among those it sees, from now on the current one of the calling thread.
 
-    Other threads must be told: a thread begins on device 0, whatever its process uses.
+    Pass the device to other threads: a new thread starts on device 0, whatever its process uses.
     """
     if platform_of(kind).device_type == "cpu":
         return torch.device("cpu")

@@ -165,7 +165,7 @@ def reward_function(kind: str, path: str | None = None) -> RewardFunction:
     except TypeError as error:
         raise ConfigError(path, f"cannot be called with completion and answer: {error}", fix) from None
     except ValueError:
-        pass  # a compiled function that does not tell what it takes
+        pass  # a compiled function without a signature
     return function
 
 

@@ -245,7 +245,7 @@ class _Child:
         return _fault(Outcome.ERROR, f"scorer process {how}")
 
     async def _end(self) -> str:
-        """How the process ended, once its pipe has; it may have closed that and go on."""
+        """How the process ended, once its pipe has; it may have closed the pipe and continue."""
         try:
             return f"ended with status {await _patient(self._process.wait(), END_DEADLINE_S)}"
         except TimeoutError:

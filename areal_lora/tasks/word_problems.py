@@ -50,7 +50,7 @@ def apply_operation(left: int, operation: Operation, right: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordProblem:
-    """``(a first b) second c``, told as a story. ``b`` bags when ``first`` is ``*``."""
+    """``(a first b) second c`` as a story. ``b`` bags when ``first`` is ``*``."""
 
     name: str
     thing: str
