@@ -10,7 +10,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -29,6 +28,7 @@ from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport
+from tests.support.clocks import wait_until
 from tests.support.engine.vllm_ext.serving import ADAPTER, PROMPT, RANK, adapter, hf_logits, make_model, token_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -161,14 +161,6 @@ class Run:
             return self.tree(name)
         except psutil.NoSuchProcess:
             return []
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s
-        time.sleep(0.05)
-    return time.monotonic() - began
 
 
 @pytest.fixture(scope="module")

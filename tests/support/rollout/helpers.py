@@ -17,6 +17,7 @@ from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.ledger.records import LedgerSnapshot
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
+from tests.support.clocks import Clock
 from tests.support.rollout.texts import CharTokenizer
 
 NAME = "math"
@@ -47,14 +48,6 @@ def trajectory(prompt: Prompt, version: int, index: int = 0, reward: float = 1.0
 def episode(prompt: Prompt, version: int, n: int = 2) -> Episode:
     trajectories = tuple(trajectory(prompt, version, i) for i in range(n))
     return Episode(group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories), texts=("x",) * n)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def feed(

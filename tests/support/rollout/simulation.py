@@ -17,7 +17,8 @@ from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
-from tests.support.rollout.helpers import NAME, Clock, feed, stream
+from tests.support.clocks import Clock
+from tests.support.rollout.helpers import NAME, feed, stream
 from tests.support.rollout.judge import Judge
 
 SAMPLES = 16  # trajectories of a group

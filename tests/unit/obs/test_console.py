@@ -12,18 +12,12 @@ from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, ResumeReco
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
+from tests.support.clocks import Clock
 from tests.support.obs.fake_run import make_run
 
 
 def step(index: int, **values: Any) -> StepRecord:
     return StepRecord(step=index, version=index, time_s=2.0 * (index + 1), staleness={0: 3, 1: 1}, step_s=2.0, **values)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def plain(folder: Path, total: int = 10) -> tuple[LiveConsole, io.StringIO, Clock]:

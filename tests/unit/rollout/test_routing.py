@@ -6,7 +6,7 @@ import pytest
 
 from areal_lora.rollout.routing import KEEP_VERSIONS, MAX_COOL_DOWN_S, Router, VersionRetired
 from areal_lora.types import AdapterRef
-from tests.support.rollout.helpers import Clock
+from tests.support.clocks import Clock
 
 REF = AdapterRef(name="math", version=1)
 NEXT = AdapterRef(name="math", version=2)

@@ -22,7 +22,8 @@ from areal_lora.families.registry import target_of
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.served import check_served
-from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, make_model, start, wait_until
+from tests.support.clocks import wait_until
+from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, make_model, start
 
 pytestmark = pytest.mark.slow
 

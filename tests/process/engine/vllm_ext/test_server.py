@@ -32,7 +32,8 @@ from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from tests.support import shared_memory
-from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, adapter, connect, hf_logits, start, wait_until
+from tests.support.clocks import wait_until
+from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, adapter, connect, hf_logits, start
 
 pytestmark = pytest.mark.slow
 

@@ -330,10 +330,3 @@ def connect(folder: Path, model: Path, process: subprocess.Popen[bytes], backend
         admin=admin,
         source=Source(admin, secret, backend=backend),
     )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.05)

@@ -9,7 +9,8 @@ from areal_lora.rollout.controller.pool import MAX_STALE
 from areal_lora.rollout.controller.retries import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, Failure
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.records import GroupState
-from tests.support.rollout.helpers import NAME, Clock, admit_all, episode, feed, stream
+from tests.support.clocks import Clock
+from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream
 
 
 def test_nothing_is_issued_before_a_version_is_announced() -> None:

@@ -6,7 +6,6 @@ import errno
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -23,6 +22,7 @@ from areal_lora.weight_sync.trainer.membership import (
     ServerWatcher,
     judge,
 )
+from tests.support.clocks import Clock, wait_until
 
 SILENT = PublishError("timed out")
 BROKEN = ManifestError("wire", "connection closed by peer")
@@ -114,13 +114,6 @@ def test_the_reason_says_how_it_failed():
     assert lost == {B: "does not answer: timed out"}
     lost = judge([ServerFinding(server=B, error=SILENT)], retried=True).lost
     assert lost == {B: "failed again: timed out"}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_a_new_life_replaces_a_member_and_a_new_name_joins():
@@ -240,10 +233,3 @@ threading.Event().wait(10)
     assert done.returncode == 1, done
     assert "thread server-watch died, so this process ends with exit code 1: KeyError: 'admin'" in done.stderr
     assert "in present" in done.stderr
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -1,0 +1,63 @@
+"""A newcomer sees where a test goes: tests/unit mirrors the package, and tests share through tests/support."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+UNIT = ROOT / "tests" / "unit"
+TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if "support" not in path.parts)
+
+
+def mirrored(test: Path) -> bool:
+    """``test_<module>.py`` or ``test_<module>_<aspect>.py`` of a module or package in the same folder."""
+    folder = ROOT / "areal_lora" / test.relative_to(UNIT).parent
+    if not folder.is_dir():
+        return False
+    modules = {path.stem.strip("_") for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    words = test.stem.removeprefix("test_").split("_")
+    return any("_".join(words[:n]) in modules for n in range(1, len(words) + 1))
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that ``path`` imports, also from code that it holds as text."""
+    text = path.read_text(encoding="utf-8")
+    nodes = list(ast.walk(ast.parse(text)))
+    found = {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+    found |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    lines = [line.split() for block in texts for line in block.splitlines()]
+    return found | {words[1] for words in lines if len(words) > 1 and words[0] in ("from", "import")}
+
+
+def test_every_unit_test_mirrors_a_module():
+    found = sorted(UNIT.rglob("test_*.py"))
+    assert len(found) > 100, "the search for tests finds nothing any more"
+    assert [str(path.relative_to(ROOT)) for path in found if not mirrored(path)] == []
+
+
+def test_no_test_imports_from_another_test():
+    def of_a_test(module: str) -> bool:
+        return module.startswith("tests.") and any(part.startswith("test_") for part in module.split("."))
+
+    guilty = {str(path.relative_to(ROOT)): name for path in TESTS for name in imported(path) if of_a_test(name)}
+    assert guilty == {}
+
+
+@pytest.mark.parametrize("name", ["EXAMPLES", "TINY_MODEL", "wait_until", "Clock"])
+def test_what_tests_share_is_defined_once(name):
+    def defined(node: ast.stmt) -> set[str]:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            return {node.name}
+        if isinstance(node, ast.Assign):
+            return {target.id for target in node.targets if isinstance(target, ast.Name)}
+        return set()
+
+    places = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if any(name in defined(node) for node in ast.parse(path.read_text(encoding="utf-8")).body)
+    ]
+    assert len(places) == 1, places
