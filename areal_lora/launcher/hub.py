@@ -6,6 +6,7 @@ files that are missing. The commit is recorded in the run's config.json, and a r
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
@@ -25,8 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-from huggingface_hub.utils.logging import set_verbosity_error
+from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
 from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.snapshot import cached_snapshot, missing_files, wanted
@@ -166,7 +166,7 @@ def _ends_at_once() -> Iterator[None]:
 def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
     """Translate what huggingface_hub raises into one line that says what to do."""
     hub, access = constants.ENDPOINT, f"run `{_hf()} auth login` or set HF_TOKEN"
-    set_verbosity_error()  # what its warnings say is in the error
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error repeats what its warnings state
     try:
         yield
     except GatedRepoError as error:

@@ -30,7 +30,7 @@ class HubModel:
 
 @dataclass(slots=True)
 class FakeHub:
-    """Serves ``models`` by name from entering to leaving. ``requests`` are (method, path) as they came.
+    """Serves ``models`` by name from entering to leaving. ``requests`` are (method, path) in order of arrival.
 
     Files named in ``stalled`` are sent by half and then held back until the hub closes.
     """
@@ -53,12 +53,12 @@ class FakeHub:
     def __enter__(self) -> Self:
         hub = self
 
-        class Handler(_Handler):
+        class HubHandler(_HubHandler):
             @property
             def fake(self) -> FakeHub:
                 return hub
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
         self._server.daemon_threads = True
         watched_thread("fake-hub", partial(self._server.serve_forever, 0.05))
         return self
@@ -72,7 +72,7 @@ class FakeHub:
         self._server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     @property

@@ -1,0 +1,108 @@
+"""Where configuration keys come from: files with line numbers, and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_lora.config import schema
+from areal_lora.errors import ConfigError
+
+COMMAND_LINE = "the command line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file, or the overrides: what it set, and on which line."""
+
+    label: str
+    data: dict[str, Any]
+    lines: dict[schema.Path, int]
+    folder: Path
+
+    def where(self, path: schema.Path) -> str:
+        line = self.lines.get(path)
+        return self.label if line is None else f"{self.label}:{line}"
+
+
+def read_source(path: Path) -> Source:
+    """Parse one YAML file. Raises ConfigError for a missing, unreadable or malformed file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(str(path), "no such configuration file", "check the path given to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from None
+    try:
+        data = yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), "is not valid YAML: " + " ".join(str(error).split())) from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(str(path), f"holds a {type(data).__name__}, not key: value pairs")
+    lines: dict[schema.Path, int] = {}
+    if root is not None:
+        _index_lines(root, (), lines, str(path))
+    return Source(label=str(path), data=data, lines=lines, folder=path.resolve().parent)
+
+
+def _index_lines(node: yaml.Node, path: schema.Path, lines: dict[schema.Path, int], label: str) -> None:
+    """Record the line of each key; a key given twice is an error, YAML would silently keep the last."""
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            _index_lines(item, (*path, i), lines, label)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[schema.Path] = set()
+        for key, value in node.value:
+            here = (*path, key.value)
+            line = key.start_mark.line + 1
+            if here in seen:
+                raise ConfigError(schema.dotted(here), f"given twice in {label}:{line}", "keep one of the two")
+            seen.add(here)
+            lines[here] = line
+            _index_lines(value, here, lines, label)
+
+
+def value_at(data: Any, path: schema.Path) -> Any:
+    """The value at ``path`` of a tree of dicts and lists; None where there is none."""
+    for key in path:
+        if isinstance(data, dict):
+            data = data.get(str(key))
+        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
+            data = data[key]
+        else:
+            return None
+    return data
+
+
+def origin_of(path: schema.Path, data: Any, sources: Sequence[Source]) -> Source | None:
+    """The last source that set ``path``."""
+    return next((s for s in reversed(sources) if local_path(path, data, s.data) is not None), None)
+
+
+def local_path(path: schema.Path, data: Any, local: Mapping[str, Any]) -> schema.Path | None:
+    """``path`` of the merged tree as it is numbered within one source; None where the source does not set it."""
+    if path[:1] == ("adapters",) and len(path) > 1:
+        entries = local.get("adapters")
+        if not isinstance(entries, list):
+            return None
+        name = value_at(data, (*path[:2], "name"))
+        single = len(entries) == 1 and len(data["adapters"]) == 1
+        at = next((i for i, e in enumerate(entries) if single or _is_named(e, name)), None)
+        if at is None:
+            return None
+        path = ("adapters", at, *path[2:])
+    holder = value_at(local, path[:-1])
+    key = path[-1]
+    present = key in holder if isinstance(holder, dict) else isinstance(holder, list) and int(key) < len(holder)
+    return path if present else None
+
+
+def _is_named(entry: Any, name: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("name") == name
