@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.e2e.metrics import records
 from tests.support.paths import EXAMPLES
 
 STEPS, PROMPTS, ETA = 30, 16, 2
@@ -42,12 +43,6 @@ class Run:
     def final_accuracy(self) -> float:
         [final] = [r["accuracy"] for r in self.records("eval") if r["version"] == STEPS]
         return final
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    text = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
 def go(root: Path, name: str, victims: dict[int, str]) -> Run:

@@ -24,8 +24,8 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
-from tests.e2e.test_disturbed_run import records
 from tests.support.e2e.listeners import Listener
+from tests.support.e2e.metrics import records
 from tests.support.paths import ROOT
 
 NAMESPACE, ADDRESS = f"al-{os.getpid()}", "10.77.0.1"

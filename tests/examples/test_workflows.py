@@ -21,13 +21,13 @@ from areal_lora.types import Sample
 from tests.support.paths import ROOT
 from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, served
 
-EXAMPLES = ROOT / "examples"
-BASE = [EXAMPLES / "math" / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "math" / "embedded.yaml"]
+ALL_EXAMPLES = ROOT / "examples"
+BASE = [ALL_EXAMPLES / "math" / "gsm8k_grpo_megatron_lora_moe.yaml", ALL_EXAMPLES / "math" / "embedded.yaml"]
 PROMPT = Prompt(uid="0:s", position=0, sample=Sample(uid="s", prompt="Q?", answer="7"), token_ids=[81, 63])
 
 
 def run(name: str, answers: list[str]) -> Episode:
-    return play(load_config([*BASE, EXAMPLES / "workflows" / f"{name}.yaml"]).adapters[0].workflow, answers)
+    return play(load_config([*BASE, ALL_EXAMPLES / "workflows" / f"{name}.yaml"]).adapters[0].workflow, answers)
 
 
 def play(workflow: WorkflowConfig, answers: list[str]) -> Episode:
@@ -48,7 +48,7 @@ def play(workflow: WorkflowConfig, answers: list[str]) -> Episode:
 
 
 def test_the_documentations_code_runs(tmp_path: Path) -> None:
-    text = (EXAMPLES.parent / "docs" / "en" / "workflows.md").read_text()
+    text = (ALL_EXAMPLES.parent / "docs" / "en" / "workflows.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 3
     for i, block in enumerate(blocks):
@@ -65,9 +65,9 @@ def test_the_documentations_code_runs(tmp_path: Path) -> None:
     assert rewards == [0.25, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("overlay", sorted(p.name for p in (EXAMPLES / "workflows").glob("*.yaml")))
+@pytest.mark.parametrize("overlay", sorted(p.name for p in (ALL_EXAMPLES / "workflows").glob("*.yaml")))
 def test_shipped_workflows_pass_the_guardrails(overlay: str) -> None:
-    config = load_config([*BASE, EXAMPLES / "workflows" / overlay])
+    config = load_config([*BASE, ALL_EXAMPLES / "workflows" / overlay])
     assert config.adapters[0].workflow.kind in ("multi_turn", "agent")
     assert check(config, gather_facts(config, runs_here=False)) == ()
 
