@@ -31,7 +31,7 @@ import msgspec
 
 from areal_lora.config.models import FunctionReward, RewardConfig
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
-from areal_lora.tasks.scorer_child import Ready, ScoreItem, Setup, Verdict, pack_frame
+from areal_lora.tasks.scorer_child import Ready, ScoreItem, ScoreResult, Setup, pack_frame
 from areal_lora.types import Outcome
 
 __all__ = ["Score", "ScoreItem", "ScorerPool"]
@@ -42,7 +42,7 @@ LATE_S = 1.0  # how much later than a child itself this side gives it up
 LARGEST_REPLY_BYTES = 1 << 16
 PRINTS_LOGGED = 20
 _READY = msgspec.msgpack.Decoder(Ready)
-_VERDICT = msgspec.msgpack.Decoder(Verdict)
+_RESULT = msgspec.msgpack.Decoder(ScoreResult)
 
 T = TypeVar("T")
 
@@ -210,7 +210,7 @@ class _Child:
             self._stdin.write(pack_frame(list(items)))
             await _patient(self._stdin.drain(), patience_s)
             for index in range(len(items)):
-                verdict = _VERDICT.decode(await _patient(self._reply(), patience_s))
+                verdict = _RESULT.decode(await _patient(self._reply(), patience_s))
                 if verdict.index != index:
                     raise msgspec.DecodeError(f"verdict {verdict.index} in place of {index}")
                 if verdict.printed:

@@ -3,7 +3,7 @@
 Started by :mod:`areal_lora.tasks.scorer` as ``python -I -m areal_lora.tasks.scorer_child``. A
 frame is a 4-byte big-endian length and a msgpack message. The first frame in is a
 :class:`Setup`, answered by a :class:`Ready`; every further frame is a list of
-:class:`ScoreItem`, answered by one :class:`Verdict` per item, each written as soon as it is known.
+:class:`ScoreItem`, answered by one :class:`ScoreResult` per item, each written as soon as it is known.
 
 A timer of this process's own ends it when an answer takes too long (:mod:`areal_lora.tasks.deadline`): the
 parent may be stalled just then. The parent kills what that timer did not end. The process fences itself in before
@@ -67,7 +67,7 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     gold: str
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     """``value`` is the reward; None if it could not be computed, for the reason in ``detail``.
 
     ``correct`` is None where the task has no rule for it. ``index`` counts the answers of a batch. ``ended_s`` is
@@ -121,7 +121,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 def judge(
     reward: RewardFunction, correct_threshold: float | None, index: int, item: ScoreItem, printed: Printed
-) -> Verdict:
+) -> ScoreResult:
     before = threads()
     value: float | None = None
     correct: bool | None = None
@@ -133,7 +133,7 @@ def judge(
         detail, tainted = describe(error), isinstance(error, MemoryError)
     if threads() - before:
         value, correct, detail, tainted = None, None, "a thread that it started is still running", True
-    return Verdict(
+    return ScoreResult(
         index=index,
         value=value,
         correct=correct,

@@ -19,7 +19,7 @@ from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.platforms.device import own_device, platform_of
 from areal_lora.processes.faults import reached
-from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
@@ -90,7 +90,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     )
 
 
-def _controller(config: Config, run_folder: RunFolder, tenants: Sequence[Tenant]) -> RolloutClient:
+def _controller(config: Config, run_folder: RunFolder, tenants: Sequence[Tenant]) -> ControllerClient:
     """A client that has said what the tenants go on from."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
@@ -102,7 +102,7 @@ def _controller(config: Config, run_folder: RunFolder, tenants: Sequence[Tenant]
             return read_endpoint(run_folder, "controller", 0)
         return None
 
-    client = RolloutClient(find, read_secret(run_folder), patience_s=controller_patience_s(config))
+    client = ControllerClient(find, read_secret(run_folder), patience_s=controller_patience_s(config))
     client.hello({t.name: t.version for t in tenants}, {t.name: t.ledger for t in tenants if t.ledger})
     return client
 
@@ -112,14 +112,14 @@ def controller_patience_s(config: Config) -> float:
     return config.run.stall_s + config.run.heartbeat_timeout_s + CONTROLLER_START_S
 
 
-def _commit(client: RolloutClient, ref: AdapterRef) -> None:
+def _commit(client: ControllerClient, ref: AdapterRef) -> None:
     """The checkpoint of ``ref`` is durable. Version 0 comes from no step."""
     if ref.version:
         client.commit(ref.name, ref.version - 1)
         reached("trainer.committed")
 
 
-def _leader(config: Config, run_folder: RunFolder, client: RolloutClient, auditor: Auditor) -> Leader:
+def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, auditor: Auditor) -> Leader:
     """Rank 0's: knows the servers of the run folder, and tells the controller where each version serves."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)

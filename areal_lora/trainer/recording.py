@@ -27,7 +27,7 @@ from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.messages import EvalResult, RolloutSample, Stats
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
@@ -92,7 +92,12 @@ class Recorder:
     """Rank 0 only. Holds the controller's client and the metrics writer."""
 
     def __init__(
-        self, config: Config, run_folder: RunFolder, client: RolloutClient, tenants: Sequence[Tenant], started_s: float
+        self,
+        config: Config,
+        run_folder: RunFolder,
+        client: ControllerClient,
+        tenants: Sequence[Tenant],
+        started_s: float,
     ) -> None:
         """Records that speak of versions beyond those the ``tenants`` go on from are superseded."""
         self._config = config

@@ -1,4 +1,4 @@
-"""What trainer and controller say to each other: tagged msgspec structs over zmq, no pickle.
+"""Messages between trainer and controller: tagged msgspec structs over zmq, no pickle.
 
 Every request frame is ``[request id (8 bytes), payload]``; the reply repeats the request id.
 Each request has exactly one reply, ``Failed`` if it could not be served. Every message about
@@ -13,22 +13,22 @@ import msgspec
 
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ChannelMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages; the class name travels as the tag."""
 
 
 # ---------------------------------------------------------------- trainer -> controller
 
 
-class Hello(Message, frozen=True):
-    """Opens a conversation. Reply: Welcome, whose ``life`` every later request carries.
+class Hello(ChannelMessage, frozen=True):
+    """Open a session. Reply: Welcome, whose ``session`` every later request carries.
 
     ``versions`` are by adapter the next version to consume at. A ``trainer`` (random, one per process)
     not seen before has loaded them from its checkpoints: what was consumed or leased at or after
-    them is undone. One that is known greets a controller that was restarted: nothing is undone.
+    them is undone. A known trainer greets a restarted controller: nothing is undone.
     ``snapshots`` are the newest the trainer holds (``Batch.snapshot``), for a controller whose ledger is lost.
     """
 
@@ -38,16 +38,16 @@ class Hello(Message, frozen=True):
     protocol: int = PROTOCOL
 
 
-class Addressed(Message, frozen=True):
-    """Base of all requests but Hello. Reply to a ``life`` that is over: NotGreeted."""
+class SessionMessage(ChannelMessage, frozen=True):
+    """Base of all requests but Hello. Reply to a ``session`` that has ended: StaleSession."""
 
-    life: str = ""
+    session: str = ""
 
 
-class AnnounceVersion(Addressed, frozen=True, kw_only=True):
-    """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Done.
+class AnnounceVersion(SessionMessage, frozen=True, kw_only=True):
+    """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Accepted.
 
-    ``lost`` are servers given up since the last announcement. The newest version may be announced
+    ``lost`` are servers excluded since the previous announcement. The newest version may be announced
     again, with other servers.
     """
 
@@ -57,10 +57,10 @@ class AnnounceVersion(Addressed, frozen=True, kw_only=True):
     lost: tuple[str, ...] = ()
 
 
-class GetBatch(Addressed, frozen=True, kw_only=True):
+class GetBatch(SessionMessage, frozen=True, kw_only=True):
     """Long poll for the groups of ``step``, consumed at ``version``. Reply: Batch or NotReady.
 
-    Asking again for a step that is not committed gives the same batch.
+    A repeated request for a step that is not committed gets the same batch.
     """
 
     adapter: str
@@ -69,17 +69,17 @@ class GetBatch(Addressed, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class CommitStep(Addressed, frozen=True, kw_only=True):
-    """A checkpoint that contains ``step`` and all steps before it is durable. Idempotent. Reply: Done."""
+class CommitStep(SessionMessage, frozen=True, kw_only=True):
+    """A checkpoint that contains ``step`` and all steps before it is durable. Idempotent. Reply: Accepted."""
 
     adapter: str
     step: int
 
 
-class Evaluate(Addressed, frozen=True, kw_only=True):
-    """Start a greedy evaluation of ``adapter@v{version}`` in the background. Reply: Done.
+class Evaluate(SessionMessage, frozen=True, kw_only=True):
+    """Start a greedy evaluation of ``adapter@v{version}`` in the background. Reply: Accepted.
 
-    Nothing happens if it runs already, or its result waits to be fetched.
+    Idempotent while the evaluation runs, or its result waits to be fetched.
     """
 
     adapter: str
@@ -87,47 +87,47 @@ class Evaluate(Addressed, frozen=True, kw_only=True):
     tag: str
 
 
-class GetEvents(Addressed, frozen=True, kw_only=True):
+class GetEvents(SessionMessage, frozen=True, kw_only=True):
     """Long poll for evaluation results not yet delivered. Reply: Events (empty after ``timeout_s``)."""
 
     adapter: str
     timeout_s: float = 0.0
 
 
-class GetStats(Addressed, frozen=True, kw_only=True):
+class GetStats(SessionMessage, frozen=True, kw_only=True):
     """Reply: Stats."""
 
     adapter: str
 
 
-class Shutdown(Addressed, frozen=True, kw_only=True):
-    """End the controller. Reply: Done."""
+class Shutdown(SessionMessage, frozen=True, kw_only=True):
+    """End the controller. Reply: Accepted."""
 
 
 # ---------------------------------------------------------------- controller -> trainer
 
 
-class Welcome(Message, frozen=True):
-    """``life`` is this controller's, in conversation with this trainer."""
+class Welcome(ChannelMessage, frozen=True):
+    """``session`` identifies one controller process in contact with one trainer process."""
 
     adapters: tuple[str, ...]
-    life: str
+    session: str
     protocol: int = PROTOCOL
 
 
-class NotGreeted(Message, frozen=True):
-    """The request carries another life: the controller was restarted, or another trainer has greeted it."""
+class StaleSession(ChannelMessage, frozen=True):
+    """The request carries another session: the controller was restarted, or another trainer has greeted it."""
 
 
-class Done(Message, frozen=True):
+class Accepted(ChannelMessage, frozen=True):
     pass
 
 
-class Failed(Message, frozen=True):
+class Failed(ChannelMessage, frozen=True):
     reason: str
 
 
-class Stats(Message, frozen=True):
+class Stats(ChannelMessage, frozen=True):
     """Counters of one adapter since the run began; groups unless the name says otherwise.
 
     ``issued = consumed + leased + ready + running + waiting + sum(dropped)``; ``running`` includes
@@ -147,7 +147,7 @@ class Stats(Message, frozen=True):
     reissued: int  # issues of a prompt after its first
     rolled_back: int
     retried: dict[str, int]
-    late: int  # answers to requests that had been given up or answered before
+    late: int  # answers to requests that were abandoned or answered before
     staleness: dict[int, int]  # consume version - oldest token version, at hand-over
     tokens_generated: int
     idle_s: float  # nothing in flight
@@ -178,7 +178,7 @@ class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy answers to ``n`` held-out problems; ``error`` is set, and ``n`` is 0, if they could not be had.
+    """Greedy answers to ``n`` held-out problems; ``error`` is set, and ``n`` is 0, if there are none.
 
     ``accuracy`` is None where the task has no rule for what is correct. The ``unscored`` ones are not correct, and
     not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
@@ -198,7 +198,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Batch(Message, frozen=True):
+class Batch(ChannelMessage, frozen=True):
     """The groups of one step, oldest issue first; ``events`` are evaluation results not yet delivered.
 
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
@@ -213,8 +213,8 @@ class Batch(Message, frozen=True):
     snapshot: bytes
 
 
-class NotReady(Message, frozen=True):
-    """No full batch within the poll's time-out; ``note`` says what may be in the way."""
+class NotReady(ChannelMessage, frozen=True):
+    """No full batch within the poll's time-out; ``note`` names a likely reason."""
 
     ready: int
     needed: int
@@ -223,13 +223,13 @@ class NotReady(Message, frozen=True):
     note: str = ""
 
 
-class Events(Message, frozen=True):
+class Events(ChannelMessage, frozen=True):
     events: tuple[EvalResult, ...]
 
 
-ToThisLife: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | GetEvents | GetStats | Shutdown
-Request: TypeAlias = Hello | ToThisLife
-Reply: TypeAlias = Welcome | NotGreeted | Done | Failed | Stats | Batch | NotReady | Events
+SessionRequest: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | GetEvents | GetStats | Shutdown
+Request: TypeAlias = Hello | SessionRequest
+Reply: TypeAlias = Welcome | StaleSession | Accepted | Failed | Stats | Batch | NotReady | Events
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -40,8 +40,8 @@ class Controller:
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
 
     @property
-    def _life(self) -> str:
-        """Of one controller in conversation with one trainer: requests of an earlier trainer are refused too."""
+    def _session(self) -> str:
+        """One controller process in contact with one trainer: requests of a previous trainer are refused too."""
         return f"{self._birth}:{self._trainer}"
 
     # ------------------------------------------------------------ requests
@@ -49,8 +49,8 @@ class Controller:
     async def handle(self, request: m.Request) -> m.Reply:
         if isinstance(request, m.Hello):
             return self._hello(request)
-        if request.life != self._life:
-            return m.NotGreeted()
+        if request.session != self._session:
+            return m.StaleSession()
         match request:
             case m.AnnounceVersion():
                 return self._announce(request)
@@ -66,7 +66,7 @@ class Controller:
                 return self._adapter(request.adapter).feed.stats()
             case m.Shutdown():
                 self._stop.set()
-                return m.Done()
+                return m.Accepted()
 
     def _adapter(self, name: str) -> AdapterRuntime:
         runtime = self._adapters.get(name)
@@ -91,9 +91,9 @@ class Controller:
             )
             runtime.events.clear()
             runtime.notify()
-        return m.Welcome(adapters=tuple(self._adapters), life=self._life)
+        return m.Welcome(adapters=tuple(self._adapters), session=self._session)
 
-    def _announce(self, request: m.AnnounceVersion) -> m.Done:
+    def _announce(self, request: m.AnnounceVersion) -> m.Accepted:
         runtime = self._adapter(request.adapter)
         runtime.feed.announce(request.version)
         if request.lost:
@@ -103,30 +103,30 @@ class Controller:
         runtime.admit(self._tasks)
         runtime.notify()
         reached("controller.announced")
-        return m.Done()
+        return m.Accepted()
 
-    def _commit(self, request: m.CommitStep) -> m.Done:
+    def _commit(self, request: m.CommitStep) -> m.Accepted:
         reached("controller.commit_received")
         self._adapter(request.adapter).feed.commit(request.step)
         reached("controller.committed")
-        return m.Done()
+        return m.Accepted()
 
-    async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.NotReady | m.NotGreeted:
+    async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.NotReady | m.StaleSession:
         runtime = self._adapter(request.adapter)
         feed = runtime.feed
         lease: Lease | None = None
 
         def take() -> bool:
             nonlocal lease
-            if request.life != self._life:
+            if request.session != self._session:
                 return True  # the trainer that asked is gone
             lease = feed.take(request.step, request.version)
             runtime.admit(self._tasks)
             return lease is not None
 
         await runtime.wait(take, request.timeout_s)
-        if request.life != self._life:
-            return m.NotGreeted()
+        if request.session != self._session:
+            return m.StaleSession()
         stats = feed.stats()
         if lease is None:
             return m.NotReady(
@@ -146,13 +146,13 @@ class Controller:
             snapshot=lease.snapshot,
         )
 
-    def _evaluate(self, request: m.Evaluate) -> m.Done:
+    def _evaluate(self, request: m.Evaluate) -> m.Accepted:
         runtime = self._adapter(request.adapter)
         ref = AdapterRef(name=request.adapter, version=request.version)
         key = (request.adapter, request.version, request.tag)
         waiting = {(event.adapter, event.version, event.tag) for event in runtime.events}
         if key in self._evaluating or key in waiting:
-            return m.Done()
+            return m.Accepted()
 
         async def evaluate() -> None:
             # The trainer may send the request before its background publish is announced.
@@ -170,7 +170,7 @@ class Controller:
             runtime.notify()
 
         self._evaluating[key] = self._tasks.create_task(evaluate())
-        return m.Done()
+        return m.Accepted()
 
     async def _get_events(self, request: m.GetEvents) -> m.Events:
         runtime = self._adapter(request.adapter)

@@ -22,7 +22,7 @@ from areal_lora.rollout.controller import retries, statistics
 from areal_lora.rollout.controller.groups import Finished, Lease, Ticket
 from areal_lora.rollout.controller.pool import GroupPool
 from areal_lora.rollout.controller.prompts import PromptStream
-from areal_lora.rollout.controller.retries import Failure, FailureStreak
+from areal_lora.rollout.controller.retries import FailureStreak, RequestFailure
 from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 from areal_lora.rollout.ledger import reconcile
 from areal_lora.rollout.ledger.ledger import Ledger
@@ -171,7 +171,7 @@ class AdapterFeed:
         reached("controller.group_done")
         return True
 
-    def retry(self, ticket: Ticket, failure: Failure) -> float | None:
+    def retry(self, ticket: Ticket, failure: RequestFailure) -> float | None:
         """Seconds to wait before the next :meth:`begin`, or None: the group is dropped, or was abandoned before.
 
         See `retries` for the policy. Raises RolloutError when two steps' worth of groups in a row were dropped.
@@ -197,7 +197,7 @@ class AdapterFeed:
     def expire_overdue(self) -> None:
         """Abandon requests that run beyond their lease; their groups are retried, as after a failure."""
         now = self._clock()
-        overdue = Failure("lease_expired", f"no answer within {self._lease_s:.0f} s")
+        overdue = RequestFailure("lease_expired", f"no answer within {self._lease_s:.0f} s")
         for ticket in [t for t in self.groups.running.values() if t.version is not None and now > t.deadline]:
             self.groups.on_expire(ticket)
             if self.retry(ticket, overdue) is not None:

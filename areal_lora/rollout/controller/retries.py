@@ -18,7 +18,7 @@ SAME_ANSWER = (FaultKind.CONNECTION, FaultKind.RETIRED, FaultKind.SERVER_ERROR, 
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """Why a request of a group failed.
 
     ``retryable`` is False where the same request would be refused again. ``served`` is False where no server had
@@ -33,9 +33,9 @@ class Failure:
     resample: bool = False
 
 
-def generation_failure(fault: GenerationFault) -> Failure:
+def generation_failure(fault: GenerationFault) -> RequestFailure:
     """Classify a request that gave no answer."""
-    return Failure(
+    return RequestFailure(
         fault.kind,
         fault.detail,
         retryable=fault.retryable,
@@ -44,9 +44,9 @@ def generation_failure(fault: GenerationFault) -> Failure:
     )
 
 
-def scoring_failure(trajectory: Trajectory) -> Failure:
+def scoring_failure(trajectory: Trajectory) -> RequestFailure:
     """Classify a group with ``trajectory``, whose outcome is not ``ok``."""
-    return Failure(FaultKind.SCORER, f"{trajectory.outcome}: {trajectory.detail}", resample=True)
+    return RequestFailure(FaultKind.SCORER, f"{trajectory.outcome}: {trajectory.detail}", resample=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Retry:
     wait_s: float | None
 
 
-def decide(failure: Failure, *, failed: int, unserved_s: float) -> Retry:
+def decide(failure: RequestFailure, *, failed: int, unserved_s: float) -> Retry:
     """Count ``failure`` after ``failed`` earlier ones and choose the wait before the next try.
 
     A request that no server had does not count for the first ``UNSERVED_S`` of an outage: the group waits for a
@@ -82,7 +82,7 @@ class FailureStreak:
     lost_in_a_row: int = 0
     unserved_since: float | None = None
 
-    def failed(self, failure: Failure, now: float) -> float:
+    def failed(self, failure: RequestFailure, now: float) -> float:
         """Seconds since which no server has had a request; 0 where one has answered, if only with an error."""
         self.last = f"{failure.kind}: {failure.detail}"
         if failure.served:

@@ -28,7 +28,7 @@ class Refused(RolloutError):
         super().__init__(message)
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: str
     content: str
 
@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     model: str
     prompt: str | list[int] | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatTurn] | None = None
     n: int = 1
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

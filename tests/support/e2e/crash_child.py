@@ -53,7 +53,7 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
     from areal_lora.algorithms import alignment
     from areal_lora.checkpoint.files import Disk
-    from areal_lora.rollout.channel.client import RolloutClient
+    from areal_lora.rollout.channel.client import ControllerClient
     from areal_lora.trainer import loop, main, publishing, waits
     from areal_lora.trainer.learn import ALIGNMENT_LIMITS
     from areal_lora.weight_sync import probe
@@ -61,7 +61,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     # The stand-in's log-probabilities are made up: they follow neither the policy nor the way it moves.
     ALIGNMENT_LIMITS["float32"] = alignment.SHIFTED = probe.SHARE = math.inf
     diary = Diary(folder, life)
-    collate, learn, announce = waits.collate, loop.learn, RolloutClient.announce
+    collate, learn, announce = waits.collate, loop.learn, ControllerClient.announce
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
     write = Disk.write
     groups: list[Any] = []
@@ -100,7 +100,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
 
     _replace(waits, "collate", collated)
     _replace(loop, "learn", learnt)
-    _replace(RolloutClient, "announce", announced)
+    _replace(ControllerClient, "announce", announced)
     _replace(publishing.AdapterPublishing, "publish", sending)
     _replace(publishing, "reached", begun)
     _replace(Disk, "write", written)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lora.config.models import FunctionReward, WorkflowConfig
-from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
@@ -39,7 +39,7 @@ class Loop:
 
 @dataclass
 class Running:
-    client: RolloutClient
+    client: ControllerClient
     endpoint: Endpoint
     servers: tuple[FakeServer, ...]
     ended: Any  # the controller's future
@@ -82,7 +82,7 @@ def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         work = serve(made, RunFolder(tmp_path), data, stop)
         ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
         endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
-        client = RolloutClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
+        client = ControllerClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({NAME: 0}, {})
         started.append(Running(client, endpoint, servers, ended, tmp_path))
         return started[-1]

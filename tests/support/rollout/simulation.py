@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.retries import Failure
+from areal_lora.rollout.controller.retries import RequestFailure
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.workflow import Episode
@@ -56,8 +56,8 @@ class Simulation:
     durable: int = 0  # version of the newest checkpoint
     announced: int = -1  # to this controller, by this trainer
     servers: int = 0  # newest version they hold
-    server_life: int = 0
-    controller_life: int = 0
+    server_session: int = 0
+    controller_session: int = 0
     copied: int = 1 << 30  # the next version of the copy that was made of the ledger
     checkpoints: dict[int, tuple[bytes, Judge]] = field(default_factory=dict)
 
@@ -96,45 +96,45 @@ class Simulation:
     # ------------------------------------------------------------ servers
 
     def begin(self, ticket: Ticket) -> None:
-        life, server_life = self.controller_life, self.server_life
+        session, server_session = self.controller_session, self.server_session
         ref = self.feed.begin(ticket)
         if ref is None:
-            self.at(0.2, lambda: self.again(life, ticket))
+            self.at(0.2, lambda: self.again(session, ticket))
             return
         self.judge.live[ticket.prompt.position].asked = ref.version
         delay_s = min(0.2 * self.rng.paretovariate(1.1), 60.0)
         if self.rng.random() < 0.1:
-            self.at(delay_s, lambda: self.fails(life, ticket))
+            self.at(delay_s, lambda: self.fails(session, ticket))
             if self.rng.random() < 0.2:  # its answer comes all the same, later
-                self.at(2 * delay_s, lambda: self.answers(life, server_life, ticket, ref.version))
+                self.at(2 * delay_s, lambda: self.answers(session, server_session, ticket, ref.version))
             return
-        self.at(delay_s, lambda: self.answers(life, server_life, ticket, ref.version))
+        self.at(delay_s, lambda: self.answers(session, server_session, ticket, ref.version))
         if self.rng.random() < 0.03:
-            self.at(1.5 * delay_s, lambda: self.answers(life, server_life, ticket, ref.version))
+            self.at(1.5 * delay_s, lambda: self.answers(session, server_session, ticket, ref.version))
 
-    def again(self, life: int, ticket: Ticket) -> None:
-        if life == self.controller_life and id(ticket) not in self.gone and self.judge.is_live(ticket):
+    def again(self, session: int, ticket: Ticket) -> None:
+        if session == self.controller_session and id(ticket) not in self.gone and self.judge.is_live(ticket):
             self.begin(ticket)
 
-    def fails(self, life: int, ticket: Ticket) -> None:
-        if life != self.controller_life or id(ticket) in self.gone or not self.judge.is_live(ticket):
+    def fails(self, session: int, ticket: Ticket) -> None:
+        if session != self.controller_session or id(ticket) in self.gone or not self.judge.is_live(ticket):
             return
         if ticket.version is None:
             return
-        wait_s = self.feed.retry(ticket, Failure("injected", "", retryable=self.rng.random() < 0.9))
+        wait_s = self.feed.retry(ticket, RequestFailure("injected", "", retryable=self.rng.random() < 0.9))
         if wait_s is None:
             self.note("tries used up")
             self.judge.lost(ticket, "injected")
         else:
             self.judge.live[ticket.prompt.position].asked = -1
-            self.at(wait_s, lambda: self.again(life, ticket))
+            self.at(wait_s, lambda: self.again(session, ticket))
 
-    def answers(self, life: int, server_life: int, ticket: Ticket, asked: int) -> None:
-        if server_life != self.server_life:  # it died with its server
-            if life == self.controller_life and ticket.version is not None:
-                self.fails(life, ticket)
+    def answers(self, session: int, server_session: int, ticket: Ticket, asked: int) -> None:
+        if server_session != self.server_session:  # it died with its server
+            if session == self.controller_session and ticket.version is not None:
+                self.fails(session, ticket)
             return
-        if life != self.controller_life and self.rng.random() < 0.5:
+        if session != self.controller_session and self.rng.random() < 0.5:
             return  # else: an answer for an earlier controller reaches this one
         newest = max(asked, self.servers) if self.rng.random() < 0.3 else asked  # interrupted and continued
         versions = (asked, newest)
@@ -142,7 +142,7 @@ class Simulation:
         wanted = self.judge.is_live(ticket)
         accepted = self.feed.finish(ticket, episode(ticket, versions, uniform))
         # An answer for an earlier controller may be of an issue that was forgotten and has another number now.
-        assert accepted == wanted or (wanted and life != self.controller_life)
+        assert accepted == wanted or (wanted and session != self.controller_session)
         if accepted:
             self.judge.answered(ticket, versions, uniform)
         else:
@@ -155,7 +155,7 @@ class Simulation:
         saved, _ = self.checkpoints[version]
         self.trainer = Trainer(name, version, saved)
         if self.servers > version:
-            self.server_life += 1  # the launcher ends servers that are ahead
+            self.server_session += 1  # the launcher ends servers that are ahead
         self.servers, self.announced = version, -1
         self.greet(undo=True)
         self.at(self.rng.uniform(0, 1), lambda: self.announce(name, version))
@@ -168,7 +168,7 @@ class Simulation:
         self.feed.hello(version, trainer=trainer.name, snapshot=trainer.snapshot)
         if rebuild:
             self.note("rebuilt")
-            self.controller_life += 1  # it abandons all requests, and groups that were answered can be live again
+            self.controller_session += 1  # it abandons all requests, and groups that were answered can be live again
             judge.rebuilt(self.checkpoints[version][1])
         elif undo:
             if version <= judge.committed:
@@ -231,7 +231,7 @@ class Simulation:
                 kind = missing
         self.note(kind)
         if kind == "server":
-            self.server_life += 1
+            self.server_session += 1
         if kind in ("controller", "both"):
             if kind == "both" and self.rng.random() < 0.5:
                 self.b = self.rng.randint(14, 20)
@@ -273,7 +273,7 @@ class Simulation:
             self.at(self.rng.uniform(0, 1), lambda: self.announce(newest.name, min(self.servers, newest.received)))
 
     def start_controller(self) -> None:
-        self.controller_life += 1
+        self.controller_session += 1
         self.announced = -1
         self.file = LedgerFile(self.folder / "ledger.sqlite", "t")
         self.file.execute("PRAGMA synchronous=OFF")  # no power is lost here

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.channel import client as trainer_client
+from areal_lora.rollout.channel import client as verbs
 from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel import session as sessions
+from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.control import ControlSocket
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
@@ -47,17 +48,17 @@ def result(version: int, tag: str) -> m.EvalResult:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
+def connect() -> Iterator[Callable[[Handler], ControllerClient]]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    clients = list[RolloutClient]()
+    clients = list[ControllerClient]()
     sockets = list[ControlSocket]()
     tasks = list[Any]()
 
-    def make(handler: Handler) -> RolloutClient:
+    def make(handler: Handler) -> ControllerClient:
         async def welcoming(request: m.Request) -> m.Reply:
-            return m.Welcome(adapters=(NAME,), life="1") if isinstance(request, m.Hello) else await handler(request)
+            return m.Welcome(adapters=(NAME,), session="1") if isinstance(request, m.Hello) else await handler(request)
 
         async def serve() -> None:
             async with asyncio.TaskGroup() as group:
@@ -69,7 +70,7 @@ def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
         sockets.append(asyncio.run_coroutine_threadsafe(bind(), loop).result(5))
         tasks.append(asyncio.run_coroutine_threadsafe(serve(), loop))
         endpoint = Endpoint(host="127.0.0.1", ports={"control": sockets[0].port}, pid=0)
-        clients.append(RolloutClient(lambda: endpoint, SECRET, patience_s=2.0))
+        clients.append(ControllerClient(lambda: endpoint, SECRET, patience_s=2.0))
         clients[-1].hello({NAME: 0}, {})
         return clients[-1]
 
@@ -88,17 +89,17 @@ def connect() -> Iterator[Callable[[Handler], RolloutClient]]:
     loop.close()
 
 
-def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClient]) -> None:
+def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerClient]) -> None:
     groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
 
     async def handler(request: m.Request) -> m.Reply:
-        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=trainer_client.SHORT_POLL_S, life="1")
+        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=verbs.SHORT_POLL_S, session="1")
         return m.Batch(
             adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s", events=(result(3, "during"),)
         )
 
     client = connect(handler)
-    client._owed[NAME, 3, "during"] = m.Evaluate(adapter=NAME, version=3, tag="during")
+    client._session.reminders.requested(m.Evaluate(adapter=NAME, version=3, tag="during"))
     batch = client.next_batch(NAME, step=4, version=4)
     assert batch.groups == groups
     assert batch.stats == STATS
@@ -106,10 +107,10 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], RolloutClie
 
 
 def test_waiting_is_said_and_ends(
-    connect: Callable[[Handler], RolloutClient], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[[Handler], ControllerClient], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
-    monkeypatch.setattr(trainer_client, "POLL_S", 0.0)
+    monkeypatch.setattr(verbs, "POLL_S", 0.0)
 
     async def handler(request: m.Request) -> m.Reply:
         nonlocal asked
@@ -126,7 +127,7 @@ def test_waiting_is_said_and_ends(
 
 
 def test_waiting_ends_without_a_batch_when_something_else_is_to_be_done(
-    connect: Callable[[Handler], RolloutClient],
+    connect: Callable[[Handler], ControllerClient],
 ) -> None:
     async def handler(request: m.Request) -> m.Reply:
         return m.NotReady(ready=0, needed=64, running=0, dropped=0)
@@ -137,11 +138,11 @@ def test_waiting_ends_without_a_batch_when_something_else_is_to_be_done(
     assert answers == []
 
 
-def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], RolloutClient]) -> None:
+def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], ControllerClient]) -> None:
     replies = [(), (result(1, "during"), result(2, "after")), (result(3, "during"),)]
 
     async def handler(request: m.Request) -> m.Reply:
-        return m.Events(events=replies.pop(0)) if isinstance(request, m.GetEvents) else m.Done()
+        return m.Events(events=replies.pop(0)) if isinstance(request, m.GetEvents) else m.Accepted()
 
     client = connect(handler)
     ref = AdapterRef(name=NAME, version=2)
@@ -156,7 +157,7 @@ def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], RolloutC
 
 
 def test_a_result_whose_reply_is_lost_is_asked_for_again(
-    connect: Callable[[Handler], RolloutClient], monkeypatch: pytest.MonkeyPatch
+    connect: Callable[[Handler], ControllerClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller has handed it out and forgotten it; without another evaluation it would be waited for for ever."""
     asked, fetched = list[m.Request](), 0
@@ -165,7 +166,7 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
         nonlocal fetched
         if isinstance(request, m.Evaluate):
             asked.append(request)
-            return m.Done()
+            return m.Accepted()
         fetched += 1
         if fetched == 1:
             await asyncio.sleep(0.6)
@@ -174,8 +175,8 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
     client = connect(handler)
     ref = AdapterRef(name=NAME, version=2)
     client.request_eval(ref, "after")
-    monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
-    monkeypatch.setattr(trainer_client, "SHORT_POLL_S", 0.0)
+    monkeypatch.setattr(sessions, "ANSWER_S", 0.2)
+    monkeypatch.setattr(verbs, "SHORT_POLL_S", 0.0)
     found: list[m.EvalResult] = []
     waiting = threading.Thread(target=lambda: found.append(client.wait_eval(ref, "after")), daemon=True)
     waiting.start()
@@ -184,7 +185,7 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
     assert len(asked) == 2
 
 
-def test_a_refusal_is_raised_with_its_reason(connect: Callable[[Handler], RolloutClient]) -> None:
+def test_a_refusal_is_raised_with_its_reason(connect: Callable[[Handler], ControllerClient]) -> None:
     async def handler(request: m.Request) -> m.Reply:
         raise RolloutError("no such adapter")
 
@@ -193,31 +194,31 @@ def test_a_refusal_is_raised_with_its_reason(connect: Callable[[Handler], Rollou
 
 
 def test_a_silent_controller_is_an_error(
-    connect: Callable[[Handler], RolloutClient], monkeypatch: pytest.MonkeyPatch
+    connect: Callable[[Handler], ControllerClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def handler(request: m.Request) -> m.Reply:
         if isinstance(request, m.GetStats):
             await asyncio.sleep(0.4)
             return STATS
         await asyncio.sleep(0.6)
-        return m.Done()
+        return m.Accepted()
 
     client = connect(handler)
-    monkeypatch.setattr(trainer_client, "ANSWER_S", 0.2)
-    monkeypatch.setattr(client, "_patience_s", 0.3)
+    monkeypatch.setattr(sessions, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client._session, "_patience_s", 0.3)
     with pytest.raises(RolloutError, match=r"not there for GetStats .* did not answer within 0 s"):
         client.stats(NAME)
-    monkeypatch.setattr(trainer_client, "ANSWER_S", 5.0)
+    monkeypatch.setattr(sessions, "ANSWER_S", 5.0)
     client.announce(AdapterRef(name=NAME, version=0), {})  # the late answer is not taken for this one's
 
 
-def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler], RolloutClient]) -> None:
+def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler], ControllerClient]) -> None:
     released = asyncio.Event()
 
     async def handler(request: m.Request) -> m.Reply:
         if isinstance(request, m.AnnounceVersion):
             released.set()
-            return m.Done()
+            return m.Accepted()
         await asyncio.wait_for(released.wait(), 5)
         return m.Batch(adapter=NAME, step=0, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
 
@@ -233,24 +234,24 @@ def test_bytes_that_are_no_message_are_refused() -> None:
         m.decode_request(m.encode({"type": "Pickle"}))
 
 
-def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() -> None:
-    """It comes back on another port with another life and knows nothing; a long poll is under way meanwhile."""
+def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> None:
+    """It restarts on another port with another session and knows nothing; a long poll is in progress meanwhile."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     heard: list[list[m.Request]] = [[], []]
     polled = threading.Event()
 
-    def handler(life: int) -> Handler:
+    def handler(session: int) -> Handler:
         async def handle(request: m.Request) -> m.Reply:
             if isinstance(request, m.Hello):
-                heard[life].append(request)
-                return m.Welcome(adapters=(NAME,), life=str(life))
-            if request.life != str(life):
-                return m.NotGreeted()
-            heard[life].append(request)
+                heard[session].append(request)
+                return m.Welcome(adapters=(NAME,), session=str(session))
+            if request.session != str(session):
+                return m.StaleSession()
+            heard[session].append(request)
             if isinstance(request, m.GetBatch):
-                if life == 0 and request.step == 1:
+                if session == 0 and request.step == 1:
                     polled.set()
                     await asyncio.sleep(60)
                 return m.Batch(
@@ -262,16 +263,16 @@ def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() ->
                     events=(),
                     snapshot=b"after %d" % request.step,
                 )
-            return m.Done()
+            return m.Accepted()
 
         return handle
 
-    async def start(life: int) -> tuple[ControlSocket, asyncio.Task[None]]:
+    async def start(session: int) -> tuple[ControlSocket, asyncio.Task[None]]:
         socket = ControlSocket("127.0.0.1", SECRET)
 
         async def serve() -> None:
             async with asyncio.TaskGroup() as group:
-                await socket.serve(handler(life), group)
+                await socket.serve(handler(session), group)
 
         return socket, asyncio.create_task(serve())
 
@@ -285,7 +286,7 @@ def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() ->
 
     first = run(start(0))
     endpoint: Endpoint | None = Endpoint(host="127.0.0.1", ports={"control": first[0].port}, pid=0)
-    client = RolloutClient(lambda: endpoint, SECRET)
+    client = ControllerClient(lambda: endpoint, SECRET)
     client.hello({NAME: 0}, {})
     ref = AdapterRef(name=NAME, version=0)
     client.announce(ref, {"server-0": "http://one"}, ["server-1"])
@@ -307,8 +308,8 @@ def test_a_restarted_controller_is_told_what_it_has_to_know_and_asked_again() ->
     assert hello.trainer == heard[0][0].trainer
     assert (hello.versions, hello.snapshots) == ({NAME: 1}, {NAME: b"after 0"})
     assert reminders[:2] == [
-        m.AnnounceVersion(adapter=NAME, version=0, servers={"server-0": "http://one"}, life="1"),
-        m.Evaluate(adapter=NAME, version=0, tag="owed", life="1"),
+        m.AnnounceVersion(adapter=NAME, version=0, servers={"server-0": "http://one"}, session="1"),
+        m.Evaluate(adapter=NAME, version=0, tag="owed", session="1"),
     ]
     assert {type(request) for request in reminders[2:]} - {m.Evaluate} == {m.CommitStep, m.GetBatch}
     client.close()

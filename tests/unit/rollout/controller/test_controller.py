@@ -14,7 +14,7 @@ import pytest
 from areal_lora.config.models import AgentWorkflowConfig, FunctionReward, MultiTurnWorkflowConfig
 from areal_lora.data.collate import collate
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.channel.client import RolloutClient
+from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.main import adapter_data
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.run_folder.paths import RunFolder
@@ -96,7 +96,7 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
     while not any(isinstance(request["prompt"][0], list) for request in server.requests):
         time.sleep(0.01)
     before = len(server.requests)
-    other = RolloutClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
+    other = ControllerClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
         other.hello({NAME: 0}, {})
         other.announce(ref, {"server-0": server.url})
@@ -174,7 +174,7 @@ def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running
     run = controller(FakeServer())
     start = time.monotonic()
     with pytest.raises(RolloutError, match="another run secret"):
-        RolloutClient(lambda: run.endpoint, "0" * 64).hello({NAME: 0}, {})
+        ControllerClient(lambda: run.endpoint, "0" * 64).hello({NAME: 0}, {})
     assert time.monotonic() - start < 5
     run.activate(0)
     assert run.batch(0).groups

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.controller.pool import MAX_STALE
-from areal_lora.rollout.controller.retries import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, Failure
+from areal_lora.rollout.controller.retries import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, RequestFailure
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.records import GroupState
 from tests.support.clocks import Clock
@@ -117,7 +117,7 @@ def test_retries_back_off_then_drop() -> None:
     delays = []
     for _ in range(MAX_TRIES):
         made.begin(ticket)
-        delays.append(made.retry(ticket, Failure("server_error", "HTTP 500")))
+        delays.append(made.retry(ticket, RequestFailure("server_error", "HTTP 500")))
     assert delays[:3] == [0.1, 0.2, 0.4]
     assert delays[-1] is None
     assert ledger.drop_reasons == {"server_error": 1}
@@ -134,7 +134,7 @@ def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
             ticket = made.admit()
             assert ticket is not None
             made.begin(ticket)
-            made.retry(ticket, Failure("rejected", "HTTP 400", retryable=False))
+            made.retry(ticket, RequestFailure("rejected", "HTTP 400", retryable=False))
 
     with pytest.raises(RolloutError, match=r"16 groups in a row .* HTTP 400"):
         lose_everything()
@@ -146,7 +146,7 @@ def test_retries_ask_for_the_newest_version() -> None:
     ticket = made.admit()
     assert ticket is not None
     made.begin(ticket)
-    made.retry(ticket, Failure("version_retired", ""))
+    made.retry(ticket, RequestFailure("version_retired", ""))
     for other in admit_all(made)[:2]:
         made.finish(other, episode(other.prompt, 0))
     assert made.take(0, 0)
@@ -200,12 +200,12 @@ def test_requests_to_a_server_that_is_gone_do_not_count_until_it_is_gone_for_too
     made.announce(0)
     [ticket, *_] = admit_all(made)
     for _ in range(5 * MAX_TRIES):
-        assert made.retry(ticket, Failure("connection", "refused", served=False)) == UNSERVED_WAIT_S
+        assert made.retry(ticket, RequestFailure("connection", "refused", served=False)) == UNSERVED_WAIT_S
         made.begin(ticket)
         clock.now += UNSERVED_S / (5 * MAX_TRIES + 1)
     clock.now += UNSERVED_S
     waits = []
-    while (wait := made.retry(ticket, Failure("connection", "refused", served=False))) is not None:
+    while (wait := made.retry(ticket, RequestFailure("connection", "refused", served=False))) is not None:
         waits.append(wait)
         made.begin(ticket)
     assert len(waits) == MAX_TRIES - 1
@@ -231,12 +231,12 @@ def test_a_time_without_servers_ends_when_one_answers() -> None:
     made, ledger, _ = feed(eta=0, b=2, clock=clock)
     made.announce(0)
     one, two = admit_all(made)
-    assert made.retry(one, Failure("connection", "refused", served=False)) == UNSERVED_WAIT_S
-    assert made.retry(two, Failure("server_error", "HTTP 503")) is not None
+    assert made.retry(one, RequestFailure("connection", "refused", served=False)) == UNSERVED_WAIT_S
+    assert made.retry(two, RequestFailure("server_error", "HTTP 503")) is not None
     clock.now += 2 * UNSERVED_S
     for _ in range(2 * MAX_TRIES):
         made.begin(one)
-        assert made.retry(one, Failure("connection", "refused", served=False)) == UNSERVED_WAIT_S
+        assert made.retry(one, RequestFailure("connection", "refused", served=False)) == UNSERVED_WAIT_S
     assert one.failed == 0
     assert ledger.drop_reasons == {}
     assert made.note == "last fault: connection: refused"
@@ -248,7 +248,7 @@ def test_a_second_answer_is_counted_and_ignored() -> None:
     [ticket, *_] = admit_all(made)
     assert made.finish(ticket, episode(ticket.prompt, 0))
     assert not made.finish(ticket, episode(ticket.prompt, 0))
-    assert made.retry(ticket, Failure("connection", "too late")) is None
+    assert made.retry(ticket, RequestFailure("connection", "too late")) is None
     stats = made.stats()
     assert (stats.late, stats.ready) == (2, 1)
 

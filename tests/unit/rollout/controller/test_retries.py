@@ -10,8 +10,8 @@ from areal_lora.rollout.controller.retries import (
     MIN_LOST_IN_A_ROW,
     UNSERVED_S,
     UNSERVED_WAIT_S,
-    Failure,
     FailureStreak,
+    RequestFailure,
     Retry,
     back_off_s,
     decide,
@@ -37,7 +37,7 @@ def test_every_fault_has_its_policy(
     kinds: tuple[FaultKind, ...], retryable: bool, served: bool, resample: bool
 ) -> None:
     for kind in kinds:
-        expected = Failure(kind, "why", retryable=retryable, served=served, resample=resample)
+        expected = RequestFailure(kind, "why", retryable=retryable, served=served, resample=resample)
         assert generation_failure(GenerationFault(kind, "why")) == expected
 
 
@@ -45,23 +45,23 @@ def test_an_answer_that_could_not_be_scored_is_sampled_again() -> None:
     prompt = stream().at(0)
     failed = trajectory(prompt, 0)
     object.__setattr__(failed, "outcome", Outcome.TIMEOUT)
-    assert scoring_failure(failed) == Failure("scorer", "timeout: ", resample=True)
+    assert scoring_failure(failed) == RequestFailure("scorer", "timeout: ", resample=True)
 
 
 @pytest.mark.parametrize(
     ("failure", "failed", "unserved_s", "expected"),
     [
-        (Failure("server_error", ""), 0, 0.0, Retry(failed=1, wait_s=0.1)),
-        (Failure("server_error", ""), 1, 0.0, Retry(failed=2, wait_s=0.2)),
-        (Failure("server_error", ""), MAX_TRIES - 1, 0.0, Retry(failed=MAX_TRIES, wait_s=None)),
-        (Failure("rejected", "", retryable=False), 0, 0.0, Retry(failed=1, wait_s=None)),
-        (Failure("connection", "", served=False), 3, 0.0, Retry(failed=3, wait_s=UNSERVED_WAIT_S)),
-        (Failure("connection", "", served=False), 3, UNSERVED_S, Retry(failed=3, wait_s=UNSERVED_WAIT_S)),
-        (Failure("connection", "", served=False), 3, UNSERVED_S + 1, Retry(failed=4, wait_s=0.8)),
-        (Failure("connection", "", served=False), 7, UNSERVED_S + 1, Retry(failed=8, wait_s=None)),
+        (RequestFailure("server_error", ""), 0, 0.0, Retry(failed=1, wait_s=0.1)),
+        (RequestFailure("server_error", ""), 1, 0.0, Retry(failed=2, wait_s=0.2)),
+        (RequestFailure("server_error", ""), MAX_TRIES - 1, 0.0, Retry(failed=MAX_TRIES, wait_s=None)),
+        (RequestFailure("rejected", "", retryable=False), 0, 0.0, Retry(failed=1, wait_s=None)),
+        (RequestFailure("connection", "", served=False), 3, 0.0, Retry(failed=3, wait_s=UNSERVED_WAIT_S)),
+        (RequestFailure("connection", "", served=False), 3, UNSERVED_S, Retry(failed=3, wait_s=UNSERVED_WAIT_S)),
+        (RequestFailure("connection", "", served=False), 3, UNSERVED_S + 1, Retry(failed=4, wait_s=0.8)),
+        (RequestFailure("connection", "", served=False), 7, UNSERVED_S + 1, Retry(failed=8, wait_s=None)),
     ],
 )
-def test_what_is_retried_and_when(failure: Failure, failed: int, unserved_s: float, expected: Retry) -> None:
+def test_what_is_retried_and_when(failure: RequestFailure, failed: int, unserved_s: float, expected: Retry) -> None:
     assert decide(failure, failed=failed, unserved_s=unserved_s) == expected
 
 
@@ -71,9 +71,9 @@ def test_back_off_doubles_up_to_a_bound() -> None:
 
 
 def test_an_outage_ends_with_an_answer_or_an_error_of_a_server() -> None:
-    streak, gone = FailureStreak(), Failure("connection", "refused", served=False)
+    streak, gone = FailureStreak(), RequestFailure("connection", "refused", served=False)
     assert [streak.failed(gone, now) for now in (5.0, 7.0)] == [0.0, 2.0]
-    assert streak.failed(Failure("server_error", "HTTP 503"), 8.0) == 0.0
+    assert streak.failed(RequestFailure("server_error", "HTTP 503"), 8.0) == 0.0
     assert [streak.failed(gone, now) for now in (9.0, 10.0)] == [0.0, 1.0]
     streak.answered()
     assert streak.failed(gone, 20.0) == 0.0

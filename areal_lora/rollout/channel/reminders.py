@@ -1,0 +1,61 @@
+"""What a restarted controller has to be sent again: the newest versions and the pending evaluations."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import msgspec
+
+from areal_lora.rollout.channel import messages as m
+
+
+class Reminders:
+    """Shared by the threads of one trainer."""
+
+    def __init__(self, trainer: str) -> None:
+        self._trainer = trainer
+        self._lock = threading.Lock()
+        self._versions: dict[str, int] = {}
+        self._snapshots: dict[str, bytes] = {}
+        self._announced: dict[str, m.AnnounceVersion] = {}
+        self._pending: dict[tuple[str, int, str], m.Evaluate] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether no version was loaded yet."""
+        return not self._versions
+
+    def loaded(self, versions: Mapping[str, int], snapshots: Mapping[str, bytes]) -> None:
+        with self._lock:
+            self._versions, self._snapshots = dict(versions), dict(snapshots)
+
+    def received(self, batch: m.Batch, version: int) -> None:
+        """``batch`` is consumed at ``version``."""
+        with self._lock:
+            self._versions[batch.adapter], self._snapshots[batch.adapter] = version + 1, batch.snapshot
+
+    def announced(self, request: m.AnnounceVersion) -> None:
+        with self._lock:
+            # For a new controller no server is lost: it knows of none.
+            self._announced[request.adapter] = msgspec.structs.replace(request, lost=())
+
+    def requested(self, evaluation: m.Evaluate) -> None:
+        with self._lock:
+            self._pending[evaluation.adapter, evaluation.version, evaluation.tag] = evaluation
+
+    def settle(self, result: m.EvalResult) -> bool:
+        """Whether ``result`` was pending; it is not pending any more."""
+        with self._lock:
+            return self._pending.pop((result.adapter, result.version, result.tag), None) is not None
+
+    @property
+    def pending(self) -> list[m.Evaluate]:
+        with self._lock:
+            return list(self._pending.values())
+
+    def greeting(self) -> tuple[m.Hello, list[m.SessionRequest]]:
+        """The greeting of a new session, and the requests that follow it."""
+        with self._lock:
+            hello = m.Hello(trainer=self._trainer, versions=dict(self._versions), snapshots=dict(self._snapshots))
+            return hello, [*self._announced.values(), *self._pending.values()]

@@ -1,0 +1,154 @@
+"""The trainer's session with the controller: one connection per calling thread, one greeting for all of them.
+
+A request waits for a controller that is away. A restarted controller answers ``StaleSession``; then the session is
+opened again with the reminders (greeting, newest announcements, pending evaluations) and the request is repeated.
+All requests are idempotent.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from areal_lora.errors import RolloutError
+from areal_lora.processes.log import get_logger
+from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel.connection import LOOK_S, Connection, ConnectionLost
+from areal_lora.rollout.channel.reminders import Reminders
+from areal_lora.run_folder.rendezvous import Endpoint
+
+POLL_S = 10.0  # length of one long poll, and the interval of the waiting lines
+ANSWER_S = 30.0  # what a live controller may need beyond a long poll
+MAX_REFUSALS = 3  # handshakes in a row; one may be a controller that died in the middle of it
+
+log = get_logger(__name__)
+
+
+class _Local(threading.local):
+    connection: Connection | None = None
+
+
+class ControllerSession:
+    """Requests and replies, from any thread. ``adapters`` are the controller's, known after the first greeting.
+
+    ``replies_lost``: a reply that may have carried evaluation results did not arrive in this session.
+    """
+
+    def __init__(self, find_endpoint: Callable[[], Endpoint | None], secret: str, *, patience_s: float) -> None:
+        self.adapters: tuple[str, ...] = ()
+        self.reminders = Reminders(secrets.token_hex(8))
+        self.replies_lost = False
+        self._find_endpoint, self._secret, self._patience_s = find_endpoint, secret, patience_s
+        self._context = zmq.Context()
+        self._local = _Local()
+        self._connections: list[Connection] = []
+        self._lock = threading.Lock()
+        self._greeting = threading.Lock()
+        self._session = ""
+
+    def ask(self, request: m.SessionRequest, *expected: type[Any], wait_s: float = 0.0) -> Any:
+        """The reply, of one of the ``expected`` types; ``wait_s`` the controller may wait before it answers."""
+        if self.reminders.empty:
+            raise RolloutError(f"{type(request).__name__} before hello()")
+        while True:
+            session = self._session
+            reply = self._exchange(msgspec.structs.replace(request, session=session), wait_s)
+            if not isinstance(reply, m.StaleSession):
+                break
+            self.greet(session)
+        if not isinstance(reply, expected):
+            raise RolloutError(f"the controller answered {type(request).__name__} with {type(reply).__name__}")
+        return reply
+
+    def greet(self, stale: str = "") -> None:
+        """Open a session, unless another thread has opened one since ``stale`` ended."""
+        with self._greeting:
+            while self._session == stale:
+                hello, reminders = self.reminders.greeting()
+                welcome = self._exchange(hello, 0.0)
+                if not isinstance(welcome, m.Welcome):
+                    raise RolloutError(f"the controller answered Hello with {type(welcome).__name__}")
+                if stale:
+                    log.warning("the rollout controller was restarted: greeted it again")
+                replies = [
+                    self._exchange(msgspec.structs.replace(request, session=welcome.session), 0.0)
+                    for request in reminders
+                ]
+                if not any(isinstance(reply, m.StaleSession) for reply in replies):
+                    self.adapters, self._session, self.replies_lost = welcome.adapters, welcome.session, False
+
+    def close(self) -> None:
+        """Close all connections. No other thread may be inside a method."""
+        for connection in self._connections:
+            connection.close()
+        self._context.term()
+
+    # ------------------------------------------------------------ one request
+
+    def _exchange(self, request: m.Request, wait_s: float) -> m.Reply:
+        """One request and its reply, over as many connections as it takes."""
+        what, payload = type(request).__name__, m.encode(request)
+        start = time.monotonic()
+        remind_at, refusals, problem = start + POLL_S, 0, "it has not published its port"
+        while True:
+            endpoint = self._find_endpoint()
+            if endpoint is not None:
+                try:
+                    connection = self._connection(endpoint)
+                    reply = connection.exchange(payload, wait_s + ANSWER_S, self._find_endpoint)
+                    break
+                except ConnectionLost as lost:
+                    self._drop_connection()
+                    self.replies_lost |= isinstance(request, m.GetBatch | m.GetEvents)
+                    problem = lost.reason
+                    refusals = refusals + 1 if lost.refused else 0
+            waited_s = time.monotonic() - start
+            check_patience(what, problem, refusals, waited_s - wait_s, self._patience_s)
+            if time.monotonic() >= remind_at:
+                remind_at = time.monotonic() + POLL_S
+                log.info("waiting for the rollout controller since %.0f s to send %s: %s", waited_s, what, problem)
+            time.sleep(LOOK_S)
+        decoded: m.Reply = m.decode_reply(reply)
+        if isinstance(decoded, m.Failed):
+            raise RolloutError(f"the controller refused {what}: {decoded.reason}")
+        return decoded
+
+    def _connection(self, endpoint: Endpoint) -> Connection:
+        """This thread's connection to ``endpoint``."""
+        connection = self._local.connection
+        if connection is not None and connection.endpoint != endpoint:
+            self._drop_connection()
+            connection = None
+        if connection is None:
+            connection = self._local.connection = Connection(self._context, endpoint, self._secret)
+            with self._lock:
+                self._connections.append(connection)
+        return connection
+
+    def _drop_connection(self) -> None:
+        connection = self._local.connection
+        if connection is not None:
+            self._local.connection = None
+            with self._lock:
+                self._connections.remove(connection)
+            connection.close()
+
+
+def check_patience(what: str, problem: str, refusals: int, waited_s: float, patience_s: float) -> None:
+    """Raise RolloutError for a controller with another run secret, or one that is away for ``patience_s``."""
+    if refusals >= MAX_REFUSALS:
+        raise RolloutError(
+            f"the rollout controller at {problem}: it has another run secret "
+            "(fix: start trainer and controller with the same run folder)"
+        )
+    if waited_s > patience_s:
+        raise RolloutError(
+            f"the rollout controller was not there for {what} for {waited_s:.0f} s: {problem} "
+            "(fix: see logs/controller-0.log)"
+        )
