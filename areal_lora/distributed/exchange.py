@@ -142,4 +142,5 @@ def _size(frame: torch.Tensor) -> int:
 
 
 def _unframed(frame: torch.Tensor) -> bytes:
-    return frame[8 : 8 + _size(frame)].numpy().tobytes()
+    data: bytes = frame[8 : 8 + _size(frame)].numpy().tobytes()
+    return data
