@@ -1,4 +1,4 @@
-"""Agents: user code that talks to an OpenAI-compatible endpoint, and whose completions are trained on.
+"""Agents: user code that calls an OpenAI-compatible endpoint; its completions are trained on.
 
     agent(task) --/v1/chat/completions, key of its own--> AgentGateway --Router--> rollout server
                                                               |
@@ -21,7 +21,7 @@ from typing import Any
 
 from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.prompts import Prompt
-from areal_lora.rollout.routing import told_server
+from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.agent_api import Refused, Request, reply_body
 from areal_lora.rollout.workflows.collect import PackedTurns, join
@@ -52,14 +52,14 @@ class Session:
     texts: dict[str, list[int]] = field(default_factory=dict)  # prompt and answer -> their tokens
     last_text: str = ""
     asked: int = 0
-    told: Callable[[str], None] | None = field(default_factory=told_server.get)
+    on_server: Callable[[str], None] | None = field(default_factory=server_observer.get)
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def complete(self, request: Request) -> dict[str, Any]:
         """The answer's body. Raises Refused for what cannot be asked, GenerationFault where there is no answer."""
         sampling = self.context.sampling
-        told_server.set(self.told)  # this is a task of the gateway's, asked for the sake of the group's
+        server_observer.set(self.on_server)  # the gateway's task works for the group's task
         request.check(self.ref.name, sampling)
         prompt_ids, prompt_text = self._prompt(request)
         if not 0 < len(prompt_ids) < self.context.max_model_len:
@@ -99,7 +99,7 @@ class Session:
         return tokenizer.encode(text, add_special_tokens=request.prompt is not None), text
 
     def fail(self, fault: GenerationFault) -> None:
-        """The group is retried whole: what the agent makes of a missing answer says nothing about the policy."""
+        """Fail the group, which is retried whole: a result without this answer is no sample of the policy."""
         if not self.fault.done():
             self.fault.set_exception(fault)
 
@@ -120,7 +120,7 @@ class Sessions:
 
     @contextlib.contextmanager
     def opened(self, session: Session) -> Iterator[str]:
-        """A new key for the session; afterwards it is worth nothing, and what it still asks is cut off."""
+        """A new key for the session; at the end the key is revoked and its running requests are cancelled."""
         key = secrets.token_urlsafe(32)
         self._open[_digest(key)] = session
         try:
@@ -139,7 +139,7 @@ def _digest(key: str) -> bytes:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """What an agent raises after its session has ended interests nobody."""
+    """Consume the exception of an agent whose session has ended."""
     if not task.cancelled():
         task.exception()
 

@@ -1,7 +1,7 @@
 """HTTP client of the rollout servers' data plane: OpenAI completions with token ids.
 
-Failures are typed (contract C8): :class:`GenerationFault` says what went wrong and whether
-asking again can help. Nothing here retries; the controller retries whole groups.
+Failures are typed (contract C8): :class:`GenerationFault` names the kind of failure and whether
+a retry can succeed. This module never retries; the controller retries whole groups.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a completion answer that is used; ``model`` is the ref that was really asked.
 
-    ``versions`` of a choice says the adapter version of each token.
+    ``versions`` of a choice has the adapter version of each token.
     """
 
     model: str
@@ -109,7 +109,7 @@ class CompletionClient:
 
     def __init__(self, router: Router, secret: str) -> None:
         self.router, self._secret = router, secret
-        # To an open data plane on loopback the key would only be told to whoever has taken its port.
+        # An open data plane on loopback needs no key, and another process may have taken its port.
         self._plain = {"Content-Type": "application/json"}
         self._keyed = self._plain | authorization(secret, Plane.DATA)
         self._session: aiohttp.ClientSession
@@ -172,14 +172,14 @@ class CompletionClient:
         return [choice.text for choice in completion.choices]
 
     async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float) -> Completion:
-        """One request to the least loaded server; choices come back complete and ordered by index."""
+        """One request to the least loaded server; choices are returned complete and ordered by index."""
         server: Server | None = None
         try:
             async with asyncio.timeout(timeout_s) as clock, self.router.lease(ref, sequences, clock) as server:
                 payload = await self._exchange(server, ref, _encode(request))
         except TimeoutError:
             if server is not None and server.lost:
-                raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: given up by the trainer") from None
+                raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
             if server is None:
                 detail = f"no server could be asked within {timeout_s:g} s"
                 raise GenerationFault(FaultKind.CONNECTION, detail) from None
@@ -222,7 +222,7 @@ class CompletionClient:
 
 
 def _served_ref(completion: Completion, asked: AdapterRef) -> AdapterRef:
-    """The version the server says it used: it may differ from the one asked for, the adapter may not."""
+    """The version that the server reports: it may differ from the requested one, the adapter may not."""
     try:
         ref = AdapterRef.parse(completion.model)
     except ValueError as error:
@@ -233,7 +233,7 @@ def _served_ref(completion: Completion, asked: AdapterRef) -> AdapterRef:
 
 
 def _generation(choice: CompletionChoice) -> Generation:
-    """Tokens carry the version that the server says it used (contract C2)."""
+    """Tokens carry the version that the server reports (contract C2)."""
     if not choice.token_ids or choice.logprobs is None or choice.versions is None:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} lacks token ids, logprobs or versions")
     logprobs, versions = choice.logprobs.token_logprobs, choice.versions

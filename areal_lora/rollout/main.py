@@ -1,7 +1,7 @@
 """The rollout controller: ``python -m areal_lora.rollout.main --run-folder DIR``.
 
 Reads prompts and tokenizer while the servers start, binds its control socket and publishes it as
-``controller-0``. The trainer's announcements say which servers there are. SIGTERM, SIGINT, a Shutdown message or the
+``controller-0``. The trainer's announcements name the servers. SIGTERM, SIGINT, a Shutdown message or the
 parent's death end it and its scorer children.
 """
 
@@ -119,7 +119,7 @@ async def serve_until_signal(config: Config, run_folder: RunFolder, data: Sequen
 
 
 async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterData], stop: asyncio.Event) -> None:
-    """Serve until ``stop`` is set; nothing is left behind. Raises the first error of any rollout or request."""
+    """Serve until ``stop`` is set, and end all children. Raises the first error of any rollout or request."""
     secret = read_secret(run_folder)
     router = Router()
     async with AsyncExitStack() as stack:
@@ -219,7 +219,7 @@ def build_runtime(
             scorer=scorer,
             sampling=sampling,
             held_out=data.held_out,
-            # Half of what the servers take at once is left to training rollouts.
+            # Half of the servers' capacity stays for training rollouts.
             max_chunks=max(1, sequences // (2 * CHUNK)),
         ),
     )

@@ -22,10 +22,10 @@ from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the environment says to an answer; ``text`` goes into the sequence as it is, so with its own separators.
+    """The environment's reply to an answer; ``text`` goes into the sequence as it is, so with its own separators.
 
     ``reward`` is what this turn earned; an episode's reward is the sum of its turns'. An episode in which no turn
-    says anything about a reward gets the configured reward of the model's last answer.
+    has a reward gets the configured reward of the model's last answer.
     """
 
     text: str = ""
@@ -34,7 +34,7 @@ class Reply:
 
 
 class Environment(Protocol):
-    """The other side of one episode; made anew for each trajectory. Both methods may be ``async``."""
+    """The other side of one episode; a new one for each trajectory. Both methods may be ``async``."""
 
     def reset(self, sample: Sample) -> str | Awaitable[str | None] | None:
         """Begin; the text returned, if any, is put after the prompt."""
@@ -75,10 +75,10 @@ class MultiTurnWorkflow:
             p.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
             for i, (p, score) in enumerate(zip(played, scores, strict=True))
         )
-        said = [p.packed.token_ids[len(prompt.token_ids) :] for p in played]
+        sampled = [p.packed.token_ids[len(prompt.token_ids) :] for p in played]
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
-            texts=tuple(self.context.tokenizer.decode(ids, skip_special_tokens=True) for ids in said),
+            texts=tuple(self.context.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled),
         )
 
     async def _scores(self, played: list[_Played], gold: str) -> list[Score]:
@@ -110,14 +110,14 @@ class MultiTurnWorkflow:
                 rewards.append(given_score(_checked("step's reward", reply.reward, float, int)).reward)
             if reply.done or answer.finish_reason == "length":
                 break
-            told = await self._tokens(_checked("step's text", reply.text, str))
+            added = await self._tokens(_checked("step's text", reply.text, str))
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
-            elif len(packed.token_ids) + len(told) >= longest:
+            elif len(packed.token_ids) + len(added) >= longest:
                 packed.finish_reason = "length"
                 break
             else:
-                packed.given(told)
+                packed.given(added)
         return _Played(packed=packed, last_text=answer.text, reward=sum(rewards) if rewards else None)
 
     async def _answer(self, packed: PackedTurns, ref: AdapterRef, seed: int) -> Generation:

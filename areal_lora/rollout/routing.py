@@ -1,10 +1,10 @@
 """Which rollout server gets a request: the one with the fewest sequences outstanding.
 
-Which servers there are, and what each holds, comes with the trainer's announcements. Only servers
+The trainer's announcements name the servers and the versions they hold. Only servers
 that hold the asked version and are not cooling down after a failure are considered. A server that
-failed is left alone for a time that doubles with each failure; the first request after that is
-its trial. A server that the trainer has given up gets no requests until it is announced again,
-and what runs on it is cut off, so that it can be asked of another.
+failed gets no requests for a time that doubles with each failure; the first request after that is
+its trial. A server that the trainer has excluded gets no requests until it is announced again,
+and its running requests are cut off, so that another server can have them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COOL_DOWN_S = 0.25
 MAX_COOL_DOWN_S = 10.0
 KEEP_VERSIONS = 64  # of an adapter, back from the newest: rollouts ask for that one, evaluations for a few before
 
-told_server: ContextVar[Callable[[str], None] | None] = ContextVar("told_server", default=None)
+server_observer: ContextVar[Callable[[str], None] | None] = ContextVar("server_observer", default=None)
 """Called with the URL of the server that gets a request of the present task."""
 
 
@@ -33,7 +33,7 @@ class VersionRetired(RolloutError):
 
 @dataclass(slots=True)
 class Server:
-    """One life of a replica as the router sees it."""
+    """One session of a replica, under one URL."""
 
     url: str
     outstanding: int = 0
@@ -44,7 +44,7 @@ class Server:
     clocks: set[asyncio.Timeout] = field(default_factory=set)
 
     def lose(self) -> None:
-        """End what runs here now, instead of at its deadline."""
+        """End the running requests now, instead of at their deadlines."""
         self.lost = True
         for clock in self.clocks:
             if not clock.expired():
@@ -61,8 +61,8 @@ class Router:
     def announce(self, ref: AdapterRef, servers: Mapping[str, str], lost: Iterable[str] = ()) -> None:
         """``ref`` serves on ``servers`` (URL by name) and nowhere else: a publish is complete only then (contract C3).
 
-        ``lost`` were given up before; a server among ``servers`` too, or under a new URL, has a new
-        life and holds ``ref`` only.
+        ``lost`` were excluded before; a server that is also among ``servers``, or has a new URL, is a new
+        session and holds ``ref`` only.
         """
         for name, server in list(self.servers.items()):
             if name in lost or servers.get(name) != server.url:
@@ -95,15 +95,15 @@ class Router:
     async def lease(self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout) -> AsyncIterator[Server]:
         """A server for ``sequences`` sequences of ``ref``; waits while all that hold it cool down.
 
-        ``clock`` bounds the request and runs out at once if the server is given up (``lost``).
+        ``clock`` bounds the request and runs out at once if the server is excluded (``lost``).
         Raises VersionRetired if none holds ``ref``.
         """
         server = await self._choose(ref)
         server.outstanding += sequences
         server.clocks.add(clock)
-        tell = told_server.get()
-        if tell is not None:
-            tell(server.url)
+        observe = server_observer.get()
+        if observe is not None:
+            observe(server.url)
         try:
             yield server
         finally:

@@ -1,7 +1,7 @@
 """Workflows turn a prompt into a group of scored trajectories.
 
 A workflow raises GenerationFault where it has no answers at all; answers that could not be
-scored come back with their typed outcome and without a reward of their own. It never retries:
+scored are returned with their typed outcome and without a reward of their own. It never retries:
 the controller retries groups whole.
 """
 

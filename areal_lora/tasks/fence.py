@@ -3,7 +3,7 @@
 No other process, no signal to one, no socket (:mod:`areal_lora.tasks.seccomp`); no file is written and
 the run folder, with the run secret in it, cannot be read (Landlock); as root, no capability but
 reading files. Both work without privileges and in containers. Where the kernel has one of them not,
-:func:`raise_fence` says so, and Python's own audit hook still refuses what goes through Python.
+:func:`raise_fence` reports it, and Python's own audit hook still refuses what goes through Python.
 Memory and CPU time are limited per answer by the scorer process itself.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # says at every start that it has no time limit
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns at every start that it has no time limit
 
 _PROSE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")

@@ -115,8 +115,8 @@ class Grade:
 def grade(value: object, correct_threshold: float | None) -> Grade:
     """What a reward function has returned, checked; raises TypeError, ValueError, OverflowError.
 
-    A bool says whether the answer is correct, and its reward is 1 or 0. A mapping has a ``reward`` and may have
-    ``correct``. What does not say so itself is correct from ``correct_threshold`` on, if there is one.
+    A bool states whether the answer is correct, and its reward is 1 or 0. A mapping has a ``reward`` and may have
+    ``correct``. Other rewards are correct from ``correct_threshold`` on, if there is one.
     """
     correct: object = None
     if isinstance(value, Mapping):

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` says why it is not.
+    """``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` states why it is not.
 
     ``correct`` is None for an answer that was not scored, or by a reward that has no rule for it.
     """

@@ -50,7 +50,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """``problem`` says why there is no reward function, and ``exit_code`` whose fault that is.
+    """``problem`` states why there is no reward function; ``exit_code`` classifies it.
 
     ``missing`` names protections that this machine has not got.
     """

@@ -133,4 +133,5 @@ def install() -> bool:
     buffer = ctypes.create_string_buffer(packed)
     header = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.create_string_buffer(header), 0, 0) == 0
+    result: int = libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.create_string_buffer(header), 0, 0)
+    return result == 0

@@ -11,7 +11,7 @@ from areal_lora.types import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Of ``n`` answers ``unscored`` could not be scored and ``ungraded`` have a reward, but nothing says if correct.
+    """Of ``n`` answers ``unscored`` could not be scored and ``ungraded`` have a reward, but no grade.
 
     ``accuracy`` is the fraction of all ``n`` that is correct; None while any is ungraded. ``reward_mean`` is over the
     scored ones; None if there are none.

@@ -17,7 +17,7 @@ LOOK_S = 0.25  # how often a waiting request looks whether the controller has mo
 
 
 class ConnectionLost(Exception):
-    """No answer can come over this connection any more; ``refused`` if the handshake was."""
+    """This connection can deliver no answer any more; ``refused`` if the handshake was."""
 
     def __init__(self, reason: str, *, refused: bool = False) -> None:
         self.reason, self.refused = reason, refused
@@ -45,8 +45,8 @@ class Connection:
         """Send and wait for the reply.
 
         Raises:
-            ConnectionLost: the other side closed, refused the handshake, is to be found elsewhere
-                by now (looked for every ``LOOK_S``), or gave no answer in ``timeout_s``.
+            ConnectionLost: the other side closed, refused the handshake, has another endpoint
+                by now (read every ``LOOK_S``), or gave no answer in ``timeout_s``.
         """
         self._next_id += 1
         request_id = self._next_id.to_bytes(8, "little")
@@ -59,7 +59,7 @@ class Connection:
             readable = dict(poller.poll(int(min(remaining_s, LOOK_S) * 1000) + 1))
             if self._socket in readable:
                 answered_id, reply = self._socket.recv_multipart()
-                if answered_id == request_id:  # else: late answer to a request that was given up
+                if answered_id == request_id:  # else: late answer to an abandoned request
                     return reply
             elif self._monitor in readable:
                 self._watch()
@@ -68,7 +68,7 @@ class Connection:
         raise ConnectionLost(f"{self.address} did not answer within {timeout_s:.0f} s")
 
     def _watch(self) -> None:
-        """A wrong key never becomes an answer, so the handshake's end is what tells."""
+        """Read the end of the handshake: a wrong key gets no other answer."""
         event = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.ready = True

@@ -27,7 +27,7 @@ Handler = Callable[[Request], Awaitable[Reply]]
 
 
 class ControlSocket:
-    """Answers each request in a task of its own, so that a long poll holds up nobody."""
+    """Answers each request in its own task, so that a long poll delays no other request."""
 
     def __init__(self, host: str, secret: str) -> None:
         self._context = zmq.asyncio.Context()
@@ -41,7 +41,7 @@ class ControlSocket:
         self.port = self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
 
     async def serve(self, handler: Handler, tasks: asyncio.TaskGroup) -> None:
-        """Receive for ever. ArealLoraError becomes a Failed reply; LedgerError and others end the task group."""
+        """Receive until cancelled. ArealLoraError becomes a Failed reply; LedgerError and others end the task group."""
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) == 3:
@@ -54,7 +54,7 @@ class ControlSocket:
         except msgspec.DecodeError as error:
             reply = Failed(reason=f"request is not understood: {error}")
         except LedgerError:
-            raise  # nobody may be answered from a ledger that does not hold
+            raise  # no request may be answered from an inconsistent ledger
         except ArealLoraError as error:
             log.error("request refused: %s", error)
             reply = Failed(reason=str(error))

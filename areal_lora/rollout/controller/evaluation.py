@@ -38,7 +38,7 @@ class HeldOut:
     left_out: tuple[str, ...] = ()
 
     def note(self) -> str:
-        """One line about what is left out; empty where nothing is."""
+        """One line about the problems that are left out; empty if there are none."""
         if not self.left_out:
             return ""
         named = ", ".join(self.left_out[:N_NAMED]) + (", ..." if len(self.left_out) > N_NAMED else "")
@@ -73,7 +73,7 @@ class Evaluator:
     max_chunks: int
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
-        """Never raises for rollout faults: a result that could not be measured says so in ``error``."""
+        """Never raises for rollout faults: ``error`` of the result states why it could not be measured."""
         start = time.monotonic()
         slots = asyncio.Semaphore(self.max_chunks)
         chunks = range(0, len(self.held_out.samples), CHUNK)
@@ -92,7 +92,7 @@ class Evaluator:
             return self._failed(ref, tag, f"no answer could be scored: {scores[0].detail}", start)
         if 0 < figures.ungraded < figures.n - figures.unscored:
             log.warning(
-                "evaluation of %s has no accuracy: the reward says nothing about %d of %d answers (fix: return "
+                "evaluation of %s has no accuracy: the reward does not grade %d of %d answers (fix: return "
                 "'correct' for every answer, or set reward.correct_threshold)",
                 ref,
                 figures.ungraded,
@@ -123,7 +123,7 @@ class Evaluator:
 
     async def _answers(self, ref: AdapterRef, prompts: Sequence[list[int]], slots: asyncio.Semaphore) -> list[str]:
         sampling = self.sampling
-        unserved_until_s = time.monotonic() + UNSERVED_S
+        unserved_deadline = time.monotonic() + UNSERVED_S
         failed = 0
         while True:
             try:
@@ -132,8 +132,8 @@ class Evaluator:
                         ref, prompts, max_tokens=sampling.max_new_tokens, timeout_s=sampling.timeout_s
                     )
             except GenerationFault as fault:
-                # A server that is gone is started again; a retired version does not come back.
-                failed += fault.kind is not FaultKind.CONNECTION or time.monotonic() > unserved_until_s
+                # A dead server is restarted; a retired version is not restored.
+                failed += fault.kind is not FaultKind.CONNECTION or time.monotonic() > unserved_deadline
                 if failed == MAX_TRIES or fault.kind is FaultKind.RETIRED or not fault.retryable:
                     raise
                 await asyncio.sleep(BACK_OFF_S * 2**failed)

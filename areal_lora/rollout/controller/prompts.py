@@ -33,12 +33,12 @@ class PromptStream:
 
     A prompt is tokenized each time it is located: token ids of a large data set would fill gigabytes, and
     tokenizing it as a whole would hold up the start for minutes. ``max_prompt_tokens`` leaves room for the
-    answer; prompts beyond it are still located, and :meth:`refusal` says why they cannot be sampled. Streams
+    answer; prompts beyond it are still located, and :meth:`refusal` states why they cannot be sampled. Streams
     with the same ``digest`` put the same sample at the same position.
     """
 
     def __init__(self, samples: Sequence[Sample], tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int) -> None:
-        """Raises ConfigError for samples that cannot be told apart, a blank prompt, or none that fits."""
+        """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
         check_samples(samples)
         self._samples, self._tokenizer = samples, tokenizer
         self._order = PromptOrder(seed, len(samples))

@@ -15,7 +15,7 @@ from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.controller.retries import generation_failure, scoring_failure
-from areal_lora.rollout.routing import told_server
+from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Workflow, first_fault
 
 NO_VERSION_WAIT_S = 0.2
@@ -48,7 +48,7 @@ class AdapterRuntime:
     async def _roll_out(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
         """Request one issued group until it is ready or dropped. Cancelled when the group has become too old."""
         feed = self.feed
-        told_server.set(partial(feed.served_by, ticket))
+        server_observer.set(partial(feed.served_by, ticket))
         back_off_s: float | None = 0.0
         while back_off_s is not None:
             await asyncio.sleep(back_off_s)

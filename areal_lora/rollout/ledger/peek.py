@@ -1,4 +1,4 @@
-"""What a resume would do with the run ledger, found out on a copy: the run's own files are not touched."""
+"""Plan what a resume does with the run ledger, on a copy: the run's own files are not touched."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TRIES, PAUSE_S = 20, 0.05
 def reconciliations(
     run_folder: RunFolder, run: str, versions: Mapping[str, int], snapshots: Mapping[str, bytes]
 ) -> dict[str, Reconciliation]:
-    """By adapter, for a trainer that goes on from ``versions`` with its checkpoints' ledger ``snapshots``.
+    """By adapter, for a trainer that resumes from ``versions`` with its checkpoints' ledger ``snapshots``.
 
-    Raises RolloutError where neither the ledger nor a snapshot says what was consumed.
+    Raises RolloutError where neither the ledger nor a snapshot states what was consumed.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / run_folder.ledger.name
@@ -54,7 +54,7 @@ def _copy(ledger: Path, copy: Path) -> None:
         for path in copies.values():
             path.unlink(missing_ok=True)
         time.sleep(PAUSE_S)
-    raise RolloutError(f"{ledger} is being written: the run is going on (fix: ask again when it has ended)")
+    raise RolloutError(f"{ledger} is being written: the run has not ended (fix: retry when it has)")
 
 
 def _wal(ledger: Path) -> Path:

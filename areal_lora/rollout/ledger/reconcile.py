@@ -1,4 +1,4 @@
-"""What becomes of an adapter's ledger when a trainer says which version it has loaded (contract C9).
+"""Reconcile an adapter's ledger with the version that a trainer has loaded (contract C9).
 
 The newest valid checkpoint decides what was consumed. :func:`plan` is pure; :func:`apply` writes.
 
@@ -7,7 +7,7 @@ The newest valid checkpoint decides what was consumed. :func:`plan` is pure; :fu
     consumed                       consumed         rolled_back, issued again (trajectories are gone)
     done, leased, running with
     versions > version                              rolled_back, issued again
-    issued, other running, done                     go on
+    issued, other running, done                     continue
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ ROLLED_BACK = "rolled_back"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciliation:
-    """Rows by what happens to them. ``rebuild`` says why the ledger is rebuilt from the snapshot, if it is."""
+    """Rows by what happens to them. ``rebuild`` is the reason to rebuild from the snapshot, if any."""
 
     version: int
     rebuild: str = ""
     consumed: tuple[Row, ...] = ()  # leased before: their commit did not arrive
     again: tuple[Row, ...] = ()  # done again, with the trajectories they have
-    reissued: tuple[Row, ...] = ()  # rolled back and issued anew
-    going_on: tuple[Row, ...] = ()
+    reissued: tuple[Row, ...] = ()  # rolled back and issued again
+    continuing: tuple[Row, ...] = ()
 
     def __str__(self) -> str:
         if self.rebuild:
             return f"rebuilt from the checkpoint's snapshot, because {self.rebuild}"
-        ready = sum(row.state is GroupState.DONE for row in self.going_on)
+        ready = sum(row.state is GroupState.DONE for row in self.continuing)
         return (
             f"{len(self.consumed)} groups committed late, {len(self.again) + ready} ready with the trajectories "
-            f"they have, {len(self.going_on) - ready} sampled on or again, {len(self.reissued)} rolled back and "
+            f"they have, {len(self.continuing) - ready} sampled on or again, {len(self.reissued)} rolled back and "
             "issued again"
         )
 
@@ -48,7 +48,7 @@ class Reconciliation:
 def plan(
     head: Head, rows: Sequence[Row], version: int, snapshot: LedgerSnapshot | None, *, known: bool = True
 ) -> Reconciliation:
-    """Raises RolloutError where neither the ledger nor a snapshot says what was consumed before ``version``.
+    """Raises RolloutError where neither the ledger nor a snapshot states what was consumed before ``version``.
 
     ``rows`` are the live and the consumed ones; ``known``: the ledger file had this adapter before.
     """
@@ -62,7 +62,7 @@ def plan(
     if rebuild:
         _check_snapshot(head, version, snapshot, rebuild)
         return Reconciliation(version=version, rebuild=rebuild)
-    consumed, again, reissued, going_on = list[Row](), list[Row](), list[Row](), list[Row]()
+    consumed, again, reissued, continuing = list[Row](), list[Row](), list[Row](), list[Row]()
     for row in rows:
         undone = row.step >= version and row.state in (GroupState.LEASED, GroupState.CONSUMED)
         if row.state is GroupState.CONSUMED:
@@ -73,13 +73,13 @@ def plan(
         elif max(row.version, row.newest) > version and row.state is not GroupState.ISSUED:
             reissued.append(row)
         else:
-            (again if undone else going_on).append(row)
+            (again if undone else continuing).append(row)
     return Reconciliation(
         version=version,
         consumed=tuple(consumed),
         again=tuple(again),
         reissued=tuple(reissued),
-        going_on=tuple(going_on),
+        continuing=tuple(continuing),
     )
 
 

@@ -22,7 +22,7 @@ from areal_lora.types import AdapterRef, Generation, Trajectory
 
 @dataclass(slots=True)
 class PackedTurns:
-    """One growing sequence: first what the model was given, then in turn its answers and what it was told."""
+    """One growing sequence: the prompt, then in turn the model's answers and the replies."""
 
     token_ids: list[int] = field(default_factory=list)  # [T], as all below
     loss_mask: list[int] = field(default_factory=list)

@@ -25,7 +25,7 @@ _ABANDONED = "areal_lora-abandoned"
 async def call(kind: FaultKind, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The function's result: a coroutine function runs here, anything else in a thread of its own.
 
-    The caller bounds it with ``asyncio.timeout``. A thread that is given up cannot be stopped; its result is
+    The caller bounds it with ``asyncio.timeout``. An abandoned thread cannot be stopped; its result is
     dropped. Raises GenerationFault of ``kind`` for what the function raises, RolloutError when
     ``MAX_ABANDONED`` threads are stuck.
     """
@@ -40,7 +40,7 @@ async def call(kind: FaultKind, function: Callable[..., Any], *arguments: Any, *
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Nobody cancelled this task: passed on, it would end it without a word, and nobody would retry its group.
+        # The task itself was not cancelled: passed on, the error would end it silently, and its group without a retry.
         raise GenerationFault(kind, describe(error)) from error
     except (Exception, SystemExit) as error:  # fault boundary: user code may fail in any way
         raise GenerationFault(kind, describe(error)) from error
@@ -67,9 +67,9 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             outcome = partial(_settle, future, work(), None)
-        except BaseException as error:  # fault boundary: raised again by whoever awaits the future  # noqa: BLE001
+        except BaseException as error:  # fault boundary: raised again where the future is awaited  # noqa: BLE001
             outcome = partial(_settle, future, None, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             loop.call_soon_threadsafe(outcome)
 
     thread = threading.Thread(target=run, name="areal_lora-user-code", daemon=True)

@@ -16,7 +16,7 @@ from areal_lora.algorithms.advantages import per_sample, rloo
 from areal_lora.data.collate import collate
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.client import GenerationFault
-from areal_lora.rollout.routing import told_server
+from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.rollout.workflow import Episode
 from areal_lora.rollout.workflows.gateway import MAX_BODY_BYTES, AgentGateway
@@ -226,7 +226,7 @@ def test_the_group_is_told_which_servers_it_runs_on() -> None:
 
     async def main() -> None:
         async with served(fake, Graded()) as context, AgentGateway() as gateway:
-            told_server.set(told.append)
+            server_observer.set(told.append)
             await AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent).run(PROMPT, V1, seed=7)
 
     asyncio.run(main())

@@ -110,7 +110,7 @@ def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
                 async with asyncio.timeout(2):
                     await task
 
-    with pytest.raises(GenerationFault, match="given up by the trainer") as caught:
+    with pytest.raises(GenerationFault, match="excluded by the trainer") as caught:
         asyncio.run(run())
     assert caught.value.kind is FaultKind.CONNECTION
     assert caught.value.retryable

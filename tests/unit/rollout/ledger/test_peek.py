@@ -62,7 +62,7 @@ def test_groups_are_counted_and_nothing_is_touched(tmp_path: Path) -> None:
     assert [row.position for row in made.consumed] == [2, 3], "step 1 was learned and its commit never arrived"
     assert [row.position for row in made.again] == [4, 5], "step 2 was leased to a trainer that is gone"
     assert [row.position for row in made.reissued] == [7], "it runs on a version that is gone"
-    assert [row.position for row in made.going_on] == [6, 8]
+    assert [row.position for row in made.continuing] == [6, 8]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -93,7 +93,7 @@ def test_the_ledger_of_a_running_controller_is_copied_between_two_writes(tmp_pat
         for _ in range(10):
             made = reconciliations(RunFolder(run), "run", {"math": 0}, {})["math"]
             assert not made.rebuild
-            assert len(made.going_on) % 100 == 0
+            assert len(made.continuing) % 100 == 0
     finally:
         writer.kill()
         writer.wait()
@@ -109,5 +109,5 @@ def test_a_ledger_that_never_rests_is_one_clear_line(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(shutil, "copy", written_meanwhile)
     monkeypatch.setattr("areal_lora.rollout.ledger.peek.PAUSE_S", 0.0)
-    with pytest.raises(RolloutError, match=r"ledger.sqlite is being written: the run is going on"):
+    with pytest.raises(RolloutError, match=r"ledger.sqlite is being written: the run has not ended"):
         reconciliations(RunFolder(tmp_path), "run", {"math": 2}, {})

@@ -52,7 +52,7 @@ def test_each_row_of_the_table() -> None:
     assert seqs(made.consumed) == [1]
     assert seqs(made.again) == [3]
     assert seqs(made.reissued) == [2, 4, 6, 8]
-    assert seqs(made.going_on) == [5, 7, 9]
+    assert seqs(made.continuing) == [5, 7, 9]
     assert "1 groups committed late, 2 ready with the trajectories they have" in str(made)
     assert "4 rolled back and issued again" in str(made)
 
