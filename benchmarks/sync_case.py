@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from areal_lora.config.models import Config
 from areal_lora.engine.megatron_utils.arena import ShardedModel
-from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 from areal_lora.engine.megatron_utils.plan import pack_plan, wire_layout
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import AdapterSpec
@@ -126,7 +126,7 @@ class Tensors:
 
     def __init__(self, case: Case, spec: AdapterSpec, seed: int) -> None:
         hf = case.hf()
-        layout = Layout(world=1, tp=1, pp=1, ep=1, etp=1, stage_layers=(case.layers,), experts=case.experts)
+        layout = ParallelLayout(world=1, tp=1, pp=1, ep=1, etp=1, stage_layers=(case.layers,), experts=case.experts)
         model = ShardedModel(shape=ModelShape.from_hf(hf), layout=layout)
         self.layout = wire_layout(model, spec, case.dtype)
         self._plan = pack_plan(model, spec, 0, self.layout)

@@ -27,7 +27,7 @@ from areal_lora.data.packing import plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
 from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
-from areal_lora.engine.megatron_utils.layout import Layout, check_widths
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout, check_widths
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
@@ -52,7 +52,7 @@ class MegatronEngine:
         hf = read_hf_config(Path(model.folder))
         shape = ModelShape.from_hf(hf)
         check_widths(trainer, shape)
-        layout = Layout.of(trainer, layers=shape.layers, experts=shape.experts)
+        layout = ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
         if device.type == "cpu":
             install_cpu_patches()
         # Importing these loads Megatron, which must find the patches in place.

@@ -1,4 +1,4 @@
-"""Rules about parallel sizes. Those of the trainer refuse what `engine.megatron_utils.layout` would refuse later."""
+"""Rules about parallel sizes. Those of the trainer refuse what `engine.megatron_utils.parallel_layout` would refuse later."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 from areal_lora.families.family import Scope
 from areal_lora.families.shape import ModelShape
 from areal_lora.families.sites import Piece, RowRanges, SiteKey, pieces_of, sites_of
@@ -75,7 +75,7 @@ class ShardedModel:
     """A model in a parallel layout: what every rank knows about every adapter."""
 
     shape: ModelShape
-    layout: Layout
+    layout: ParallelLayout
 
     def every_site(self, spec: AdapterSpec) -> list[SiteKey]:
         """All sites that an adapter with this expert layout could have, in the order of `sites_of`."""

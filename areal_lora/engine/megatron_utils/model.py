@@ -22,13 +22,13 @@ from torch import nn
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_utils.architecture import architecture
 from areal_lora.engine.megatron_utils.grouped import ColumnGroupedLinear, RowGroupedLinear
-from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(
-    model: ModelConfig, trainer: TrainerConfig, layout: Layout, hf: Mapping[str, Any], device: torch.device
+    model: ModelConfig, trainer: TrainerConfig, layout: ParallelLayout, hf: Mapping[str, Any], device: torch.device
 ) -> nn.Module:
     """This rank's part of the model, weights not loaded. Parallel state must be initialised."""
     dtype = DTYPES[model.dtype]
@@ -52,7 +52,7 @@ def build_model(
     return module
 
 
-def _parallel(trainer: TrainerConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def _parallel(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
     stages = [["decoder"] * count for count in layout.stage_layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

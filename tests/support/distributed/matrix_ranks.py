@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
 from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
-from areal_lora.engine.megatron_utils.layout import Layout, check_widths
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
@@ -244,7 +244,7 @@ def megatron_refuses(config: TrainerConfig, hf: dict[str, Any]) -> str:
     from areal_lora.engine.megatron_utils import model as base
 
     stages = tuple(2 if stage == 0 and config.pp > 1 else 1 for stage in range(config.pp))
-    layout = Layout(
+    layout = ParallelLayout(
         world=config.world_size,
         tp=config.tp,
         pp=config.pp,
@@ -284,7 +284,7 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
             shape = ModelShape.from_hf(hf)
             try:
                 check_widths(config, shape)
-                layout = Layout.of(config, layers=shape.layers, experts=shape.experts)
+                layout = ParallelLayout.of(config, layers=shape.layers, experts=shape.experts)
             except ConfigError as error:
                 refused[f"{kind}, {sizes}"] = f"{error.reason}; Megatron: {megatron_refuses(config, hf)}"
                 continue

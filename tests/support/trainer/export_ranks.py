@@ -19,7 +19,7 @@ from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
 from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
-from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
@@ -40,7 +40,7 @@ LARGE = make_shape(
 
 
 def model(shape: ModelShape, sizes: Mapping[str, int]) -> ShardedModel:
-    layout = Layout.of(TrainerConfig(**sizes), layers=LAYERS, experts=shape.experts)
+    layout = ParallelLayout.of(TrainerConfig(**sizes), layers=LAYERS, experts=shape.experts)
     return ShardedModel(shape=shape, layout=layout)
 
 

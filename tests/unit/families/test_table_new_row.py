@@ -22,7 +22,7 @@ from areal_lora.config.rules.guardrails import check
 from areal_lora.engine.megatron_utils.architecture import architecture
 from areal_lora.engine.megatron_utils.arena import ShardedModel
 from areal_lora.engine.megatron_utils.base_weights import load_base
-from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 from areal_lora.engine.megatron_utils.plan import load_plan, pack_plan, wire_layout
 from areal_lora.families import registry
 from areal_lora.families.adapter_size import adapter_size
@@ -95,7 +95,7 @@ def hf_config() -> dict[str, Any]:
 
 def sharded(hf: dict[str, Any]) -> ShardedModel:
     shape = ModelShape.from_hf(hf)
-    layout = Layout.of(TrainerConfig(world_size=1), layers=shape.layers, experts=shape.experts)
+    layout = ParallelLayout.of(TrainerConfig(world_size=1), layers=shape.layers, experts=shape.experts)
     return ShardedModel(shape=shape, layout=layout)
 
 

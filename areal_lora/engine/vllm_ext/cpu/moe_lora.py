@@ -150,7 +150,7 @@ class CellBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """Where the pairs of a batch lie among ``rows`` rows: first the padded block, then larger cells."""
 
     source: np.ndarray  # [rows] int64: token of a row; 0 for padding, whose results are never read
@@ -161,7 +161,7 @@ class Layout:
 
 def lay_out(
     expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray, n_experts: int, costs: CellCosts
-) -> Layout:
+) -> ParallelLayout:
     """Arguments as for ``moe_lora``; at least one id is not negative."""
     n_groups, top_k = len(groups), expert_ids.shape[1]
     n_cells = n_experts * n_groups
@@ -199,7 +199,7 @@ def lay_out(
         if len(own):
             first, n = begin[group::n_groups][own], runs[group::n_groups][own]
             cells.append(CellRuns(slot=slot, spans=Spans.at(own, first, first + n, len(source))))
-    return Layout(
+    return ParallelLayout(
         source=source,
         row_of=row_of,
         cells=cells,

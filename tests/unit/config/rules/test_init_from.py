@@ -16,7 +16,7 @@ from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.engine.megatron_utils.arena import ShardedModel
-from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
@@ -67,7 +67,7 @@ def refusal(folder: str, *overrides: str) -> str | None:
     """What the trainer would say."""
     config = load_config(EMBEDDED, [f"adapters.0.init_from={folder}", *overrides])
     config = resolve_targets(config, Facts(hf_config=HF))
-    layout = Layout.of(config.trainer, layers=LAYERS, experts=EXPERTS)
+    layout = ParallelLayout.of(config.trainer, layers=LAYERS, experts=EXPERTS)
     model = ShardedModel(shape=ModelShape.from_hf(HF), layout=layout)
     spec = config.adapters[0].spec("m")
     loaded, tensors = load_peft(folder)

@@ -11,7 +11,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import TrainerConfig
 from areal_lora.config.rules.layout import trainer_layout
-from areal_lora.engine.megatron_utils.layout import Layout, check_widths
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.published import known_config
 from areal_lora.families.shape import ModelShape
@@ -38,7 +38,7 @@ def test_trainer_sizes_are_refused_like_in_the_engine(kind: str, **sizes: Any) -
     found = trainer_layout(CONFIG.model_copy(update={"trainer": trainer}), Facts(hf_config=hf))
     wrong = [f.path for f in found if "dense" not in f.reason]
     try:
-        Layout.of(trainer, layers=shape.layers, experts=shape.experts)
+        ParallelLayout.of(trainer, layers=shape.layers, experts=shape.experts)
         check_widths(trainer, shape)
     except ConfigError:
         assert wrong or not shape.experts

@@ -17,7 +17,7 @@ from torch import Tensor
 from areal_lora.config.models import TrainerConfig
 from areal_lora.engine.megatron_utils import plan as plans
 from areal_lora.engine.megatron_utils.arena import Arena, ShardedModel, arrange
-from areal_lora.engine.megatron_utils.layout import Layout
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 from areal_lora.families.family import Scope
 from areal_lora.families.sites import SiteKey
 from areal_lora.types import AdapterSpec, ExpertLayout
@@ -45,7 +45,7 @@ def worlds() -> Iterator[tuple[int, int, int, int, int]]:
 def model(kind: str, world: int, tp: int, pp: int, ep: int, etp: int) -> ShardedModel:
     config = TrainerConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp)
     shape = SHAPES[kind]
-    return ShardedModel(shape=shape, layout=Layout.of(config, layers=4, experts=shape.experts))
+    return ShardedModel(shape=shape, layout=ParallelLayout.of(config, layers=4, experts=shape.experts))
 
 
 def whole(model: ShardedModel, key: SiteKey, rank: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import TrainerConfig
-from areal_lora.engine.megatron_utils.layout import Layout, check_widths
+from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
 
@@ -17,7 +17,7 @@ SIZES = [dict(zip(("tp", "pp", "ep", "etp"), sizes, strict=True)) for sizes in i
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
 def test_ranks_are_numbered_like_megatron(sizes: dict[str, int]) -> None:
-    layout = Layout.of(TrainerConfig(world_size=8, **sizes), layers=4, experts=8)
+    layout = ParallelLayout.of(TrainerConfig(world_size=8, **sizes), layers=4, experts=8)
     dense = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
     experts = itertools.product(range(layout.pp), range(layout.edp), range(layout.ep), range(layout.etp))
     for rank, ((pp, dp, tp), (epp, edp, ep, etp)) in enumerate(zip(dense, experts, strict=True)):
@@ -34,7 +34,7 @@ def names(sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize("sizes", SIZES, ids=names)
 def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: int) -> None:
     """So replicas stay silent and every rank agrees who speaks."""
-    layout = Layout.of(TrainerConfig(world_size=8, **sizes), layers=layers, experts=8)
+    layout = ParallelLayout.of(TrainerConfig(world_size=8, **sizes), layers=layers, experts=8)
     for layer, expert in itertools.product(range(layers), (None, *range(8))):
         holders = [
             rank
@@ -57,7 +57,7 @@ def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: i
     ],
 )
 def test_stages_may_be_uneven(layers: int, pp: int, chosen: list[int] | None, expected: tuple[int, ...]) -> None:
-    layout = Layout.of(TrainerConfig(world_size=2 * pp, pp=pp, pp_layers=chosen), layers=layers, experts=0)
+    layout = ParallelLayout.of(TrainerConfig(world_size=2 * pp, pp=pp, pp_layers=chosen), layers=layers, experts=0)
     assert layout.stage_layers == expected
     assert [layer for rank in range(0, 2 * pp, 2) for layer in layout.layers_of(rank)] == list(range(layers))
     stages = [stage for stage, count in enumerate(expected) for _ in range(count)]
@@ -68,7 +68,7 @@ def test_stages_may_be_uneven(layers: int, pp: int, chosen: list[int] | None, ex
 @pytest.mark.parametrize("chosen", [[2, 2], [1, 2, 3], [3, 3, 1, 1]])
 def test_stages_that_do_not_add_up_are_refused(chosen: list[int]) -> None:
     with pytest.raises(ConfigError, match="pp_layers"):
-        Layout.of(TrainerConfig(world_size=3, pp=3, pp_layers=chosen), layers=7, experts=0)
+        ParallelLayout.of(TrainerConfig(world_size=3, pp=3, pp_layers=chosen), layers=7, experts=0)
 
 
 MOE = {
@@ -109,4 +109,4 @@ def test_widths_that_do_not_divide_are_refused(sizes: dict[str, int], model: dic
 )
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], model: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        Layout.of(TrainerConfig(world_size=8, **sizes), **{"layers": 4, "experts": 8, **model})
+        ParallelLayout.of(TrainerConfig(world_size=8, **sizes), **{"layers": 4, "experts": 8, **model})

@@ -18,7 +18,7 @@ from areal_lora.families.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """Parallel sizes of a world and the model's numbers that they divide."""
 
     world: int
@@ -30,7 +30,7 @@ class Layout:
     experts: int  # 0: a dense model
 
     @classmethod
-    def of(cls, config: TrainerConfig, *, layers: int, experts: int) -> Layout:
+    def of(cls, config: TrainerConfig, *, layers: int, experts: int) -> ParallelLayout:
         """Raises ConfigError where the sizes do not fit the world or the model."""
         if config.world_size % (config.tp * config.pp) or config.world_size % (config.ep * config.etp * config.pp):
             raise ConfigError(
