@@ -61,11 +61,6 @@ class TrainEngine(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def is_source(self) -> bool:
-        """Whether this rank owns adapter tensors to publish (not collective)."""
-        ...
-
     def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
         """Attach a trainable adapter: lora_A kaiming-uniform, lora_B zero, all fp32.
 

@@ -44,7 +44,8 @@ def own_device(kind: str, local_rank: int) -> torch.device:
 def host_buffer(nbytes: int, device: torch.device) -> np.ndarray:
     """uint8 [nbytes] on the host, its pages there already; page-locked where ``device`` copies to and from it."""
     if device.type != "cpu":
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        pinned: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return pinned
     buffer = np.empty(nbytes, dtype=np.uint8)
     buffer[::PAGE_BYTES] = 0
     return buffer

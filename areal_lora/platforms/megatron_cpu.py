@@ -48,7 +48,7 @@ class _TorchOnCpu(types.ModuleType):
         return torch.ones(*args, **{**kwargs, "device": CPU})
 
 
-class RmsNorm(torch.nn.RMSNorm):
+class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
     """RMSNorm built the way Megatron builds norms; takes part in sequence parallelism.
 
     Right under sequence parallelism because the norm is per token and its weight is frozen

@@ -68,20 +68,20 @@ class AdapterMemory:
         """What this rank sends, None if nothing."""
         return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
 
-    def pack(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
+    def fill_shard(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
         """See `TrainEngine.pack_adapter`; ``groups`` are the tensor-parallel groups of the split ranges."""
-        yield from self._packer(dtype).pack(self.weights, flat, groups)
+        yield from self._packer(dtype).fill(self.weights, flat, groups)
 
     def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
-        """This rank's shard of ``source``, the weights or a moment, in fp32: a flat copy. Collective like `pack`."""
+        """A flat fp32 copy of this rank's shard of ``source``, the weights or a moment. Collective like `fill_shard`."""
         shard = self.shard("float32")
         values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
-        for _ in self._packer("float32").pack(source, values.view(np.uint8), groups):
+        for _ in self._packer("float32").fill(source, values.view(np.uint8), groups):
             pass
         return values
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """What `export` gives, tensor by tensor, copied section by section. Collective like `pack`."""
+        """What `export` gives, tensor by tensor, copied section by section. Collective like `fill_shard`."""
         shard = self.shard("float32")
         for first, last, section in self._packer("float32").sections(source, shard, groups):
             assert shard is not None
@@ -147,7 +147,7 @@ class _Packer:
             self._bound[at] = blocks.moved(src_by=np.where(outside, self._received.data_ptr() - own * 4, at))
         return self._bound[at]
 
-    def pack(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
+    def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
         """``weights`` may be any memory that lasts as long as this object."""
         blocks = self._blocks(weights)
         for begin, end in self._ready(weights, groups):
@@ -157,7 +157,7 @@ class _Packer:
     def sections(
         self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
     ) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(first tensor, last tensor, the bytes of these), each section in memory of its own. Otherwise like `pack`."""
+        """(first tensor, last tensor, the bytes of these), each section in memory of its own. Otherwise like `fill`."""
         blocks = self._blocks(weights)
         for first, last in self._ready(weights, groups):
             assert shard is not None

@@ -36,7 +36,7 @@ class Folder:
         self.path = path
         self._files: dict[str, Any] = {}
         for file in sorted(Path(path).glob("*.safetensors")):
-            opened = safe_open(file, framework="pt")
+            opened: Any = safe_open(file, framework="pt")
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     def __contains__(self, name: str) -> bool:

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
-from areal_lora.engine.megatron_utils.arena import Bank, Scope, is_routed
+from areal_lora.engine.megatron_utils.arena import Bank, is_routed
 from areal_lora.engine.megatron_utils.grouped import grouped_linear
 from areal_lora.errors import UnknownTensorError
+from areal_lora.families.family import Scope
 
 
-class ParallelAdapter(nn.Module):
+class ParallelAdapter(nn.Module):  # type: ignore[misc]  # torch is not followed
     """``scale * B A x`` next to a parallel linear layer, fp32 parameters, computed in the input's type.
 
     Column-parallel base (qkv, fc1): ``lora_A`` [r, in] replicated, ``lora_B`` [out / tp, r] split.
@@ -63,7 +64,7 @@ def _linear(x: Tensor, weight: Tensor, splits: list[int] | None) -> Tensor:
     return grouped_linear(x, weight, splits)
 
 
-class AdaptedLinear(LoRALinear):
+class AdaptedLinear(LoRALinear):  # type: ignore[misc]  # Bridge is not followed
     """Bridge's wrapper, for grouped linear layers too: what the base is told, the adapter is told."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class _VocabParallel(torch.autograd.Function):
+class _VocabParallel(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     """``(log p(target), entropy)`` from logit shards [n, V / tp], both [n] fp32.
 
     With p = softmax(z): d log p(y) / dz = onehot(y) - p, and d H / dz = -p (log p + H).
@@ -57,4 +57,5 @@ def vocab_logprobs(
 
     ``logits`` [n, V / tp] is this rank's part of the vocabulary, in rank order.
     """
-    return _VocabParallel.apply(logits.float() / temperature, target, group)
+    logprobs, entropy = _VocabParallel.apply(logits.float() / temperature, target, group)
+    return logprobs, entropy

@@ -107,8 +107,13 @@ def numpy_of(tensors: dict[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[
     return {n: t.detach().cpu().numpy() for n, t in dict(tensors).items()}
 
 
+def is_source(engine: MegatronEngine) -> bool:
+    """Whether this rank owns adapter tensors to publish."""
+    return any(shard.source == engine.rank for shard in engine.adapter_layout("a").shards)
+
+
 def frozen_weights(engine: MegatronEngine) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in engine._model.named_parameters() if not p.requires_grad}
+    return {n: p.detach().clone() for n, p in engine._model.module.named_parameters() if not p.requires_grad}
 
 
 def build(
@@ -143,7 +148,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     layout = engine.adapter_layout("a")
     seen["plan"] = {shard.source: [(t.name, t.shape) for t in shard.tensors] for shard in layout.shards}
     seen["aliases"] = layout.aliases
-    assert engine.is_source == (engine.rank in seen["plan"])
+    assert is_source(engine) == (engine.rank in seen["plan"])
     seen["initial"] = numpy_of(engine.export_adapter("a"))
     seen["base"] = engine.logprobs(batch, adapter=None).numpy()
     seen["zero_b"] = engine.logprobs(batch, adapter="a").numpy()
@@ -192,7 +197,7 @@ def experts_only(path: str, wire: dict[str, Any]) -> dict[str, Any]:
     engine.load_adapter("a", {t.name: torch.from_numpy(wire[t.name]) for s in layout.shards for t in s.tensors})
     engine.forward_backward(make_batch(make_rows()), loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
-    return {"is_source": engine.is_source, "stepped": numpy_of(engine.export_adapter("a"))}
+    return {"is_source": is_source(engine), "stepped": numpy_of(engine.export_adapter("a"))}
 
 
 def forget_layout() -> None:

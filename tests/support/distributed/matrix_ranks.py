@@ -224,7 +224,7 @@ def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: Adapter
             continue
         shard = memory.shard(dtype)
         flat = np.zeros(shard.nbytes if shard else 0, dtype=np.uint8)
-        done = list(memory.pack(dtype, flat, groups))
+        done = list(memory.fill_shard(dtype, flat, groups))
         if shard is None:
             assert done == []
             continue
