@@ -1,14 +1,13 @@
-"""Decide whether recorded log-probabilities belong to their tokens, from any policy close to the sampling policy.
+"""Detect recorded log-probabilities that are shifted by one token, with any policy close to the sampling one.
 
 A shift by one shows without a tolerance: where neighbouring tokens differ by much, in the records and in the present
 policy, the present value of a token is far nearer to the token's own record than to its neighbour's. That holds for
-policies that are several versions apart and for coarse arithmetic, so every batch can be judged, also one in which
-every token is stale.
+policies that are several versions apart and for coarse arithmetic: a batch of stale tokens can be checked, too.
 
 Of token t and t + 1 of an answer, with records r and present values c::
 
-    late: the record of t lies at t + 1        c[t] is at r[t + 1] and not at r[t]
-    early: the record of t + 1 lies at t       c[t + 1] is at r[t] and not at r[t + 1]
+    late: the record of t is at t + 1          c[t] is at r[t + 1] and not at r[t]
+    early: the record of t + 1 is at t         c[t + 1] is at r[t] and not at r[t + 1]
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 TELLING = 0.5  # nats between neighbours, in records and present values; smaller differences can be rounding
-NEARER = 4.0  # times; a token that learned half of the way to its neighbour abstains
+NEARER = 4.0  # times; a token that moved half of the way to its neighbour abstains
 FEWEST = 30  # votes
 SHIFTED = 2 / 3  # of the votes; aligned records get nearly none, shifted ones nearly all
 
 
 def shift_votes(current: Tensor, recorded: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How many tokens lie at their neighbour's record (``late``, ``early``) and how many at their own (``..._own``).
+    """Count the tokens nearer to their neighbour's record (``late``, ``early``) and to their own (``..._own``).
 
     ``current``, ``recorded`` and ``mask`` are packed [t]; entry 0 of every sequence is masked, so no pair
     crosses sequences. Each result is [].
@@ -43,7 +42,7 @@ def shift_votes(current: Tensor, recorded: Tensor, mask: Tensor) -> dict[str, Te
 
 
 def shifted_share(sums: Mapping[str, float]) -> tuple[float, float]:
-    """How many tokens voted, and which share of them for a neighbour's record, in the direction that got more votes.
+    """The number of votes and the share for a neighbour's record, in the direction with more votes.
 
     A shift in one direction also gets votes for the other one by chance, and none for the own record.
     """
@@ -53,6 +52,6 @@ def shifted_share(sums: Mapping[str, float]) -> tuple[float, float]:
 
 
 def is_shifted(sums: Mapping[str, float]) -> bool:
-    """Whether the votes say that the records are shifted by one; not where there are too few of them."""
+    """Whether the votes show records shifted by one. False for fewer than ``FEWEST`` votes."""
     votes, share = shifted_share(sums)
     return votes >= FEWEST and share > SHIFTED

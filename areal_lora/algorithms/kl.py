@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-LARGEST = 20.0  # a ratio of 5e8: beyond it an estimate says only that the policies have nothing in common
+LARGEST = 20.0  # a ratio of 5e8: beyond it the policies have nothing in common
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

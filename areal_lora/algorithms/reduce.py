@@ -22,7 +22,7 @@ def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, reduction: Reduction) -
 
 
 def denominator(loss_mask: Tensor, n_sequences: int, reduction: Reduction, max_new_tokens: int) -> float:
-    """What the summed loss of a whole minibatch is divided by (over all data-parallel ranks)."""
+    """Divisor of the summed loss of a whole minibatch (over all data-parallel ranks)."""
     if reduction == "token":
         return max(float(loss_mask.sum()), 1.0)
     if reduction == "sequence":

@@ -1,4 +1,4 @@
-"""One row per algorithm: how advantages are made, which loss is used, what the batch must carry."""
+"""One row per algorithm: its advantages, its loss, the fields that a batch must carry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_lora.config.models import AlgorithmConfig, GrpoConfig, PolicyLoss, Rl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What the loop needs to know. ``advantage(rewards [N], group_ids [N]) -> [N]``."""
+    """One row of the table. ``advantage(rewards [N], group_ids [N]) -> [N]``."""
 
     name: str
     advantage: Callable[[Tensor, Tensor], Tensor]

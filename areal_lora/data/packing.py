@@ -1,8 +1,8 @@
-"""Cutting a packed batch into micro-batches for an engine that computes rows [b, s].
+"""Cut a packed batch into micro-batches for an engine that computes rows [b, s].
 
-Pure plan: every data-parallel rank computes the same plan and takes its own rows, so all ranks
-run the same number of micro-batches of the same shapes, which the collectives inside a
-layer need. Sequences are ordered by length, so little of a row is padding.
+The plan is pure. Every data-parallel rank computes the same plan and takes its own rows, so all ranks run the
+same number of micro-batches of the same shapes, as the collectives inside a layer require. Sequences are ordered
+by length to keep padding small.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the training loop asks of a trainer engine, whatever library trains underneath.
+"""The interface between the training loop and a trainer engine.
 
 One process per rank, all ranks call the same verbs in the same order (SPMD)::
 
@@ -53,7 +53,7 @@ every tensor-parallel rank calls it on equal inputs and must return equal sums.
 
 
 class TrainEngine(Protocol):
-    """The verbs of a trainer rank. Unless said otherwise each call is collective over all ranks."""
+    """The verbs of a trainer rank. Each call is collective over all ranks unless its docstring states otherwise."""
 
     rank: int
     world_size: int
@@ -65,7 +65,7 @@ class TrainEngine(Protocol):
         """Attach a trainable adapter: lora_A kaiming-uniform, lora_B zero, all fp32.
 
         The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they
-        are equal for every layout. ``optimizer`` says how Adam updates and clips; the learning rate comes with
+        are equal for every layout. ``optimizer`` configures Adam and clipping; the learning rate is an argument of
         each step. Raises ConfigError for a target module that matches nothing or a second resident adapter.
         """
         ...
@@ -99,7 +99,7 @@ class TrainEngine(Protocol):
         ...
 
     def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
-        """Who sends which wire tensor, where it lies, and which names share one (not collective, equal everywhere)."""
+        """Sender and offset of every wire tensor, and which names share one (not collective, equal on all ranks)."""
         ...
 
     def pack_adapter(self, adapter: str, dtype: str, flat: np.ndarray) -> Iterator[int]:
@@ -113,8 +113,8 @@ class TrainEngine(Protocol):
     def export_adapter(self, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The wire tensors this rank owns: whole, contiguous fp32 copies, in `adapter_layout` order.
 
-        They are made while the iterator runs, a few MiB at a time. Collective like `pack_adapter`: every rank
-        must begin at once and run the iterator to its end before the weights change.
+        The iterator makes the copies as it runs, a few MiB at a time. Collective like `pack_adapter`: every rank
+        must start at once and run the iterator to its end before the weights change.
         """
         ...
 
@@ -128,19 +128,19 @@ class TrainEngine(Protocol):
         ...
 
     def base_digest(self) -> str:
-        """Names the frozen base in manifests and checkpoints (not collective)."""
+        """Digest of the frozen base, for manifests and checkpoints (not collective)."""
         ...
 
     def export_state(self, adapter: str) -> AdapterState:
-        """What this rank owns of weights and moments, as host copies, and the step count. Collective like a publish.
+        """Host copies of the weights and moments that this rank owns, and the step count. Collective like a publish.
 
-        All ranks' states together are the whole of it and do not depend on the layout.
+        The states of all ranks together are the whole state and do not depend on the layout.
         """
         ...
 
     def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
         """Inverse of `export_state` in any layout: whole wire tensors by part, equal on every rank (not collective).
 
-        Errors as `load_adapter`'s, before anything has changed.
+        Raises like `load_adapter`, before any value has changed.
         """
         ...

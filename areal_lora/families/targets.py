@@ -131,7 +131,7 @@ def _unknown(key: str, pattern: str, parts: Sequence[_Projection]) -> ConfigErro
     if any(fnmatchcase(name, pattern.rpartition(".")[2]) for name in UNTRAINABLE):
         return ConfigError(
             key,
-            f"{pattern!r}: router, embeddings and output layer can be neither trained nor served with LoRA yet",
+            f"{pattern!r}: router, embeddings and output layer can be neither trained nor served with LoRA",
             "leave it out",
         )
     linears = [t for t in TARGETS if any(p.linear == t for p in parts)]

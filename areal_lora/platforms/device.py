@@ -1,4 +1,4 @@
-"""What differs between device types, as data."""
+"""Differences between device types, as data."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PAGE_BYTES = 4096
 
 
 def own_device(kind: str, local_rank: int) -> torch.device:
-    """This process's device among those it sees, from now on the current one of the calling thread.
+    """Select this process's device among the visible ones and make it current in the calling thread.
 
-    Pass the device to other threads: a new thread starts on device 0, whatever its process uses.
+    Every other thread must select it too: a thread starts on device 0.
     """
     if platform_of(kind).device_type == "cpu":
         return torch.device("cpu")
@@ -42,7 +42,7 @@ def own_device(kind: str, local_rank: int) -> torch.device:
 
 
 def host_buffer(nbytes: int, device: torch.device) -> np.ndarray:
-    """uint8 [nbytes] on the host, its pages there already; page-locked where ``device`` copies to and from it."""
+    """uint8 [nbytes] on the host with all pages mapped; page-locked if ``device`` is an accelerator."""
     if device.type != "cpu":
         pinned: np.ndarray = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return pinned

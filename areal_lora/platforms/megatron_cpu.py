@@ -1,8 +1,8 @@
-"""What Megatron-core 0.16 and Megatron-Bridge 0.3 need to run without a GPU: a table of patches.
+"""A table of patches that lets Megatron-core 0.16 and Megatron-Bridge 0.3 run without a GPU.
 
-Megatron asks `torch.cuda` for its device, streams and RNG state without looking whether there
-is one. Each row says what is replaced and why; `install_cpu_patches` is called once, before
-anything imports `megatron.bridge`, and only where the device is cpu.
+Megatron asks `torch.cuda` for its device, streams and RNG state even where there is no GPU. Each row states
+what is replaced and why. The engine calls `install_cpu_patches` before the first import of `megatron.bridge`,
+and only where the device is cpu.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class NullStream:
-    """Stands in for a CUDA stream: everything on the CPU is already in order."""
+    """Replace a CUDA stream: work on the CPU is already in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -48,11 +48,11 @@ class _TorchOnCpu(types.ModuleType):
         return torch.ones(*args, **{**kwargs, "device": CPU})
 
 
-class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
+class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc, unused-ignore]
     """RMSNorm built the way Megatron builds norms; takes part in sequence parallelism.
 
-    Right under sequence parallelism because the norm is per token and its weight is frozen
-    here, so no gradient has to be summed over the sequence shards.
+    Correct under sequence parallelism because the norm is per token and its weight is frozen:
+    no gradient has to be summed over the sequence shards.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -131,7 +131,7 @@ BRIDGE_PATCHES = tuple(
 
 
 class _StubModule(types.ModuleType):
-    """Answers `Name` with an empty class and `name` with another stub, so that class bodies can be read."""
+    """Return an empty class for `Name` and another stub for `name`, so that class bodies can be executed."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -141,9 +141,9 @@ class _StubModule(types.ModuleType):
 
 @contextlib.contextmanager
 def _transformer_engine_stub() -> Iterator[None]:
-    """Bridge's PEFT files import Transformer Engine at the top; it exists for the length of that import.
+    """Provide Transformer Engine while Bridge's PEFT files import it at module level.
 
-    Megatron-core must have been imported before, so that it has found out that there is none.
+    Megatron-core must have been imported before, without Transformer Engine.
     """
     names = ("transformer_engine", "transformer_engine.pytorch")
     for name in names:

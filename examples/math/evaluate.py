@@ -2,10 +2,9 @@
 
     .venv/bin/python examples/math/evaluate.py RUN_FOLDER [--base]
 
-``--base`` leaves the adapter off. Nothing of the training or serving path is used, so this is
-an independent second opinion on ``eval_after`` and ``eval_reward_after``. Answers are scored as in the run: in a
-process that is killed when one takes too long, by the reward's own rule for what is correct. Prompts that were too
-long for the run are left out here, too.
+``--base`` leaves the adapter off. The script uses nothing of the training or serving path: its
+figures are an independent check of ``eval_after`` and ``eval_reward_after``. Answers are scored as in the run: in a
+process that is killed on a time-out, by the reward's own rule. Prompts that were too long for the run are skipped.
 """
 
 from __future__ import annotations

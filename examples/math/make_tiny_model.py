@@ -14,7 +14,7 @@ minutes on two cores. This script trains one from scratch, on generated text onl
    What follows a slip is consistent with it, as in a real careless solution. Because the slip
    is the more frequent continuation, greedy decoding makes it; sampling often does not. So
    the accuracy before reinforcement learning is low by construction, and what RL teaches is
-   care, not arithmetic. Say so when you quote the numbers.
+   care, not arithmetic. State this with the numbers.
 
 Held-out calculations never occur in either phase (see `word_problems.split_of`).
 
@@ -253,8 +253,8 @@ def model_card(recipe: Recipe, school: dict[str, float], final: dict[str, float]
         " multiplication invites a slip,",
         f"   {CARELESS:.0%} of the solutions contain it; {CARELESS_EASY:.0%} of the others are off by one.",
         "",
-        "So the low accuracy before reinforcement learning is made on purpose: the model has learnt to calculate, and",
-        "prefers the slip. What reinforcement learning teaches here is care, not arithmetic.",
+        "The low accuracy before reinforcement learning is deliberate: the model can calculate and prefers the slip.",
+        "Reinforcement learning teaches care here, not arithmetic.",
         "",
         "Held-out problems (no calculation of theirs occurs in training):",
         "",

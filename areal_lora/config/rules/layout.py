@@ -1,4 +1,4 @@
-"""Rules about parallel sizes. `engine.megatron_utils.parallel_layout` would refuse the same sizes of a trainer later."""
+"""Rules about parallel sizes. `engine.megatron_utils.parallel_layout` would refuse the trainer's sizes later."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An adapter's memory on one rank, and moving it: packed onto the wire, exported, loaded.
+"""An adapter's memory on one rank: fill shards of the wire, export, load.
 
-Adam's moments lie like the weights, so that the same plans move them. The plans are made once
+Adam's moments are arranged like the weights, so the same plans move them. The plans are made once
 (`plan`); a publish runs them without Python work per tensor::
 
     tensor-parallel neighbours ->  receive section 0 | section 1 | ...     only where tp or etp > 1
@@ -42,7 +42,7 @@ class AdapterMemory:
         self._loading: LoadPlan | None = None
 
     def parameter(self, at: int, shape: Sequence[int]) -> nn.Parameter:
-        """A view of ``weights`` whose gradient accumulates in the same place of ``grads``."""
+        """A view of ``weights``; its gradient accumulates in the same elements of ``grads``."""
         count = int(np.prod(shape))
         parameter = nn.Parameter(self.weights[at : at + count].view(*shape))
         parameter.grad = self.grads[at : at + count].view(*shape)
@@ -65,7 +65,7 @@ class AdapterMemory:
         return self._layouts[dtype]
 
     def shard(self, dtype: str) -> ShardLayout | None:
-        """What this rank sends, None if nothing."""
+        """What this rank sends; None for a rank that sends nothing."""
         return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
 
     def fill_shard(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
@@ -73,7 +73,7 @@ class AdapterMemory:
         yield from self._packer(dtype).fill(self.weights, flat, groups)
 
     def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
-        """A flat fp32 copy of this rank's shard of ``source``, the weights or a moment. Collective like `fill_shard`."""
+        """Flat fp32 copy of this rank's shard of ``source``, the weights or a moment. Collective like `fill_shard`."""
         shard = self.shard("float32")
         values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
         for _ in self._packer("float32").fill(source, values.view(np.uint8), groups):
@@ -81,7 +81,7 @@ class AdapterMemory:
         return values
 
     def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
-        """What `export` gives, tensor by tensor, copied section by section. Collective like `fill_shard`."""
+        """The tensors of `export`, copied section by section. Collective like `fill_shard`."""
         shard = self.shard("float32")
         for first, last, section in self._packer("float32").sections(source, shard, groups):
             assert shard is not None
@@ -104,7 +104,7 @@ class AdapterMemory:
     def load(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts out of whole tensors to ``target``, the weights or a moment (not collective).
 
-        Those of `held_names` must be there.
+        ``tensors`` must contain `held_names`.
         """
         names = self.held_names()
         assert self._loading is not None
@@ -120,7 +120,7 @@ class AdapterMemory:
 
 
 class _Packer:
-    """One rank's plan with its memory; built at the first publish of a wire dtype."""
+    """One rank's plan, bound to its memory; built at the first publish of a wire dtype."""
 
     def __init__(self, memory: AdapterMemory, layout: AdapterLayout) -> None:
         model, spec, rank = memory.model, memory.spec, memory.rank
@@ -137,7 +137,7 @@ class _Packer:
         self._bound: dict[int, TensorBlocks] = {}
 
     def _blocks(self, source: Tensor) -> TensorBlocks:
-        """The plan with the addresses of ``source`` and of what is received."""
+        """The plan with the addresses of ``source`` and of the receive buffer."""
         if self._mirror is not None:
             source = self._mirror
         at, own = source.data_ptr(), self._plan.own
@@ -148,7 +148,7 @@ class _Packer:
         return self._bound[at]
 
     def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
-        """``weights`` may be any memory that lasts as long as this object."""
+        """See `AdapterMemory.fill_shard`. ``weights`` may be any memory that lives as long as this object."""
         blocks = self._blocks(weights)
         for begin, end in self._ready(weights, groups):
             blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
@@ -168,7 +168,7 @@ class _Packer:
             yield first, last, section
 
     def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
-        """Move what the plan moves between ranks; (first, last) tensors of each section when all of it is here."""
+        """Run the transfers; yield the (first, last) tensors of each section once its memory has arrived."""
         plan = self._plan
         # Sections one by one on both sides: NCCL matches batches, not single messages.
         sent = [
@@ -195,7 +195,7 @@ class _Packer:
         return dist.P2POp(dist.irecv, self._received[at : at + count], transfer.sender, group)
 
     def _fetch(self, weights: Tensor, section: int) -> None:
-        """GPU memory to the mirror: own memory with the first section, what was received with its own."""
+        """Copy GPU memory to the mirror: own memory with section 0, received memory with its section."""
         assert self._mirror is not None
         own = self._plan.own
         if section == 0:
@@ -219,7 +219,7 @@ def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, T
 
     Raises:
         UnknownTensorError: a name that is neither in the layout nor an alias, or one missing.
-        AdapterError: a wrong shape, or an alias that differs from the tensor it stands for.
+        AdapterError: a wrong shape, or an alias that differs from its wire tensor.
     """
     shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
     aliases = layout.aliases

@@ -1,4 +1,4 @@
-"""Where an adapter's numbers lie in the flat fp32 memory of a trainer rank. Pure; the same on every rank.
+"""The arrangement of an adapter in the flat fp32 memory of a trainer rank. Pure; the same on every rank.
 
 All adapter parameters of a rank are views of one flat tensor, and so are their gradients::
 
@@ -39,7 +39,7 @@ class Range(IntEnum):
 
 
 def is_routed(scope: Scope) -> bool:
-    """Whether the expert-tensor-parallel group divides it. The shared expert is divided like a dense layer."""
+    """Whether the expert-tensor-parallel group divides a scope. The shared expert is divided like a dense layer."""
     return scope in (Scope.EXPERT, Scope.ALL_EXPERTS)
 
 
@@ -72,7 +72,7 @@ class Bank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """A model in a parallel layout: what every rank knows about every adapter."""
+    """A model in a parallel layout: enough to plan every adapter on every rank."""
 
     shape: ModelShape
     layout: ParallelLayout
@@ -82,7 +82,7 @@ class ShardedModel:
         return sites_of(self.shape, spec.expert_layout)
 
     def sites(self, spec: AdapterSpec) -> list[SiteKey]:
-        """Those that the adapter has, in the same order."""
+        """The sites that the adapter has, in the same order."""
         return [key for key in self.every_site(spec) if key.covered(spec.target_modules)]
 
     def pieces(self, key: SiteKey) -> list[Piece]:
@@ -154,7 +154,7 @@ def _shapes(
     """Per linear layer of the rank's stage: name, layer, scope, experts, shapes of the rank's stacked lora_A and B."""
     layers, mine = model.layout.layers_of(rank), model.layout.experts_of(rank)
     for key in model.sites(spec):
-        # One stack per linear layer, met at the first of the rank's experts.
+        # One stack per linear layer, made at the first of the rank's experts.
         if key.layer not in layers or (key.expert is not None and key.expert != mine.start):
             continue
         pieces = model.pieces(key)

@@ -14,7 +14,7 @@ from areal_lora.platforms.device import platform_of
 def initialize_parallel(
     trainer: TrainerConfig, device: torch.device, seed: int = 0
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups of ``trainer``'s layout; joins the world from the environment if nobody has yet.
+    """Create the groups of ``trainer``'s layout; joins the world from the environment unless the caller has.
 
     Returns this rank's tensor-parallel group and expert-tensor-parallel group.
     """

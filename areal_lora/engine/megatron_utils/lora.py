@@ -1,7 +1,7 @@
-"""LoRA on Megatron modules, wrapped with Bridge's PEFT class. The only file that knows the modules' names.
+"""LoRA on Megatron modules, wrapped with Bridge's PEFT class.
 
-The adapters are ours, for three reasons: they stay in fp32 on a bf16 base, their numbers lie in
-one flat memory (`arena`), and their gradients are exact under tensor parallelism. Bridge's own
+The adapters are not Bridge's, for three reasons: they stay in fp32 on a bf16 base, their numbers share one
+flat memory (`arena`), and their gradients are exact under tensor parallelism. Bridge's own
 adapter splits lora_A over the rank and, in experts with expert tensor parallelism, never sums
 the gradient that flows back through it.
 
@@ -30,14 +30,14 @@ from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
 
 
-class ParallelAdapter(nn.Module):  # type: ignore[misc]  # torch is not followed
+class ParallelAdapter(nn.Module):  # type: ignore[misc, unused-ignore]
     """``scale * B A x`` next to a parallel linear layer, fp32 parameters, computed in the input's type.
 
     Column-parallel base (qkv, fc1): ``lora_A`` [r, in] replicated, ``lora_B`` [out / tp, r] split.
     Row-parallel base (proj, fc2): ``lora_A`` [r, in / tp] split, ``lora_B`` [out, r] replicated.
     Inside experts the output of a row-parallel layer stays partial, like the base layer's: the
-    token dispatcher sums it. A stack of adapters, [n, ...], serves grouped experts, whose base
-    layer is told how many rows each expert has (``splits``); one adapter may serve all of them.
+    token dispatcher sums it. A stack of adapters, [n, ...], serves grouped experts: ``splits`` are
+    the rows of each expert. One adapter without a stack may serve all of them.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ def _linear(x: Tensor, weight: Tensor, splits: list[int] | None) -> Tensor:
     return grouped_linear(x, weight, splits)
 
 
-class AdaptedLinear(LoRALinear):  # type: ignore[misc]  # Bridge is not followed
-    """Bridge's wrapper, for grouped linear layers too: what the base is told, the adapter is told."""
+class AdaptedLinear(LoRALinear):  # type: ignore[misc, unused-ignore]
+    """Bridge's wrapper, for grouped linear layers too: base and adapter get the same arguments."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias, normed = self.base_linear_forward(x, *args, **kwargs)
@@ -83,16 +83,16 @@ _SITE = re.compile(
 
 
 def attach(model: nn.Module, memory: AdapterMemory) -> nn.Module:
-    """Freeze ``model`` and wrap its target layers with adapters whose numbers lie in ``memory``.
+    """Freeze ``model`` and wrap its target layers with adapters in ``memory``.
 
-    Raises UnknownTensorError if the model lacks a layer that the converter expects on this rank.
+    Raises UnknownTensorError if the model lacks a layer that the adapter has on this rank.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     first = memory.model.layout.layers_of(memory.rank).start
     banks = {(bank.layer, bank.scope, bank.linear): bank for bank in memory.arena.banks}
     shared: dict[tuple[int, Scope, str], ParallelAdapter] = {}  # one adapter of several experts' modules
-    met = set()
+    found_keys = set()
     for path, module in list(model.named_modules()):
         if (found := _SITE.search(path)) is None:
             continue
@@ -105,21 +105,21 @@ def attach(model: nn.Module, memory: AdapterMemory) -> nn.Module:
             key = (first + int(found["layer"]), scope, found["attention"] or found["mlp"])
             if (bank := banks.get(key)) is None:
                 continue
-            met.add(key)
+            found_keys.add(key)
             if bank.experts:
                 adapter = _adapter(memory, bank, module, None if found["expert"] is None else int(found["expert"]))
             else:
                 adapter = shared[key] = shared.get(key) or _adapter(memory, bank, module, 0)
             _replace(model, path, AdaptedLinear(module, adapter))
-    if banks.keys() - met:
-        layer, scope, linear = sorted(banks.keys() - met)[0]
+    if banks.keys() - found_keys:
+        layer, scope, linear = sorted(banks.keys() - found_keys)[0]
         raise UnknownTensorError(f"layer {layer}: the model has no {scope}.{linear} to adapt")
     return model
 
 
 def _adapter(memory: AdapterMemory, bank: Bank, base: nn.Module, index: int | None) -> ParallelAdapter:
     lora_a, lora_b = memory.parameters(bank, index)
-    # Bridge also asks Transformer Engine's layers for what they normalised, which is what lora_A reads.
+    # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.
     over_sequence = (
         not is_routed(bank.scope) and not get_adapter_attributes_from_linear(base).disable_sequence_parallel_comm
     )

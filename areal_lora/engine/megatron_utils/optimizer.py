@@ -1,7 +1,7 @@
 """Adam over one adapter's fp32 parameters, with gradients reduced and clipped across the layout.
 
 Megatron's distributed optimizer shards the state of whole models. An adapter is small, and
-every adapter must step alone (contract C1), so each has a plain AdamW of its own.
+every adapter must step alone (contract C1). Each has a plain AdamW of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_lora.types import ExpertLayout, StepStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientClass:
-    """Elements [begin, end) of an adapter's memory whose gradients are reduced alike.
+    """Elements [begin, end) of an adapter's memory whose gradients are reduced over the same groups.
 
     ``groups`` are those to sum over, one after the other. ``counted``: this rank's copy enters the norm.
     """
@@ -34,11 +34,11 @@ class GradientClass:
 
 
 def classify(memory: AdapterMemory) -> list[GradientClass]:
-    """What the gradients of each range of a rank's memory must be summed over.
+    """The groups over which the gradients of each range of a rank's memory must be summed.
 
     Split tensors are whole after the sum over their replicas, replicated ones need their tensor-parallel
-    ranks' parts as well (see `lora`). An adapter of all experts saw only this rank's experts, so its
-    replicas are the expert-parallel ranks, too. Each element counts once in the norm.
+    ranks' parts as well (see `lora`). The gradient of an adapter of all experts covers this rank's experts only: its
+    replicas include the expert-parallel ranks. Each element counts once in the norm.
     """
     layout, rank = memory.model.layout, memory.rank
     dense = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
@@ -64,7 +64,7 @@ def classify(memory: AdapterMemory) -> list[GradientClass]:
 
 
 class AdapterOptimizer:
-    """Adam's clock of one adapter on one rank; its weights, gradients and moments are `AdapterMemory`'s."""
+    """AdamW of one adapter on one rank; `AdapterMemory` holds its weights, gradients and moments."""
 
     def __init__(self, config: OptimizerConfig, memory: AdapterMemory) -> None:
         self._config = config
@@ -81,7 +81,7 @@ class AdapterOptimizer:
             weight_decay=config.weight_decay,
             foreach=True,
         )
-        # Adam would make moments of its own at the first step; it updates these in place instead.
+        # Without these Adam would allocate moments at the first step.
         self._adam.state[self._weights] = {"step": torch.tensor(0.0), **memory.moments}
 
     def step(self, denominator: float, lr: float) -> StepStats:
@@ -110,11 +110,11 @@ class AdapterOptimizer:
                 dist.all_reduce(flat, group=group)
             if part.counted:
                 squares += flat.double().square().sum().cpu()
-        # NaN and infinity survive the sum, so every rank sees the same verdict.
+        # NaN and infinity survive the sum: every rank takes the same decision.
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
     def set_clock(self, step: int) -> None:
-        """Continue as after ``step`` optimizer steps, with what now lies in the adapter's weights and moments."""
+        """Set Adam's step count to ``step``; the caller has restored the adapter's weights and moments."""
         self.step_count = step
         self._adam.state[self._weights]["step"].fill_(float(step))

@@ -37,7 +37,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """How an owner fills its shard.
+    """Fill an owner's shard.
 
     Section i is tensors ``[ends[i - 1], ends[i])`` of the shard; ``transfers`` are what it needs
     from other ranks, in order of sections. ``blocks`` read the address space of ``space`` elements
@@ -53,14 +53,14 @@ class PackPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """How a rank fills its memory from whole fp32 tensors: tensor i of ``blocks`` is ``names[i]``."""
+    """Fill a rank's memory from whole fp32 tensors: tensor i of ``blocks`` is ``names[i]``."""
 
     names: tuple[str, ...]
     blocks: TensorBlocks
 
 
 def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str) -> AdapterLayout:
-    """Who sends what, the same on every rank without communication."""
+    """Senders, tensors and aliases: the same on every rank without communication."""
     owned: dict[int, list[tuple[str, Shape]]] = {}
     aliases: dict[str, str] = {}
     for key in model.sites(spec):
@@ -73,7 +73,7 @@ def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str) -> AdapterLa
 
 
 def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: AdapterLayout) -> PackPlan:
-    """How ``rank`` fills its shard of ``layout`` (an empty plan if it has none)."""
+    """Plan how ``rank`` fills its shard of ``layout``; an empty plan for a rank without a shard."""
     arena = arrange(model, spec, rank)
     offsets = {t.name: t.offset for shard in layout.shards if shard.source == rank for t in shard.tensors}
     space = _Space.of(model, arena)
@@ -107,7 +107,7 @@ def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: Adapter
 
 
 def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> LoadPlan:
-    """How ``rank`` fills its memory; the inverse of packing, restricted to its part."""
+    """Plan how ``rank`` fills its memory: the inverse of packing, restricted to the rank's part."""
     arena = arrange(model, spec, rank)
     names: list[str] = []
     tensors: list[list[Block]] = []
@@ -160,7 +160,7 @@ def _sites(banks: Sequence[Bank]) -> Iterator[tuple[Bank, SiteKey, int]]:
 
 
 def _copies(model: ShardedModel, bank: Bank, index: int, pieces: Sequence[Piece]) -> Iterator[list[_Copy]]:
-    """For each wire tensor of a site (the order of `wire_names`): which memory it consists of."""
+    """For each wire tensor of a site, in the order of `wire_names`: the memory that it consists of."""
     _, rank, n_in = bank.a_shape
     _, n_out, _ = bank.b_shape
     a, b = bank.a + index * rank * n_in, bank.b + index * n_out * rank
@@ -193,7 +193,7 @@ class _Space:
     """The address space of a packing rank (see the top). Elements."""
 
     arena: Arena
-    others: dict[Range, int]  # where the parts of the group's other ranks begin
+    others: dict[Range, int]  # start of the parts of the group's other ranks
     size: int
 
     @classmethod
@@ -206,7 +206,7 @@ class _Space:
         return cls(arena=arena, others=others, size=size)
 
     def element(self, bank: Bank, part: int | None, at: int) -> int:
-        """Where element ``at`` of the memory of rank ``part`` of the group lies; the packing rank is its rank 0."""
+        """Address of element ``at`` of the memory of rank ``part`` of the group; the packing rank is its rank 0."""
         if not part:
             return at
         split = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
@@ -215,7 +215,7 @@ class _Space:
 
 
 class _Sections:
-    """Cuts the sites of an owner into sections and collects what each needs from the other ranks."""
+    """Cut the sites of an owner into sections, and collect what each needs from the other ranks."""
 
     def __init__(self, model: ShardedModel, arena: Arena, space: _Space, rank: int) -> None:
         self._model, self._space, self._rank = model, space, rank
@@ -226,7 +226,7 @@ class _Sections:
         self._transfers: list[Transfer] = []
 
     def add(self, bank: Bank, index: int, tensors: int) -> None:
-        """A site whose last tensor is ``tensors - 1``; sites come in order."""
+        """Add a site whose last tensor is ``tensors - 1``. Sites are added in wire order."""
         start, shape = (bank.b, bank.b_shape) if bank.column_parallel else (bank.a, bank.a_shape)
         count = shape[1] * shape[2]
         part = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT

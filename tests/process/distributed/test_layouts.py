@@ -1,4 +1,4 @@
-"""Contract C4 on real processes: every layout publishes, scores and learns like transformers on one.
+"""Contract C4 on real processes: every layout publishes, scores and trains like transformers on one.
 
 The expected values come from `oracle` (transformers, float64); engine results are fp32.
 """

@@ -1,4 +1,4 @@
-"""The training state does not know its layout: carried through others it comes back bit for bit (contracts C4, C9)."""
+"""The training state is independent of its layout: bit for bit the same after other layouts (contracts C4, C9)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from areal_lora.families.sites import Piece, wire_names
 def to_hf(pieces: Sequence[Piece], lora_a: Tensor, lora_b: Tensor) -> dict[str, Tensor]:
     """Unique wire tensors of one site from its whole Megatron tensors, as contiguous clones.
 
-    The engine packs straight from shards by plans; this says what must come out.
+    The engine packs straight from shards by plans; this is the expected result.
     """
     tensors = {f"{pieces[0].name}.lora_A.weight": lora_a.clone()}
     for piece in pieces:

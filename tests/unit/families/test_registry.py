@@ -17,7 +17,7 @@ def test_supported_are_those_with_a_family() -> None:
     assert sorted(supported()) == sorted(FAMILIES.rows) == sorted(TINY)
 
 
-def test_an_unknown_model_type_is_refused_with_those_that_are_known() -> None:
+def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="qwen3"):
         family_of("gpt2")
 

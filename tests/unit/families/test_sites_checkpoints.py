@@ -55,7 +55,7 @@ def test_names_and_sizes_are_those_of_the_checkpoint(checkpoint: Path, layout: E
 
 @pytest.mark.parametrize("layout", ExpertLayout)
 def test_targets_of_names_agree_with_the_sites(checkpoint: Path, layout: ExpertLayout) -> None:
-    """What the serving side reads from a name is what the trainer means by the site, for every choice of targets."""
+    """Server and trainer derive the same layer and scope from a name, for every choice of targets."""
     hf = read_hf_config(checkpoint)
     shape = ModelShape.from_hf(hf)
     choices = [("all-linear",), ("experts",), ("mlp",), ("shared_expert",), ("attention", "linear_fc2")]

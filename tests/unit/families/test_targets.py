@@ -1,4 +1,4 @@
-"""What may be written in target_modules and exclude_modules, and what it means for models of several kinds."""
+"""Valid and invalid target_modules and exclude_modules, and what they select in models of several kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config.json may not ask for."""
+"""Variants of supported families that are refused."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def names(sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize("layers", [2, 4, 5, 7])
 @pytest.mark.parametrize("sizes", SIZES, ids=names)
 def test_owner_is_the_lowest_rank_that_holds_it(sizes: dict[str, int], layers: int) -> None:
-    """So replicas stay silent and every rank agrees who speaks."""
+    """Replicas send nothing, and all ranks agree on the sender."""
     layout = ParallelLayout.of(TrainerConfig(world_size=8, **sizes), layers=layers, experts=8)
     for layer, expert in itertools.product(range(layers), (None, *range(8))):
         holders = [

@@ -136,7 +136,7 @@ def test_every_rank_packs_and_loads_its_part(kind: str, experts: ExpertLayout, m
             assert np.array_equal(filled, held[rank]), (sizes, rank)
         count += 1
     assert count > 10
-    assert len(digests) > 3  # layouts differ in who sends what
+    assert len(digests) > 3  # layouts differ in their senders
 
 
 def test_bfloat16_is_rounded_like_torch() -> None:

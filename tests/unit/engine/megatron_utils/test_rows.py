@@ -1,4 +1,4 @@
-"""Packed to rows and back: entry t keeps speaking of token t, padding never comes back."""
+"""Packed to rows and back: entry t stays with token t, and padding is dropped."""
 
 from __future__ import annotations
 
