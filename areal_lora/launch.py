@@ -1,6 +1,6 @@
 """Start a run: ``python -m areal_lora.launch --config X.yaml [--config overlay.yaml] [a.b=c ...] [--dry-run]``.
 
-The same command with the same run folder goes on where an earlier run ended. Exit codes: `errors.ExitCode`.
+The same command with the same run folder resumes the run in it. Exit codes: `errors.ExitCode`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--explain-resume",
         action="store_true",
-        help="say what a start would restore, issue again and drop, and start nothing",
+        help="print what a start would restore, re-issue and drop; start nothing",
     )
-    parser.add_argument("--fresh", action="store_true", help="move an earlier run's folder aside and begin anew")
+    parser.add_argument(
+        "--fresh", action="store_true", help="move the folder of a previous run aside and begin a new run"
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override one key, such as run.seed=2")
     return parser.parse_intermixed_args(argv)
 

@@ -25,7 +25,7 @@ def read_config(run_folder: RunFolder) -> Config:
     except ValidationError as error:
         raise ConfigError(
             str(run_folder.config),
-            f"this version cannot read it ({error.error_count()} keys differ), so the run cannot go on",
+            f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed",
             "set another run.name, or start over with --fresh",
         ) from None
 

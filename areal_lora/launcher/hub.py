@@ -95,7 +95,7 @@ def _look_up(model: ModelConfig, revision: str | None) -> Path:
     cached = cached_snapshot(model.path, revision)
     try:
         with _hub(model.path, revision, "config.json"), _quiet():
-            if cached is None:  # a download of what is not cached retries for 20 s before it says anything
+            if cached is None:  # a download of what is not cached retries for 20 s before it reports an error
                 HfApi().model_info(model.path, revision=revision, timeout=ANSWER_S)
             return Path(hf_hub_download(model.path, "config.json", revision=revision)).absolute().parent
     except ArealLoraError:
@@ -164,7 +164,7 @@ def _ends_at_once() -> Iterator[None]:
 
 @contextmanager
 def _hub(name: str, revision: str | None, what: str) -> Iterator[None]:
-    """Translate what huggingface_hub raises into one line that says what to do."""
+    """Translate what huggingface_hub raises into one line with the fix."""
     hub, access = constants.ENDPOINT, f"run `{_hf()} auth login` or set HF_TOKEN"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error repeats what its warnings state
     try:

@@ -1,4 +1,4 @@
-"""Run a plan on this machine: start, show, wait, start again what failed, stop."""
+"""Run a plan on this machine: start, show, wait, restart what failed, stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal_lora.run_folder.rendezvous import forget_endpoint
 LOG_LINES = 30
 POLL_S, TICK_S = 0.1, 0.5
 PEER_GRACE_S = 1.5
-"""After one trainer rank's end the others get so long to say what they have seen; then they are killed."""
+"""Time that the other trainer ranks get to log what they saw after one rank ended; then they are killed."""
 EARLY_END_S = 30.0
 """A process may end well so long before trainer rank 0 does; longer is a failure."""
 
@@ -30,8 +30,8 @@ EARLY_END_S = 30.0
 def run_local(config: Config, plan: JobPlan, console: Console) -> int:
     """Returns an ``ExitCode``: DONE when trainer rank 0 ended well, INTERRUPTED, or how the run failed.
 
-    What fails is started again, see ``Restarts``. Whatever the outcome, no process, port or shared
-    memory of the run is left.
+    Failed processes are restarted, see ``Restarts``. Whatever the outcome, no process, port or shared memory of the
+    run remains.
     """
     view = LiveConsole(plan.run_folder, config.run.steps, console)
     with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, config.run.stop_grace_s) as supervisor:
@@ -48,7 +48,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> int:
             print_failure(failure, console)
         supervisor.stop(interrupted=interrupts)
     if interrupts.count:
-        again = "The same command goes on from here."
+        again = "The same command resumes the run."
         console.print(f"Stopped. The run folder is {plan.run_folder}. {again}", markup=False, soft_wrap=True)
         return ExitCode.INTERRUPTED
     if failure is None:
@@ -69,7 +69,7 @@ class _Watch:
         self._next_tick = 0.0
 
     def until_end(self, interrupts: Interrupts) -> Ended | None:
-        """The failure that the run cannot go on with, or None."""
+        """The failure that ends the run, or None."""
         while not interrupts.count:
             ended, now = self._supervisor.poll(), time.monotonic()
             if any(e.spec.role == TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
@@ -109,10 +109,10 @@ class _Watch:
         return late
 
     def _end_stalled(self, now: float) -> Ended | None:
-        """Write down and end what has given no sign of life for too long. Returns the failure that ends the run."""
+        """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""
         silent = self._pulse.silent(now)
         for spec in [spec for spec in self._supervisor.running() if spec.name in silent]:
-            how = f"gave no sign of life for {silent[spec.name]:.0f} s"
+            how = f"sent no heartbeat for {silent[spec.name]:.0f} s"
             path = write_stall(self._folder, self._supervisor.pids(), f"{spec.name} {how}")
             self._view.say(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits(self._folder)}")
             write_event(self._folder, StallEvent(at=now_utc(), who=spec.name, stacks=str(path)))
@@ -127,7 +127,7 @@ class _Watch:
         verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):
-            # At once: the next look would take the last life's beat for the first one of the next.
+            # At once: the next look would take the last beat of this session for the first of the next.
             forget_beats(self._folder, spec.role, spec.index)
         self._early = [(at, e) for at, e in self._early if unit_of(e.spec) != unit_of(ended.spec)]
         if not verdict.ends_run:
@@ -139,7 +139,7 @@ class _Watch:
     def _start_again(self, specs: tuple[ProcessSpec, ...]) -> None:
         for spec in specs:
             if spec.role != SERVER:
-                # Others wait for the new ports. A server's tell the trainer whom to ask whether it is alive.
+                # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
                 forget_endpoint(self._folder, spec.role, spec.index)
         self._supervisor.start(specs)
 

@@ -1,8 +1,8 @@
-"""Which processes that ended are started again, and when. Pure: time and facts are passed in.
+"""Decide which processes the launcher restarts, and when. Pure: time and facts are passed in.
 
-A unit is what is started together: a server, the controller, all ranks of the trainer (one rank
-alone cannot rejoin its peers' collectives). Each unit has a budget of restarts, which grow further
-apart. A unit that got on with its work for ``HEALTHY_S`` in one life has its whole budget again.
+A unit is what starts together: a server, the controller, all ranks of the trainer (one rank alone cannot rejoin its
+peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
+``HEALTHY_S`` restores the whole budget of its unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def unit_of(spec: ProcessSpec) -> str:
 def to_blame(ended: Sequence[Ended]) -> Ended | None:
     """The process to blame among those of a unit that ended together; None where all ended well.
 
-    One killed by a signal comes first, then one that says why: their peers fail with lost connections.
+    A process killed by a signal comes first, then one with a non-retryable exit code: their peers lose connections.
     """
     failed = [e for e in ended if e.code != ExitCode.DONE]
     return min(failed, key=lambda e: (e.code >= 0, e.code not in NON_RETRYABLE), default=None)
@@ -34,7 +34,7 @@ def to_blame(ended: Sequence[Ended]) -> Ended | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is done about a unit that failed. ``ends_run``: the run cannot go on without it."""
+    """Decision about a failed unit. ``ends_run``: the run cannot continue without it."""
 
     ended: Ended
     ends_run: bool
@@ -48,9 +48,9 @@ class Verdict:
         if self.ends_run:
             return f"{name} {how}"
         if self.wait_s is None:
-            return f"{name} {how}; it is not started again, the other servers go on"
+            return f"{name} {how}; it is not restarted, the other servers continue"
         count = f" ({self.times} of {self.most})" if self.times else ""
-        return f"{name} {how}; {who} started again in {self.wait_s:g} s{count}"
+        return f"{name} {how}; {who} restarted in {self.wait_s:g} s{count}"
 
 
 @dataclass(slots=True)
@@ -85,15 +85,14 @@ class Restarts:
         """Decide about the unit of ``ended`` (the process to blame). ``due`` gives it out when its time has come.
 
         Args:
-            worked_s: How long the life that ended got on with its work: from its first sign of life to its last
-                one; None where there was none.
+            worked_s: Seconds from the first heartbeat of the ended session to its last; None before the first.
         """
         unit = self._units[unit_of(ended.spec)]
         unit.has_worked |= worked_s is not None
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
         if ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0):
-            # Without a first sign of life it is likely that the next start fails alike.
+            # A process that failed before its first heartbeat is likely to fail again.
             return Verdict(ended=ended, ends_run=True)
         asked = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
         if not asked and unit.times >= unit.most:
@@ -106,7 +105,7 @@ class Restarts:
         return Verdict(ended=ended, ends_run=False, wait_s=wait_s, times=times, most=unit.most)
 
     def due(self, now: float) -> list[tuple[ProcessSpec, ...]]:
-        """The units to start again now; each is given out once."""
+        """Units to restart now; each is returned once."""
         ready = []
         for unit in self._units.values():
             if unit.due is not None and now >= unit.due:

@@ -75,7 +75,7 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, need
         say(out, f"Run folder: {plan.run_folder}")
         if begun.previous is not None:
             check_present(plan.run_folder, config)
-            say(out, going_on(begun.previous))
+            say(out, resumed_from(begun.previous))
         if config.model.commit is not None:
             say(out, f"Base model: {config.model.path} at {config.model.commit}, in {config.model.snapshot}")
         if needed is not None:
@@ -90,18 +90,18 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, need
     return code
 
 
-def going_on(previous: PreviousRun) -> str:
-    """What the run that is in the folder already goes on from, in words."""
+def resumed_from(previous: PreviousRun) -> str:
+    """State which checkpoints the run resumes from."""
     newest = [f"{name}@v{max(versions)}" for name, versions in previous.versions.items() if versions]
     if not newest:
-        return "A run in it ended before its first checkpoint: it begins again at step 0."
-    return f"The run in it goes on; its newest checkpoints: {', '.join(newest)}."
+        return "A run in it ended before its first checkpoint: it restarts at step 0."
+    return f"The run in it is resumed; its newest checkpoints: {', '.join(newest)}."
 
 
 def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> int:
-    """A run without anything left to do is a success, shown again."""
+    """Print the closing lines of a finished run again; this is a success."""
     more = f"more steps, such as run.steps={2 * previous.steps_done}"
-    say(out, f"This run is done: {previous.steps_done} steps. Go on with {more}, or start over with --fresh.")
+    say(out, f"This run is done: {previous.steps_done} steps. Continue with {more}, or start over with --fresh.")
     print_closing(plan.run_folder, out)
     return ExitCode.DONE
 

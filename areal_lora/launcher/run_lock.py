@@ -1,8 +1,8 @@
 """One launcher a run folder, also on file systems without flock.
 
 A file beside the run folder is locked with flock. Some network file systems have none (Lustre without ``-o flock``:
-ENOSYS). There a second file says who holds the folder. It is created exclusively and names host, boot, process and when
-that process started. One that a dead process of this host has left is replaced. One of another host is respected:
+ENOSYS). There a second file names the owner of the folder: host, boot, process and start time of that process. It is
+created exclusively. A file that a dead process of this host has left is replaced. One of another host is respected:
 whether its process is alive cannot be seen from here.
 """
 
@@ -126,7 +126,7 @@ class RunLock:
         except FileNotFoundError:
             return None
         except msgspec.DecodeError:
-            raise self._going(", says a mark that cannot be read", self.owner_path) from None
+            raise self._going(", according to a mark that cannot be read", self.owner_path) from None
 
     def _create(self) -> None:
         try:
@@ -146,7 +146,7 @@ class RunLock:
 def _one_at_a_time(path: Path) -> socket.socket:
     """A context that only one process of this host is in, for ``path``: else two would replace one stale mark.
 
-    The name lives in the kernel: it needs no file system, and ends with its process.
+    The name exists in the kernel: it needs no file system, and disappears with its process.
     """
     gate = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()

@@ -49,7 +49,7 @@ def sbatch_script(config: Config, plan: JobPlan) -> str:
         f"cd {shlex.quote(str(Path.cwd()))} || exit 69",
         'mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         f'export {NODES_VARIABLE}="${{NODES[*]}}"',
-        "# A requeued job must meet neither the ports nor the secret of its former life.",
+        "# A requeued job must meet neither the ports nor the secret of its previous session.",
         f'( cd "$RUN" && rm -rf {emptied} && mkdir -p {emptied} {run.logs.name} ) || exit 70',
         f"( umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > \"{scratch}\" )",
         f'mv "{scratch}" "$RUN/{run.secret.name}"',
@@ -155,7 +155,7 @@ def _task_line(spec: ProcessSpec) -> str:
     return f"exec env {variables} {shlex.join(spec.argv)}"
 
 
-# Slurm signals all processes of a task. This shell outlives the one that works, to say how it ended.
+# Slurm signals all processes of a task. This shell outlives the working one and records its exit code.
 # The link is made once, by the first that fails: no two nodes' clocks are compared.
 _TASK_END = """\
 trap '' TERM
@@ -218,7 +218,7 @@ if [ "${OTHER:-$SLURM_JOB_ID}" != "$SLURM_JOB_ID" ] && [ -n "$(squeue -h -j "$OT
   exit 64
 fi
 echo "$SLURM_JOB_ID" > "$JOB_FILE"
-# Meant for a step of as many tasks on each node as sbatch was told.
+# Meant for a step of as many tasks on each node as sbatch was given.
 unset SLURM_NTASKS_PER_NODE
 """
 

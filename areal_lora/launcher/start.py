@@ -1,4 +1,4 @@
-"""The run folder at a start: is it new, does a run go on in it, or is that run over?"""
+"""The run folder at a start: new, with a run to resume, or with a finished run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal_lora.run_folder.rendezvous import create_secret
 
 SQUEUE_S = 60.0
 _FORGOTTEN = "Invalid job id"
-"""What squeue says of a job that has been over for some minutes."""
+"""Error of squeue for a job that ended some minutes ago."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class PreviousRun:
     versions: dict[str, list[int]]
 
     def finished(self, config: Config) -> bool:
-        """Whether nothing is left to do for ``config``."""
+        """Whether the run has made all steps of ``config``."""
         return self.steps_done >= config.run.steps
 
 
@@ -67,13 +67,13 @@ def with_absolute_root(config: Config) -> Config:
 
 
 class RunStart:
-    """The run folder, held while the launcher lives.
+    """The run folder, locked while the launcher runs.
 
     Entering takes the lock and, with ``fresh``, moves an earlier run aside (``moved``). ``previous`` is
-    the run that would go on; ``prepare`` then makes the folder ready for processes to start.
+    the run to resume; ``prepare`` makes the folder ready for processes to start.
 
     Raises ConfigError where a launcher or a job is using the folder, it holds something else, or
-    the run in it cannot go on with this configuration.
+    the run in it cannot be resumed with this configuration.
     """
 
     def __init__(self, config: Config, fresh: bool = False) -> None:
@@ -106,7 +106,7 @@ class RunStart:
             raise error
 
     def prepare(self) -> None:
-        """Write the configuration and make anew what speaks of processes: secret, ports, statuses, beats."""
+        """Write the configuration; recreate what describes processes: secret, endpoints, statuses, heartbeats."""
         self.folder.path.mkdir(exist_ok=True)
         for path in self.folder.living():
             shutil.rmtree(path, ignore_errors=True)

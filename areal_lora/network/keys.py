@@ -1,12 +1,12 @@
 """Keys derived from the run secret, one for each purpose; the secret itself is never sent over a socket.
 
-Each key is HKDF-SHA256 of the secret (RFC 5869) under a label, so that no key says anything about the secret
+Each key is HKDF-SHA256 of the secret (RFC 5869) under a label, so that no key reveals anything about the secret
 or about another key.
 
 ========================  =====================================================================================
 label                     key
 ========================  =====================================================================================
-``bearer <plane>``        what a client of an HTTP plane shows, inside TLS
+``bearer <plane>``        bearer token of a client of an HTTP plane, inside TLS
 ``certificate <plane>``   private key of the certificate authority of an HTTP plane (``network.tls``)
 ``curve <role>``          private CURVE key of one end of a zmq connection (``network.curve.zmq_curve_keys``)
 ========================  =====================================================================================

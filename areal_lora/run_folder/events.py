@@ -1,4 +1,4 @@
-"""What the launcher did during a run: one JSON object per line in ``events.jsonl``."""
+"""Record of what the launcher did during a run: one JSON object per line in ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from areal_lora.run_folder.paths import RunFolder
 
 
 class StartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="start"):
-    """The launcher began; ``resumes`` says whether the run folder held an earlier part of the run."""
+    """The launcher started; ``resumes``: the run folder held a run to resume."""
 
     at: str
     resumes: bool
 
 
 class RestartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="restart"):
-    """``who`` (a process, or ``trainer`` for all ranks) is started again. ``how`` its last life ended, in words."""
+    """The launcher restarts ``who`` (a process, or ``trainer`` for all ranks). ``how`` its last session ended."""
 
     at: str
     who: str
@@ -27,7 +27,7 @@ class RestartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class StallEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stall"):
-    """``who`` gave no sign of life; ``stacks`` is the file with everybody's."""
+    """``who`` sent no heartbeat; ``stacks`` is the file with the stacks of all processes."""
 
     at: str
     who: str

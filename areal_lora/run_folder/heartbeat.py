@@ -1,4 +1,4 @@
-"""Signs of life: each process touches ``heartbeats/<role>-<index>`` while it gets on with its work.
+"""Heartbeats: each process touches ``heartbeats/<role>-<index>`` while it makes progress.
 
 Trainer rank 0 beats in its loop and in its waits: ``beat``. Controller and servers have a ``Heart``, a thread that
 beats however long a step of the model or a piece of user code takes, for as long as each of their parts has got on
@@ -20,7 +20,7 @@ from areal_lora.run_folder.paths import RunFolder
 
 EVERY_S = 1.0
 SLOW_S = 10.0
-"""What stands still for so long is named in the log."""
+"""Parts without progress for so long are named in the log."""
 EVENT_LOOP = "event loop"
 
 _last: dict[Path, float] = {}
@@ -29,9 +29,9 @@ log = get_logger(__name__)
 
 
 def beat(run_folder: RunFolder, role: str, index: int) -> None:
-    """Say that ``role-index`` is getting on. Costs nothing when called again within a second.
+    """Record progress of ``role-index``. Costs nothing when called again within a second.
 
-    A disk that fails is a warning: the next beat may succeed, and silence for long enough says the rest.
+    A disk error is logged as a warning: the next beat may succeed, and the launcher handles long silence.
     """
     path = run_folder.heartbeat(f"{role}-{index}")
     now = time.monotonic()
@@ -42,7 +42,7 @@ def beat(run_folder: RunFolder, role: str, index: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        log.warning("no sign of life could be written: %s", error)
+        log.warning("the heartbeat cannot be written: %s", error)
 
 
 def beat_on(run_folder: RunFolder, role: str, index: int) -> None:
@@ -55,8 +55,8 @@ class Heart:
     """Beats from a thread of its own, once a second, from now until ``stop``.
 
     ``limits`` are the parts of the process and how many seconds each may go without ``progress``; while one is
-    beyond its limit there is no beat. A process that is stopped, or whose interpreter's lock is not given up,
-    does not beat either. Call it in the main thread, which is what ``EVENT_LOOP`` runs in.
+    beyond its limit there is no beat. A stopped process does not beat either, nor one with a thread that holds
+    the GIL. Call it in the main thread, which is what ``EVENT_LOOP`` runs in.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Heart:
         self._thread = watched_thread("heart", self._run)
 
     def progress(self, part: str) -> None:
-        """``part`` has got on. Callable from any thread."""
+        """Record progress of ``part``. Callable from any thread."""
         self._progress[part] = self._clock()
 
     def stop(self) -> None:
-        """Beat no more: what is left to be done must not take longer than the launcher waits."""
+        """Stop beating: the remaining work must not take longer than the launcher waits."""
         self._stop.set()
 
     def late(self) -> dict[str, float]:
@@ -121,10 +121,10 @@ def last_beats(run_folder: RunFolder) -> dict[str, int]:
             except OSError:
                 continue
     except OSError as error:
-        log.warning("signs of life cannot be read: %s", error)
+        log.warning("heartbeats cannot be read: %s", error)
     return beats
 
 
 def forget_beats(run_folder: RunFolder, role: str, index: int) -> None:
-    """Before ``role-index`` is started again: only its next life's beats count."""
+    """Forget the beats of an ended session before ``role-index`` restarts: only those of the next one count."""
     run_folder.heartbeat(f"{role}-{index}").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Append-only files of one JSON record per line, safe against a death in the middle of a line."""
+"""Append-only files of one JSON record per line, safe against a crash in the middle of a line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refused(path: Path | str, error: OSError) -> RecordError:
     """What to raise where a disk does not take records."""
     return RecordError(
         f"{path}: a record cannot be written: {error.strerror} (fix: make room on the disk, or repair it, then start "
-        "the same command: it goes on from the newest checkpoint)"
+        "the same command: it resumes from the newest checkpoint)"
     )
 
 

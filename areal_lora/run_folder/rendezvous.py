@@ -1,4 +1,4 @@
-"""How the processes of a run find and trust each other: small files in the run folder, no torch.
+"""Endpoints and the run secret: small files through which the processes of a run find and trust each other.
 
 Every process binds port 0 and publishes what was bound as
 ``rendezvous/<role>-<index>.json``; others wait for that file. Files appear
@@ -50,12 +50,12 @@ def publish_endpoint(
     host: str = "127.0.0.1",
     tls: Iterable[str] = (),
 ) -> None:
-    """Say, atomically, which ports this process has bound. A later call replaces the earlier one.
+    """Publish atomically which ports this process has bound. A later call replaces the earlier file.
 
     ``host`` is the address bound, which others dial: no wildcard (``addresses.own_place``).
     """
     if host in ("0.0.0.0", "::", ""):
-        raise ConfigError("cluster.bind", f"nobody can dial {host!r}", "publish an address of this machine")
+        raise ConfigError("cluster.bind", f"no process can dial {host!r}", "publish an address of this machine")
     path = run_folder.endpoint(f"{role}-{index}")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -68,7 +68,7 @@ def published_hosts(run_folder: RunFolder) -> list[str]:
     """Addresses that processes of the run have published so far, each once."""
     hosts: dict[str, None] = {}
     for file in sorted(run_folder.endpoints.glob("*.json")):
-        with contextlib.suppress(FileNotFoundError):  # its process is over
+        with contextlib.suppress(FileNotFoundError):  # its process ended meanwhile
             hosts[str(json.loads(file.read_text(encoding="utf-8"))["host"])] = None
     return list(hosts)
 
@@ -79,7 +79,7 @@ def published_indices(run_folder: RunFolder, role: str) -> list[int]:
 
 
 def read_endpoint(run_folder: RunFolder, role: str, index: int) -> Endpoint | None:
-    """What ``<role>-<index>`` published, or None where it has not yet.
+    """Endpoint of ``<role>-<index>``, or None before it has published.
 
     A file that is replaced while it is read is read again. Raises OSError where that does not help.
     """
@@ -109,7 +109,7 @@ def _endpoint(text: str) -> Endpoint:
 
 
 def forget_endpoint(run_folder: RunFolder, role: str, index: int) -> None:
-    """``<role>-<index>`` is over: whoever looks for it waits for what its next life publishes."""
+    """Remove the endpoint of an ended process, so that others wait for that of its next session."""
     run_folder.endpoint(f"{role}-{index}").unlink(missing_ok=True)
 
 
@@ -149,7 +149,7 @@ def wait_endpoint(
 def create_secret(run_folder: RunFolder) -> Path:
     """Write a fresh run secret, readable by this user only; returns the file's path.
 
-    One of an earlier start is replaced: what that start left behind anywhere is locked out.
+    The secret of a previous start is replaced: processes that remain from it are locked out.
     """
     path = run_folder.secret
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -134,7 +134,7 @@ def test_the_same_command_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     (folder / "ledger.sqlite").write_text("rows")
     done = launch(tmp_path, python, "run.name=x", "run.steps=99")
     assert done.returncode == 70, done.stderr
-    assert "A run in it ended before its first checkpoint: it begins again at step 0." in done.stdout
+    assert "A run in it ended before its first checkpoint: it restarts at step 0." in done.stdout
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".x.lock", "x"]
     assert config_of(folder)["run"]["steps"] == 99
     assert (folder / "secret").read_text() != secret

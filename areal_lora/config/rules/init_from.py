@@ -35,7 +35,7 @@ def _modules(at: str, adapter: AdapterConfig, folder: PeftFolder, shape: ModelSh
     try:
         wanted = targets.modules(adapter.target_modules, adapter.exclude_modules, shape)
     except ConfigError:
-        return None  # the rule about targets says so
+        return None  # the rule about targets reports it
     source = adapter.init_from
     every = targets.modules([targets.ALL_LINEAR], [], shape)
     if foreign := sorted(folder.modules - every.keys()):

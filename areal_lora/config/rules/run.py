@@ -32,6 +32,6 @@ def time_outs(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             path="run.stall_s",
             reason=f"{run.stall_s:g} s is not longer than a publish may take that waits for servers, "
-            f"{longest_s:g} s: trainer rank 0 gives no sign of life meanwhile",
+            f"{longest_s:g} s: trainer rank 0 sends no heartbeat meanwhile",
             fix="raise it, or lower weight_sync.timeout_s or weight_sync.rejoin_s",
         )

@@ -65,7 +65,7 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(begin: Call
     code, output = run.end(timeout_s=40)
     assert code == 0, output
     for name in BOTH:
-        assert re.search(rf"{name} gave no sign of life for \d+ s; it is started again in 1 s \(1 of 3\)", output)
+        assert re.search(rf"{name} sent no heartbeat for \d+ s; it is restarted in 1 s \(1 of 3\)", output)
     assert count_restarts(RunFolder(folder)) == dict.fromkeys(BOTH, 1)
     assert run.alive() == []
 

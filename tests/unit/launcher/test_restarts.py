@@ -54,7 +54,7 @@ def test_a_unit_is_started_again_after_a_while_that_grows_and_so_often(dead: End
         verdict = made.take(dead, now, worked_s=5.0)
         assert not verdict.ends_run
         name = dead.spec.name
-        assert str(verdict) == f"{name} was killed by SIGKILL; {who} started again in {wait_s:g} s ({times} of 3)"
+        assert str(verdict) == f"{name} was killed by SIGKILL; {who} restarted in {wait_s:g} s ({times} of 3)"
         assert made.due(now + wait_s - 0.01) == []
         now += wait_s
         assert names(made.due(now)) == [unit]
@@ -81,7 +81,7 @@ def test_without_any_server_left_the_run_fails() -> None:
     assert not made.take(ended(), 0.0, 1.0).ends_run
     assert not made.take(ended(index=1), 0.0, 1.0).ends_run
     assert len(made.due(1.0)) == 2
-    assert "not started again" in str(made.take(ended(), 2.0, 1.0))
+    assert "not restarted" in str(made.take(ended(), 2.0, 1.0))
     assert made.take(ended(index=1), 2.0, 1.0).ends_run
 
 
@@ -129,7 +129,7 @@ def test_a_server_that_was_asked_to_end_uses_up_nothing() -> None:
     made = restarts(servers=1, times=1)
     for _ in range(4):
         verdict = made.take(ended(75), 0.0, 1.0)
-        assert str(verdict) == "server-0 exited with code 75; it is started again in 1 s"
+        assert str(verdict) == "server-0 exited with code 75; it is restarted in 1 s"
         made.due(10.0)
     assert not made.take(ended(), 0.0, 1.0).ends_run
     assert made.take(ended(), 0.0, 1.0).ends_run

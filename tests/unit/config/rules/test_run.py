@@ -29,7 +29,7 @@ def test_a_stopped_controller_or_server_is_found_within_a_minute_by_default() ->
         (["run.heartbeat_timeout_s=4"], "run.heartbeat_timeout_s", "once a second"),
         (["run.heartbeat_timeout_s=901"], "run.heartbeat_timeout_s", "longer than run.stall_s = 900 s"),
         (["run.stall_s=157"], "run.stall_s", "157.2 s"),
-        (["weight_sync.rejoin_s=870"], "run.stall_s", "trainer rank 0 gives no sign of life"),
+        (["weight_sync.rejoin_s=870"], "run.stall_s", "trainer rank 0 sends no heartbeat"),
     ],
 )
 def test_relations(overrides: list[str], path: str, words: str) -> None:
