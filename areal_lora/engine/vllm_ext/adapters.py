@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from areal_lora.engine.vllm_ext.worker_channel import Begin, Done, Join, Ping, Staged, WorkerChannel
+from areal_lora.engine.vllm_ext.worker_channel import Begin, CommandDone, Join, Ping, Staged, WorkerChannel
 from areal_lora.errors import PublishError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -58,7 +58,7 @@ class Workers(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class VersionLease:
     """What a request runs on, for as long as it is held. ``name`` is the full name that is really used."""
 
     name: str
@@ -88,21 +88,21 @@ class ServedAdapters:
         """Called when a version can be requested, before its publish is acknowledged."""
 
     @contextmanager
-    def lease(self, model: str, *, pinned: bool = False, or_newer: bool = False) -> Iterator[Lease]:
+    def lease(self, model: str, *, pinned: bool = False, or_newer: bool = False) -> Iterator[VersionLease]:
         """Hold the version that ``model`` names; ``or_newer``: the newest of its adapter, if that is no older one.
 
         ``pinned`` keeps it for ``PINNED_S`` after that, unless a publish finds no other slot or another version of
         the adapter is asked for so: there is room for one. Raises UnknownVersionError, never falls back to the base.
         """
         if model == BASE:
-            yield Lease(name=BASE, ref=None, lora=None)
+            yield VersionLease(name=BASE, ref=None, lora=None)
             return
         resident = self._versions.acquire(model, pinned=pinned, or_newer=or_newer)
         self._released.set()  # a pin may have ended
         ref, name = resident.ref, str(resident.ref)
         lora = LoRARequest(lora_name=name, lora_int_id=resident.lora_id, lora_path=f"xccl://{name}")
         try:
-            yield Lease(name=name, ref=ref, lora=lora)
+            yield VersionLease(name=name, ref=ref, lora=lora)
         finally:
             self._versions.release(ref, time.monotonic() + PINNED_S if pinned else None)
             self._released.set()
@@ -112,7 +112,7 @@ class ServedAdapters:
 
     async def ping(self) -> None:
         """Raises PublishError if a worker's background thread does not answer."""
-        await self._channel.ask(Ping(), Done, PING_S)
+        await self._channel.ask(Ping(), CommandDone, PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
         """Make all workers members of the trainer's groups. Raises PublishError.
@@ -124,7 +124,7 @@ class ServedAdapters:
         deadline = _deadline(request.timeout_s, came)
         async with self._turn("a join", deadline):
             left = msgspec.structs.replace(request, timeout_s=max(deadline - time.monotonic(), 0.0))
-            answers = await self._channel.ask(Join(request=left), Done, left.timeout_s + GRACE_S)
+            answers = await self._channel.ask(Join(request=left), CommandDone, left.timeout_s + GRACE_S)
         errors = [f"worker {w}: {a.error}" for w, a in enumerate(answers) if a.error]
         if errors:
             raise PublishError("; ".join(errors))

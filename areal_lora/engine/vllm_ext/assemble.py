@@ -18,10 +18,10 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
-from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
+from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
-from areal_lora.engine.vllm_ext.generate import Counters, Generator
+from areal_lora.engine.vllm_ext.generate import Generator, RequestCounters
 from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.sampling import Sampler
 from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
@@ -135,7 +135,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     ]
     first = described[0]
     await channel.connect(len(described))
-    counters = Counters(max_num_seqs(config))
+    counters = RequestCounters(max_num_seqs(config))
     adapters = ServedAdapters(
         engine,
         channel,
@@ -148,7 +148,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     generator = Generator(
         engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size(), counters=counters
     )
-    await generator.score([0, 0], Lease(name=BASE, ref=None, lora=None))  # the first request takes seconds
+    await generator.score([0, 0], VersionLease(name=BASE, ref=None, lora=None))  # the first request takes seconds
     info = InfoReply(
         run=config.run.name,
         model=config.model.path,

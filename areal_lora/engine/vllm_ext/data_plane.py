@@ -29,8 +29,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
-from areal_lora.engine.vllm_ext.openai_api import Answer, ChatBody, Choice, CompletionBody, Usage, error_body
-from areal_lora.engine.vllm_ext.sampling import Piece, Sampler
+from areal_lora.engine.vllm_ext.openai_api import Answer, ChatBody, CompletionBody, CompletionChoice, Usage, error_body
+from areal_lora.engine.vllm_ext.sampling import SampledPart, Sampler
 from areal_lora.errors import UnknownVersionError
 
 Body = CompletionBody | ChatBody
@@ -88,11 +88,11 @@ class DataPlane:
     async def _complete(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
         answers = await self._sampler.complete(prompts, params, body.model, body.pin_version)
         choices = [
-            self._choice(body, prompts[i // params.n], piece, piece.text if body.stop else None, i)
-            for i, piece in enumerate(answers)
+            self._choice(body, prompts[i // params.n], part, part.text if body.stop else None, i)
+            for i, part in enumerate(answers)
         ]
         n_prompt = sum(len(ids) for ids in prompts)
-        n_out = sum(len(piece.token_ids) for piece in answers)
+        n_out = sum(len(part.token_ids) for part in answers)
         answer = self._answer(body, answers, choices, "")
         answer.usage = Usage(prompt_tokens=n_prompt, completion_tokens=n_out, total_tokens=n_prompt + n_out)
         return Response(_encode(answer), media_type=JSON)
@@ -103,18 +103,18 @@ class DataPlane:
         self._sampler.check(body.model, body.pin_version)  # an unknown version must be a 404, not a broken stream
 
         async def events() -> AsyncIterator[bytes]:
-            pieces = self._sampler.stream(prompts[0], params, body.model, body.pin_version)
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    choice = self._choice(body, prompts[0], piece, piece.text, piece.index)
-                    yield b"data: " + _encode(self._answer(body, [piece], [choice], ".chunk")) + b"\n\n"
+            parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version)
+            async with aclosing(parts):
+                async for part in parts:
+                    choice = self._choice(body, prompts[0], part, part.text, part.index)
+                    yield b"data: " + _encode(self._answer(body, [part], [choice], ".chunk")) + b"\n\n"
             yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    def _answer(self, body: Body, pieces: Sequence[Piece], choices: list[Choice], suffix: str) -> Answer:
+    def _answer(self, body: Body, parts: Sequence[SampledPart], choices: list[CompletionChoice], suffix: str) -> Answer:
         chat = isinstance(body, ChatBody)
-        newest = max((piece.ref for piece in pieces if piece.ref is not None), default=None)
+        newest = max((part.ref for part in parts if part.ref is not None), default=None)
         return Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{next(self._ids)}",
             object=f"chat.completion{suffix}" if chat else "text_completion",
@@ -123,26 +123,28 @@ class DataPlane:
             choices=choices,
         )
 
-    def _choice(self, body: Body, prompt: list[int], piece: Piece, text: str | None, index: int) -> Choice:
+    def _choice(
+        self, body: Body, prompt: list[int], part: SampledPart, text: str | None, index: int
+    ) -> CompletionChoice:
         """``text`` is None where nobody has looked at it yet."""
-        ids = piece.token_ids
+        ids = part.token_ids
         if text is None:
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        choice = Choice(index=index, finish_reason=piece.finish_reason, versions=piece.versions)
+        choice = CompletionChoice(index=index, finish_reason=part.finish_reason, versions=part.versions)
         if body.return_token_ids:
             choice.token_ids = ids
         if isinstance(body, ChatBody):
-            choice.logprobs = {"content": self._chat_logprobs(piece)} if body.logprobs else None
+            choice.logprobs = {"content": self._chat_logprobs(part)} if body.logprobs else None
             if body.stream:
                 choice.delta = {"role": "assistant", "content": text}
             else:
                 choice.message = {"role": "assistant", "content": text}
             return choice
-        values = _chosen(piece) if body.logprobs is not None else []
+        values = _chosen(part) if body.logprobs is not None else []
         if body.echo:
             text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
             if body.logprobs is not None:
-                values = piece.prompt_logprobs + values
+                values = part.prompt_logprobs + values
             if body.return_token_ids:
                 choice.token_ids = [*prompt, *ids]
         choice.text = text
@@ -151,13 +153,13 @@ class DataPlane:
             if body.logprobs > 0:
                 decode = self._tokenizer.decode
                 choice.logprobs["top_logprobs"] = [
-                    {decode([t]): value for t, value in row.items()} for row in piece.logprobs
+                    {decode([t]): value for t, value in row.items()} for row in part.logprobs
                 ]
         return choice
 
-    def _chat_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
+    def _chat_logprobs(self, part: SampledPart) -> list[dict[str, Any]]:
         rows, decode = [], self._tokenizer.decode
-        for token, row in zip(piece.token_ids, piece.logprobs, strict=True):
+        for token, row in zip(part.token_ids, part.logprobs, strict=True):
             rows.append(
                 {
                     "token": decode([token]),
@@ -215,9 +217,9 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     )
 
 
-def _chosen(piece: Piece) -> list[float]:
+def _chosen(part: SampledPart) -> list[float]:
     """Log-probabilities of the sampled tokens. [A]"""
-    return [row[token] for token, row in zip(piece.token_ids, piece.logprobs, strict=True)]
+    return [row[token] for token, row in zip(part.token_ids, part.logprobs, strict=True)]
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

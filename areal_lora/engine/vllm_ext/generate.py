@@ -17,7 +17,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from areal_lora.engine.vllm_ext.adapters import Lease
+from areal_lora.engine.vllm_ext.adapters import VersionLease
 from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -35,7 +35,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(slots=True)
-class Counters:
+class RequestCounters:
     """What ``/metrics`` and ``/admin/info`` show, counted here: vLLM's own statistics cost time at every step."""
 
     max_num_seqs: int
@@ -81,21 +81,21 @@ class Counters:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Ticket:
+class EngineRequest:
     """One request to the engine. ``enough``: whoever reads its outputs stopped because the answer is complete.
 
     ``arrived_s`` (``time.time``) is its place in the queue where the engine orders it by that. ``follows`` is the
-    request that was cut and goes on with this one. ``left`` is set when nobody will ask for the rest any more,
+    request that was cut and goes on with this one. ``place_free`` is set when nobody will ask for the rest any more,
     or somebody has.
     """
 
     request_id: str
     ref: AdapterRef | None
     arrived_s: float
-    follows: Ticket | None = None
+    follows: EngineRequest | None = None
     cut: bool = False
     enough: bool = False
-    left: asyncio.Event = field(default_factory=asyncio.Event)
+    place_free: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Generator:
     engine: AsyncLLM
     max_model_len: int
     vocab_size: int
-    counters: Counters
+    counters: RequestCounters
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def check_prompt(self, token_ids: Sequence[int], max_tokens: int) -> None:
@@ -120,29 +120,29 @@ class Generator:
             )
 
     async def stream(
-        self, token_ids: list[int], params: SamplingParams, lease: Lease, ticket: Ticket | None = None
+        self, token_ids: list[int], params: SamplingParams, lease: VersionLease, request: EngineRequest | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """All outputs of one prompt. Closing the iterator aborts the request in the engine."""
-        counters, n, ticket = self.counters, params.n, ticket or self.ticket(lease)
+        counters, n, request = self.counters, params.n, request or self.new_request(lease)
         counters.begin(n)
         queue, finished = None, False
         try:
             try:
                 queue = await self.engine.add_request(
-                    ticket.request_id,
+                    request.request_id,
                     {"prompt_token_ids": token_ids},
                     params,
                     lora_request=lease.lora,
-                    arrival_time=ticket.arrived_s,
+                    arrival_time=request.arrived_s,
                 )
             finally:
-                if ticket.follows is not None:
-                    ticket.follows.left.set()
-                    ticket.follows = None
+                if request.follows is not None:
+                    request.follows.place_free.set()
+                    request.follows = None
             if params.prompt_logprobs is None:  # not the probe's scores
                 reached("server.generating")
-            if ticket.cut:  # while the engine did not know the request yet
-                await self.engine.abort(ticket.request_id)
+            if request.cut:  # while the engine did not know the request yet
+                await self.engine.abort(request.request_id)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 assert isinstance(output, RequestOutput)
@@ -152,36 +152,38 @@ class Generator:
         finally:
             counters.end(n)
             if not finished:
-                counters.aborted += 0 if ticket.enough else n
+                counters.aborted += 0 if request.enough else n
                 if queue is not None and not self.engine.errored:
                     await self.engine.abort(queue.request_id, internal=True)
 
-    def ticket(self, lease: Lease, arrived_s: float | None = None, follows: Ticket | None = None) -> Ticket:
-        return Ticket(
+    def new_request(
+        self, lease: VersionLease, arrived_s: float | None = None, follows: EngineRequest | None = None
+    ) -> EngineRequest:
+        return EngineRequest(
             request_id=f"{lease.name}-{next(self._ids)}",
             ref=lease.ref,
             follows=follows,
             arrived_s=time.time() if arrived_s is None else arrived_s,
         )
 
-    async def cut(self, tickets: Sequence[Ticket]) -> None:
+    async def cut(self, requests: Sequence[EngineRequest]) -> None:
         """End requests now; each gets a last output with finish reason ``CUT`` and the tokens so far.
 
         The engine frees their places after the rest of each was asked for: else what waits would take them.
         """
-        for ticket in tickets:
-            ticket.cut = True
-        ended = self.engine.output_processor.abort_requests([ticket.request_id for ticket in tickets], False)
+        for request in requests:
+            request.cut = True
+        ended = self.engine.output_processor.abort_requests([request.request_id for request in requests], False)
         try:
             async with asyncio.timeout(FOLLOW_S):
-                for ticket in tickets:
-                    await ticket.left.wait()
+                for request in requests:
+                    await request.place_free.wait()
         except TimeoutError:
-            log.warning("%d sequences that were cut did not go on within %g s", len(tickets), FOLLOW_S)
+            log.warning("%d sequences that were cut did not go on within %g s", len(requests), FOLLOW_S)
         finally:
             await self.engine.engine_core.abort_requests_async(ended)
 
-    async def final(self, token_ids: list[int], params: SamplingParams, lease: Lease) -> RequestOutput:
+    async def final(self, token_ids: list[int], params: SamplingParams, lease: VersionLease) -> RequestOutput:
         """The finished output of one prompt; ``params.output_kind`` must be FINAL_ONLY."""
         async with aclosing(self.stream(token_ids, params, lease)) as outputs:
             async for output in outputs:
@@ -189,7 +191,7 @@ class Generator:
                     return output
         raise RuntimeError(f"the engine ended a request on {lease.name} without an output")
 
-    async def score(self, token_ids: list[int], lease: Lease, temperature: float = 1.0) -> list[float]:
+    async def score(self, token_ids: list[int], lease: VersionLease, temperature: float = 1.0) -> list[float]:
         """Log-probability of every token given those before it, at ``temperature``; entry 0 is 0.0. [T]"""
         self.check_prompt(token_ids, 1)
         if not temperature > 0:

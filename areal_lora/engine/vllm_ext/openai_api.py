@@ -70,7 +70,7 @@ class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
         return self.top_logprobs if self.logprobs else None
 
 
-class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
+class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One answer, or one piece of it in a stream."""
 
     index: int
@@ -96,7 +96,7 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: Usage | None = None
 
 

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from areal_lora.engine.vllm_ext.adapters import BASE, Lease, ServedAdapters
-from areal_lora.engine.vllm_ext.generate import CUT, Generator, Ticket, prompt_logprobs
+from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
+from areal_lora.engine.vllm_ext.generate import CUT, EngineRequest, Generator, prompt_logprobs
 from areal_lora.engine.vllm_ext.text import AnswerText
 from areal_lora.types import AdapterRef
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
+class SampledPart:
     """A sampled sequence, or the next part of one. Per-token lists have one entry per token id.
 
     ``logprobs[t]`` maps token ids to log-probabilities, with the sampled one among them; empty if none were asked.
@@ -48,7 +48,7 @@ class Piece:
     text: str = ""
     finish_reason: str | None = None
 
-    def add(self, sample: CompletionOutput, lease: Lease) -> None:
+    def add(self, sample: CompletionOutput, lease: VersionLease) -> None:
         n = len(sample.token_ids)
         self.ref = lease.ref
         self.token_ids += sample.token_ids
@@ -68,13 +68,13 @@ class Sampler:
         self, generator: Generator, adapters: ServedAdapters, decode: Callable[[list[int]], str], *, interrupt: bool
     ) -> None:
         self._generator, self._adapters, self._decode, self._interrupt = generator, adapters, decode, interrupt
-        self._running: set[Ticket] = set()
+        self._running: set[EngineRequest] = set()
         if interrupt:
             adapters.on_active = self._cut
 
     async def complete(
         self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool
-    ) -> list[Piece]:
+    ) -> list[SampledPart]:
         """``params.n`` answers to every prompt, in order. Raises UnknownVersionError."""
         self._count(prompts)
         if self._cuttable(params, model, pinned):
@@ -83,25 +83,25 @@ class Sampler:
             return await _all([self._whole(ids, way, k, model) for ids in prompts for k, way in enumerate(ways)])
         with self._adapters.lease(model, pinned=pinned) as lease:
             outputs = await _all([self._generator.final(ids, params.clone(), lease) for ids in prompts])
-        return [_piece(output, sample, lease) for output in outputs for sample in output.outputs]
+        return [_part(output, sample, lease) for output in outputs for sample in output.outputs]
 
     async def stream(
         self, ids: list[int], params: SamplingParams, model: str, pinned: bool
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[SampledPart, None]:
         """The parts of ``params.n`` answers as they come. Close it. Raises UnknownVersionError."""
         self._count([ids])
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, True
         if self._cuttable(params, model, pinned):
             sequences = [self._sequence(ids, _nth(params, k), k, model) for k in range(params.n)]
-            async with aclosing(_merged(sequences)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with aclosing(_merged(sequences)) as parts:
+                async for part in parts:
+                    yield part
             return
         with self._adapters.lease(model, pinned=pinned) as lease:
             async with aclosing(self._generator.stream(ids, params, lease)) as outputs:
                 async for output in outputs:
                     for sample in output.outputs:
-                        yield _piece(output, sample, lease)
+                        yield _part(output, sample, lease)
 
     def check(self, model: str, pinned: bool) -> None:
         """Raises UnknownVersionError if a request for ``model`` would."""
@@ -126,52 +126,52 @@ class Sampler:
         older = [t for t in self._running if t.ref is not None and t.ref.name == ref.name and t.ref < ref]
         await self._generator.cut(older)
 
-    async def _whole(self, ids: list[int], params: SamplingParams, index: int, model: str) -> Piece:
+    async def _whole(self, ids: list[int], params: SamplingParams, index: int, model: str) -> SampledPart:
         """One answer. Where no stop string must be looked for, the engine speaks only at the end of each part."""
-        whole = Piece(index=index, ref=None)
-        async with aclosing(self._sequence(ids, params, index, model)) as pieces:
-            async for piece in pieces:
-                whole.ref, whole.finish_reason = piece.ref, piece.finish_reason
-                whole.token_ids += piece.token_ids
-                whole.versions += piece.versions
-                whole.logprobs += piece.logprobs
-                whole.text += piece.text
+        whole = SampledPart(index=index, ref=None)
+        async with aclosing(self._sequence(ids, params, index, model)) as parts:
+            async for part in parts:
+                whole.ref, whole.finish_reason = part.ref, part.finish_reason
+                whole.token_ids += part.token_ids
+                whole.versions += part.versions
+                whole.logprobs += part.logprobs
+                whole.text += part.text
         return whole
 
     async def _sequence(
         self, ids: list[int], params: SamplingParams, index: int, model: str
-    ) -> AsyncGenerator[Piece, None]:
-        """One answer across versions. The last piece, and only that, has a finish reason."""
+    ) -> AsyncGenerator[SampledPart, None]:
+        """One answer across versions. The last part, and only that, has a finish reason."""
         done: list[int] = []
         text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
         name, arrived_s = model, time.time()
-        ticket: Ticket | None = None
+        request: EngineRequest | None = None
         try:
             while True:
                 with self._adapters.lease(name, or_newer=True) as lease:
-                    ticket = self._generator.ticket(lease, arrived_s, follows=ticket)
-                    self._running.add(ticket)
-                    outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, ticket)
+                    request = self._generator.new_request(lease, arrived_s, follows=request)
+                    self._running.add(request)
+                    outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, request)
                     try:
                         async for output in outputs:
-                            piece = _piece(output, output.outputs[0], lease, index)
-                            if ticket.cut and piece.finish_reason == CUT:
-                                piece.finish_reason = None
+                            part = _part(output, output.outputs[0], lease, index)
+                            if request.cut and part.finish_reason == CUT:
+                                part.finish_reason = None
                             if text is not None:
-                                _spell(piece, text)
-                            done += piece.token_ids
-                            ticket.enough = piece.finish_reason is not None
-                            yield piece
-                            if ticket.enough:
+                                _spell(part, text)
+                            done += part.token_ids
+                            request.enough = part.finish_reason is not None
+                            yield part
+                            if request.enough:
                                 return
                     finally:
-                        self._running.discard(ticket)
+                        self._running.discard(request)
                         await outputs.aclose()
                 self._count_continuation(len(ids) + len(done))
                 name = lease.name
         finally:
-            if ticket is not None:
-                ticket.left.set()
+            if request is not None:
+                request.place_free.set()
 
 
 def continued(params: SamplingParams, n: int) -> SamplingParams:
@@ -201,26 +201,28 @@ def _nth(params: SamplingParams, index: int) -> SamplingParams:
     return one
 
 
-def _spell(piece: Piece, text: AnswerText) -> None:
-    """Fill in the text of ``piece``, which ends at a stop string."""
-    for i, token in enumerate(piece.token_ids):
+def _spell(part: SampledPart, text: AnswerText) -> None:
+    """Fill in the text of ``part``, which ends at a stop string."""
+    for i, token in enumerate(part.token_ids):
         if text.add(token):
-            piece.keep(i + 1)
-            piece.finish_reason = "stop"
+            part.keep(i + 1)
+            part.finish_reason = "stop"
             break
-    piece.text = text.take(piece.finish_reason is not None)
+    part.text = text.take(part.finish_reason is not None)
 
 
-def _piece(output: RequestOutput, sample: CompletionOutput, lease: Lease, index: int | None = None) -> Piece:
-    piece = Piece(
+def _part(
+    output: RequestOutput, sample: CompletionOutput, lease: VersionLease, index: int | None = None
+) -> SampledPart:
+    part = SampledPart(
         index=sample.index if index is None else index,
         ref=None,
         text=sample.text,
         finish_reason=sample.finish_reason,
         prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],
     )
-    piece.add(sample, lease)
-    return piece
+    part.add(sample, lease)
+    return part
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

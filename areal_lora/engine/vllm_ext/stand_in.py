@@ -40,7 +40,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext.guards import guarded
-from areal_lora.engine.vllm_ext.openai_api import Answer, Choice, CompletionBody, Usage, error_body
+from areal_lora.engine.vllm_ext.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.engine.vllm_ext.plugin import die_with_parent
 from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
@@ -165,7 +165,7 @@ class StandInDataPlane:
 
     async def _choice(
         self, body: CompletionBody, ref: AdapterRef, index: int, prompt: list[int], seed: int | None
-    ) -> Choice:
+    ) -> CompletionChoice:
         reached("server.generating")
         rng = dice(prompt, None if body.temperature == 0 else seed, ref.version)
         text = solution(self._tokenizer.decode(prompt), rng)
@@ -182,7 +182,7 @@ class StandInDataPlane:
                 made_up(f"{ref.name}@v{version}", row[: n + t + 1]) for t, version in enumerate(versions)
             ]
         }
-        return Choice(
+        return CompletionChoice(
             index=index,
             finish_reason="length" if len(token_ids) == limit else "stop",
             versions=versions,

@@ -59,7 +59,7 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     pass
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """Answers ``Join`` and ``Ping``; ``error`` is empty if that worked."""
 
     error: str = ""
@@ -72,8 +72,8 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
 
 
 Command = Join | Begin | Ping
-Answer = Done | Staged
-A = TypeVar("A", Done, Staged)
+WorkerAnswer = CommandDone | Staged
+A = TypeVar("A", CommandDone, Staged)
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True):
 class _Reply(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     worker: int
-    answer: Answer
+    answer: WorkerAnswer
 
 
 class WorkerChannel:
@@ -167,7 +167,7 @@ class WorkerChannel:
         self._context.term()
 
 
-Respond = Callable[[Answer], None]
+Respond = Callable[[WorkerAnswer], None]
 
 
 class CommandThread:
@@ -203,6 +203,6 @@ class CommandThread:
             call = msgspec.msgpack.decode(self._commands.recv(), type=_Call)
             self._handle(call.command, partial(self._respond, call.number))
 
-    def _respond(self, number: int, answer: Answer) -> None:
+    def _respond(self, number: int, answer: WorkerAnswer) -> None:
         with self._sending:
             self._replies.send(msgspec.msgpack.encode(_Reply(number=number, worker=self._worker, answer=answer)))

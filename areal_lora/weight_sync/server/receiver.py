@@ -31,7 +31,7 @@ from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.server.reception import Clock, Pace, Reception
+from areal_lora.weight_sync.server.reception import Pace, PhaseTimer, Reception
 from areal_lora.weight_sync.tables import LayoutTables
 
 KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
@@ -151,7 +151,7 @@ class AdapterReceiver:
         manifest: ShardManifest,
         layout: AdapterLayout | None,
         slot: int | None,
-        deadline_s: float,
+        timeout_s: float,
         share: float = 1.0,
     ) -> None:
         """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.
@@ -168,19 +168,19 @@ class AdapterReceiver:
         groups = self._groups
         if not groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
-        clock = Clock()
+        timer = PhaseTimer()
         begun: _Begun | Exception
         try:
             known = self._layout(manifest, layout)
-            deadline = time.monotonic() + deadline_s
-            reception = Reception(known.tables, groups, deadline, clock, Pace(share, deadline))
+            deadline = time.monotonic() + timeout_s
+            reception = Reception(known.tables, groups, deadline, timer, Pace(share, deadline))
             begun = _Begun(known, reception)
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             begun = e
         if self._thread is None:
             self._thread = watched_thread("stage", self._stage_all)
         self._idle.clear()
-        self._work.put(partial(self._stage, manifest, slot, groups, begun, clock))
+        self._work.put(partial(self._stage, manifest, slot, groups, begun, timer))
 
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate, so that it may be published again."""
@@ -209,7 +209,7 @@ class AdapterReceiver:
             del stage  # or it would hold on to groups that are left meanwhile, with their memory and connections
 
     def _stage(
-        self, manifest: ShardManifest, slot: int | None, groups: _Groups, begun: _Begun | Exception, clock: Clock
+        self, manifest: ShardManifest, slot: int | None, groups: _Groups, begun: _Begun | Exception, timer: PhaseTimer
     ) -> None:
         written = False
         try:
@@ -217,28 +217,28 @@ class AdapterReceiver:
                 raise begun
             known, reception = begun.known, begun.reception
             try:
-                with clock.phase("verify"):
+                with timer.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
             except ManifestError:
                 reception.drain()
                 raise
             written = True
-            with clock.phase("write"):
+            with timer.phase("write"):
                 self._writer.prepare(place, known.layout)
             digest = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
-            with clock.phase("write"):
+            with timer.phase("write"):
                 self._writer.flush(place)
             reception.check_time(manifest.ref)
             self._accept(manifest, known.layout.spec)
-            result = clock.result(manifest.ref, slot, digest=digest)
+            result = timer.result(manifest.ref, slot, digest=digest)
         except ManifestError as e:
-            result = clock.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
+            result = timer.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
             for group in groups.values():
                 group.close()  # tells the other members at once; the trainer connects anew
-            result = clock.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
+            result = timer.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
-            result = clock.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
+            result = timer.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
         if not result.ok and written and slot is not None:
             self._writer.zero(slot)
         self._idle.set()

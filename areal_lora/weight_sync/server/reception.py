@@ -49,14 +49,14 @@ class Pace:
             time.sleep(rest_s)
 
 
-class Clock:
+class PhaseTimer:
     """Seconds per phase of one staging."""
 
     def __init__(self) -> None:
         self._spent = {"wire": 0.0, "verify": 0.0, "write": 0.0}
         self._name, self._since = "", 0.0
 
-    def phase(self, name: str) -> Clock:
+    def phase(self, name: str) -> PhaseTimer:
         self._name = name
         return self
 
@@ -93,13 +93,13 @@ class _Source:
         self._buckets = tables.buckets(index, group.bucket_bytes)
         self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
 
-    def arrivals(self, clock: Clock) -> Iterator[tuple[Bucket, int]]:
+    def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, int]]:
         """(bucket, address where the shard would begin), in order; what is there is valid until the next turn."""
         for bucket in self._buckets:
-            with clock.phase("wire"):
+            with timer.phase("wire"):
                 part = self._inbox.take()
             yield bucket, part.ctypes.data - bucket.begin
-        with clock.phase("wire"):
+        with timer.phase("wire"):
             self.trailer = self._inbox.take().copy()
         self._inbox.finish()  # all was read: from here on only own memory counts
 
@@ -131,9 +131,9 @@ class Reception:
     """All shards of one version. Receives are posted at once: the sources may already be sending."""
 
     def __init__(
-        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, clock: Clock, pace: Pace
+        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, timer: PhaseTimer, pace: Pace
     ) -> None:
-        self._layout, self._clock, self._pace, self._deadline = tables.layout, clock, pace, deadline
+        self._layout, self._timer, self._pace, self._deadline = tables.layout, timer, pace, deadline
         self._sources = [
             _Source(i, tables, groups[s.source], deadline)
             for i, s in enumerate(tables.layout.shards)
@@ -153,13 +153,13 @@ class Reception:
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
                 began_s = time.perf_counter()
-                with self._clock.phase("write"):
+                with self._timer.phase("write"):
                     on_bucket(source.index, base, bucket.first, bucket.last, source.marks)
                 self._pace.rest(time.perf_counter() - began_s)
             except Exception:  # fault boundary: other servers may get their bytes through this one
                 self.drain()
                 raise
-        with self._clock.phase("verify"):
+        with self._timer.phase("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
 
     def check_time(self, ref: AdapterRef) -> None:
@@ -173,7 +173,7 @@ class Reception:
             pass
 
     def _arrivals(self) -> Iterator[tuple[_Source, Bucket, int]]:
-        running = [(s, s.arrivals(self._clock)) for s in self._sources]
+        running = [(s, s.arrivals(self._timer)) for s in self._sources]
         while running:
             for source, arrivals in list(running):
                 found = next(arrivals, None)

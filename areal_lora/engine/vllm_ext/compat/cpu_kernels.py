@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms.cpu import CpuPlatform
 
 from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, Spans, moe_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertRuns, moe_lora
 from areal_lora.errors import AdapterError
 
 
@@ -47,7 +47,7 @@ class CpuLoraLinear(PunicaWrapperCPU):
             lora_a_stacked,
             lora_b_stacked,
             output_slices,
-            self.batch.segments,
+            self.batch.by_slot,
         )
 
 
@@ -60,9 +60,9 @@ class PackedExperts:
         self._handlers = [_custom_ops.create_onednn_mm(w.t(), self.MAX_ROWS) for w in weight]
         self._pointers = [h.handler_tensor for h in self._handlers]
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, spans: Spans) -> None:
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None:
         product = torch.ops._C.onednn_mm.default
-        for expert, xs, ys in zip(spans.experts, spans.of(x), spans.of(out), strict=True):
+        for expert, xs, ys in zip(expert_runs.experts, expert_runs.of(x), expert_runs.of(out), strict=True):
             if xs.shape[0] <= self.MAX_ROWS:
                 product(ys, xs, None, self._pointers[expert])
                 continue

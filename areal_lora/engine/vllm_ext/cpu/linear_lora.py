@@ -14,7 +14,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class SlotTokens:
     """The tokens of a batch that use one adapter slot: a run of rows, or scattered row numbers."""
 
     slot: int
@@ -25,25 +25,25 @@ class Segment:
 class BatchSlots:
     """Adapter slots of the T tokens of a batch.
 
-    Token t uses slot ``groups[group_of[t]]``, none where that is negative; ``segments`` holds
+    Token t uses slot ``groups[group_of[t]]``, none where that is negative; ``by_slot`` holds
     the others.
     """
 
     groups: np.ndarray  # [G] int64, sorted
     group_of: np.ndarray  # [T] int64
-    segments: tuple[Segment, ...]
+    by_slot: tuple[SlotTokens, ...]
 
     @classmethod
     def of(cls, slots: np.ndarray) -> BatchSlots:
         """``slots`` [T] int, negative for tokens without an adapter."""
         groups, group_of = np.unique(slots, return_inverse=True)
-        segments = []
+        by_slot = []
         for slot in groups[groups >= 0].tolist():
             rows = np.flatnonzero(slots == slot)
             first, last = int(rows[0]), int(rows[-1])
             run = last - first + 1 == len(rows)
-            segments.append(Segment(slot=slot, rows=slice(first, last + 1) if run else torch.from_numpy(rows)))
-        return cls(groups=groups, group_of=group_of, segments=tuple(segments))
+            by_slot.append(SlotTokens(slot=slot, rows=slice(first, last + 1) if run else torch.from_numpy(rows)))
+        return cls(groups=groups, group_of=group_of, by_slot=tuple(by_slot))
 
 
 def add_lora(
@@ -52,14 +52,14 @@ def add_lora(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
     widths: Sequence[int],
-    segments: Sequence[Segment],
+    by_slot: Sequence[SlotTokens],
 ) -> None:
     """``y[:, part] += x A^T B^T`` in place, for every part of a merged projection.
 
     ``y`` [T, sum(widths)], ``x`` [T, in]; ``lora_a`` [S, 1, r, in] and ``lora_b`` [S, 1, width, r] per part.
     """
-    for segment in segments:
-        rows, slot = segment.rows, segment.slot
+    for tokens in by_slot:
+        rows, slot = tokens.rows, tokens.slot
         xs = x[rows]
         at = 0
         for a, b, width in zip(lora_a, lora_b, widths, strict=True):

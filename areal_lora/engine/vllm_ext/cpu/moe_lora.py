@@ -48,7 +48,7 @@ class ExpertAdapters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spans:
+class ExpertRuns:
     """Runs of rows, ascending and apart, each with the expert its rows go to.
 
     ``sizes`` alternates rows between runs and rows of a run, and begins and ends with the former.
@@ -58,7 +58,7 @@ class Spans:
     sizes: Sequence[int]
 
     @classmethod
-    def at(cls, experts: np.ndarray, begins: np.ndarray, ends: np.ndarray, n_rows: int) -> Spans:
+    def at(cls, experts: np.ndarray, begins: np.ndarray, ends: np.ndarray, n_rows: int) -> ExpertRuns:
         bounds = np.stack([begins, ends], axis=1).ravel()
         return cls(experts=experts.tolist(), sizes=np.diff(bounds, prepend=0, append=n_rows).tolist())
 
@@ -70,7 +70,7 @@ class Spans:
 class ExpertProduct(Protocol):
     """``out[run] = x[run] @ W[expert]^T`` for every run; W [E, N, K], ``x`` [P, K], ``out`` [P, N]."""
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, spans: Spans) -> None: ...
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +114,15 @@ class CellRuns:
     """Cells of one adapter slot that are multiplied on their own."""
 
     slot: int
-    spans: Spans
+    expert_runs: ExpertRuns
 
     def add(self, out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """``out[run] += x[run] A^T B^T``; ``a`` [S, E or 1, r, in], ``b`` [S, E or 1, width, r]."""
         a_t, b_t = a[self.slot].transpose(1, 2), b[self.slot].transpose(1, 2)
         shared_a, shared_b = a.shape[1] == 1, b.shape[1] == 1
-        for expert, xs, ys in zip(self.spans.experts, self.spans.of(x), self.spans.of(out), strict=True):
+        for expert, xs, ys in zip(
+            self.expert_runs.experts, self.expert_runs.of(x), self.expert_runs.of(out), strict=True
+        ):
             ys.addmm_(xs @ a_t[0 if shared_a else expert], b_t[0 if shared_b else expert])
 
 
@@ -150,18 +152,18 @@ class CellBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout:
+class CellLayout:
     """Where the pairs of a batch lie among ``rows`` rows: first the padded block, then larger cells."""
 
     source: np.ndarray  # [rows] int64: token of a row; 0 for padding, whose results are never read
     row_of: np.ndarray  # [T, K] int64: row of a pair; any row for experts of another rank
-    spans: Spans
+    expert_runs: ExpertRuns
     cells: Sequence[CellRuns | CellBlock]
 
 
 def lay_out(
     expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray, n_experts: int, costs: CellCosts
-) -> ParallelLayout:
+) -> CellLayout:
     """Arguments as for ``moe_lora``; at least one id is not negative."""
     n_groups, top_k = len(groups), expert_ids.shape[1]
     n_cells = n_experts * n_groups
@@ -198,16 +200,16 @@ def lay_out(
         own = np.flatnonzero(runs[group::n_groups])
         if len(own):
             first, n = begin[group::n_groups][own], runs[group::n_groups][own]
-            cells.append(CellRuns(slot=slot, spans=Spans.at(own, first, first + n, len(source))))
-    return ParallelLayout(
+            cells.append(CellRuns(slot=slot, expert_runs=ExpertRuns.at(own, first, first + n, len(source))))
+    return CellLayout(
         source=source,
         row_of=row_of,
         cells=cells,
-        spans=_expert_spans(begin, np.where(in_block, counts, 0), runs, n_groups, len(source)),
+        expert_runs=_expert_runs(begin, np.where(in_block, counts, 0), runs, n_groups, len(source)),
     )
 
 
-def _expert_spans(begin: np.ndarray, in_block: np.ndarray, runs: np.ndarray, n_groups: int, n_rows: int) -> Spans:
+def _expert_runs(begin: np.ndarray, in_block: np.ndarray, runs: np.ndarray, n_groups: int, n_rows: int) -> ExpertRuns:
     """One run per expert in the block, padding between its cells included, and one among the larger cells."""
     experts, begins, ends = [], [], []
     for n in (in_block, runs):
@@ -218,7 +220,7 @@ def _expert_spans(begin: np.ndarray, in_block: np.ndarray, runs: np.ndarray, n_g
         experts.append(expert[first])
         begins.append(begin[cells[first]])
         ends.append(begin[cells[last]] + n[cells[last]])
-    return Spans.at(np.concatenate(experts), np.concatenate(begins), np.concatenate(ends), n_rows)
+    return ExpertRuns.at(np.concatenate(experts), np.concatenate(begins), np.concatenate(ends), n_rows)
 
 
 def moe_lora(
@@ -243,21 +245,21 @@ def moe_lora(
         out.zero_()
         return
     costs = CellCosts.of(x.dtype, x.shape[1], inter, rank, len(groups))
-    layout = lay_out(expert_ids, groups, group_of, n_experts, costs)
-    block = x.index_select(0, torch.from_numpy(layout.source))  # [rows, H]
+    cell_layout = lay_out(expert_ids, groups, group_of, n_experts, costs)
+    block = x.index_select(0, torch.from_numpy(cell_layout.source))  # [rows, H]
     h = block.new_empty(block.shape[0], 2 * inter)
-    w1(h, block, layout.spans)
+    w1(h, block, cell_layout.expert_runs)
     gate, up = h[:, :inter], h[:, inter:]
-    for cells in layout.cells:
+    for cells in cell_layout.cells:
         cells.add(gate, block, adapters.gate_a, adapters.gate_b)
         cells.add(up, block, adapters.up_a, adapters.up_b)
     a = F.silu(gate).mul_(up)
     y = block  # used up
-    w2(y, a, layout.spans)
-    for cells in layout.cells:
+    w2(y, a, cell_layout.expert_runs)
+    for cells in cell_layout.cells:
         cells.add(y, a, adapters.down_a, adapters.down_b)
     weights = routing.to(y.dtype)
     if expert_ids.min() < 0:
         weights = weights * torch.from_numpy(expert_ids >= 0)
     # A bag is a token: gathers the rows of its pairs and adds them up, weighted, in one pass.
-    out.copy_(F.embedding_bag(torch.from_numpy(layout.row_of), y, per_sample_weights=weights, mode="sum"))
+    out.copy_(F.embedding_bag(torch.from_numpy(cell_layout.row_of), y, per_sample_weights=weights, mode="sum"))

@@ -31,7 +31,16 @@ from areal_lora.engine.vllm_ext.compat.slots import (
     refuse_files,
 )
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
-from areal_lora.engine.vllm_ext.worker_channel import Begin, Command, CommandThread, Done, Join, Ping, Respond, Staged
+from areal_lora.engine.vllm_ext.worker_channel import (
+    Begin,
+    Command,
+    CommandDone,
+    CommandThread,
+    Join,
+    Ping,
+    Respond,
+    Staged,
+)
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes import stacks
 from areal_lora.processes.log import setup_logging
@@ -105,9 +114,9 @@ class _WorkerAdapters:
     def _handle(self, command: Command, respond: Respond) -> None:
         match command:
             case Ping():
-                respond(Done())
+                respond(CommandDone())
             case Join() if self._joining:
-                respond(Done(error="still joining the groups of the request before"))
+                respond(CommandDone(error="still joining the groups of the request before"))
             case Join(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
@@ -154,7 +163,7 @@ class _WorkerAdapters:
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only  # noqa: BLE001
             error = repr(e)
         self._joining = False  # before the answer: the trainer publishes as soon as it has it
-        respond(Done(error=error))
+        respond(CommandDone(error=error))
 
 
 def lower_priority() -> None:

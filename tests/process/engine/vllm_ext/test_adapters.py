@@ -45,7 +45,7 @@ class Worker:
             self._late.append(respond)
             return
         if not isinstance(command, ch.Begin):
-            respond(ch.Done())
+            respond(ch.CommandDone())
             return
         self.begins.append(command)
         self.overlapped |= self.busy > 0
@@ -62,7 +62,7 @@ class Worker:
         """Say what was held back while ``deaf``."""
         self.deaf = False
         for respond in self._late:
-            respond(ch.Done(error="late"))
+            respond(ch.CommandDone(error="late"))
 
 
 def accept(begin: ch.Begin) -> StageResult:

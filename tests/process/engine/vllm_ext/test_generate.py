@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.engine.vllm_ext.generate import Counters
+from areal_lora.engine.vllm_ext.generate import RequestCounters
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
 
 def test_idle_is_the_time_without_a_running_sequence() -> None:
     now = [100.0]
-    counters = Counters(4, clock=lambda: now[0])
+    counters = RequestCounters(4, clock=lambda: now[0])
 
     def after(seconds: float) -> tuple[float, float]:
         now[0] += seconds

@@ -27,7 +27,7 @@ def test_matches_float64_loop(slots: list[int]) -> None:
                 want[t, at : at + width] += b[s, 0].double() @ (a[s, 0].double() @ x[t].double())
             at += width
     untouched = y.clone()
-    add_lora(y, x, lora_a, lora_b, WIDTHS, BatchSlots.of(np.array(slots)).segments)
+    add_lora(y, x, lora_a, lora_b, WIDTHS, BatchSlots.of(np.array(slots)).by_slot)
     torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=1e-5)
     base = np.array(slots) < 0
     assert torch.equal(y[base], untouched[base])
@@ -37,6 +37,6 @@ def test_runs_are_slices_and_scattered_rows_are_numbers() -> None:
     batch = BatchSlots.of(np.array([1, 1, -1, 0, 2, 0]))
     assert batch.groups.tolist() == [-1, 0, 1, 2]
     assert batch.groups[batch.group_of].tolist() == [1, 1, -1, 0, 2, 0]
-    rows = {s.slot: s.rows for s in batch.segments}
+    rows = {s.slot: s.rows for s in batch.by_slot}
     assert rows[1] == slice(0, 2)
     assert rows[0].tolist() == [3, 5]

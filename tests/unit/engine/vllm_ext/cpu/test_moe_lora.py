@@ -15,7 +15,7 @@ from areal_lora.engine.vllm_ext.cpu.moe_lora import (
     CellCosts,
     CellRuns,
     ExpertAdapters,
-    Spans,
+    ExpertRuns,
     block_cap,
     lay_out,
     moe_lora,
@@ -69,8 +69,8 @@ def oracle(x, w1, w2, routing, ids, adapters, slots) -> torch.Tensor:
 class PlainProduct:
     weight: torch.Tensor
 
-    def __call__(self, out: torch.Tensor, x: torch.Tensor, spans: Spans) -> None:
-        for expert, xs, ys in zip(spans.experts, spans.of(x), spans.of(out), strict=True):
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None:
+        for expert, xs, ys in zip(expert_runs.experts, expert_runs.of(x), expert_runs.of(out), strict=True):
             torch.mm(xs, self.weight[expert].t(), out=ys)
 
 
