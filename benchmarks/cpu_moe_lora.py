@@ -1,4 +1,6 @@
-"""Tokens per second of a mixture-of-experts LoRA on one CPU core: ``python benchmarks/cpu_moe_lora.py [--json FILE]``.
+"""Measure tokens per second of a mixture-of-experts LoRA on one CPU core.
+
+Usage: ``python benchmarks/cpu_moe_lora.py [--json FILE]``.
 
 Four vLLM engines serve the same 154 M Qwen3-MoE with random weights and the same rank-16 adapter
 on attention and all experts. They run side by side, idle unless it is their turn; rounds are
@@ -295,7 +297,7 @@ class Engine:
 
 
 def measure(dtype: str, works: tuple[Work, ...], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second, ``[work][variant]``, one figure a round; the first round of each is left out."""
+    """Measure tokens per second, ``[work][variant]``, one figure per round; the first round of each is dropped."""
     with tempfile.TemporaryDirectory() as scratch:
         make_files(Path(scratch), dtype)
         engines = {v: Engine(v, Path(scratch), dtype) for v in VARIANTS}
@@ -317,7 +319,7 @@ def measure(dtype: str, works: tuple[Work, ...], rounds: int) -> dict[str, dict[
 
 
 def check(logprobs: dict[str, list[float]], tolerance: float) -> None:
-    """All variants compute the same thing, or their speeds say nothing."""
+    """Check that all variants compute the same: otherwise their speeds cannot be compared."""
     for variant in VARIANTS[1:]:
         worst = max(abs(a - b) for a, b in zip(logprobs[variant], logprobs["merged"], strict=True))
         print(f"logprobs, {variant} against merged: largest difference {worst:.1e}")

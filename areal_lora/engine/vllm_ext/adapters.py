@@ -1,12 +1,13 @@
-"""The versions a server serves: which slot, who uses them, and how a new one comes in (contracts C2, C3).
+"""Serve adapter versions with vLLM: leases of requests, publishes of new versions (contracts C2, C3).
 
     publish(announcement)  reserve a slot
                            Begin to all workers ------> they receive, write, verify beside generation
                            all have answered <---------
                            al_commit on all workers     the only moment generation waits, < 2 ms
-                           the name can be requested
+                           requests can name the version
 
-Anything wrong before the commit gives the slot back; the versions before keep serving.
+``server.transaction`` decides each step; this module does it. A failure before the commit frees the slot, and
+the previous versions keep serving.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from areal_lora.weight_sync.server.versions import ServedVersions
 log = get_logger(__name__)
 
 BASE = "base"  # the model name of the base without an adapter
-GRACE_S = 10.0  # a worker's own deadline passes first; beyond this it is taken for dead
-PINNED_S = 10.0  # how long a pinned request keeps its version after its end, for the next one of the same evaluation
+GRACE_S = 10.0  # after a worker's own deadline; a worker that is silent for longer counts as dead
+PINNED_S = 10.0  # a version stays this long after a pinned request, for the next request of the same evaluation
 
 
 class Workers(Protocol):
-    """The engine's way to call a method on all its workers (``AsyncLLM``)."""
+    """Call a method on all workers of an engine (``AsyncLLM``)."""
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
@@ -59,7 +60,7 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionLease:
-    """What a request runs on, for as long as it is held. ``name`` is the full name that is really used."""
+    """The version a request runs on while it holds the lease. ``name`` is the full name of that version."""
 
     name: str
     ref: AdapterRef | None
@@ -67,7 +68,7 @@ class VersionLease:
 
 
 class ServedAdapters:
-    """Slots, versions and publishes of one server. Lives on its event loop."""
+    """Serve and publish the versions of one server. Call it from the server's event loop only."""
 
     def __init__(
         self,
@@ -82,17 +83,18 @@ class ServedAdapters:
         self._workers, self._channel = workers, channel
         self._n_workers, self._generating = n_workers, generating
         self._versions = ServedVersions(n_slots, keep=resident - 1)  # the incoming version needs the last slot
-        self._lock = asyncio.Lock()  # publishes, also of different adapters, come one after the other
+        self._lock = asyncio.Lock()  # serializes publishes, also those of different adapters
         self._released = asyncio.Event()
         self.on_active: Callable[[AdapterRef], Awaitable[None]] | None = None
-        """Called when a version can be requested, before its publish is acknowledged."""
+        """Awaited when requests can name a version, before its publish is acknowledged."""
 
     @contextmanager
     def lease(self, model: str, *, pinned: bool = False, or_newer: bool = False) -> Iterator[VersionLease]:
-        """Hold the version that ``model`` names; ``or_newer``: the newest of its adapter, if that is no older one.
+        """Hold the version that ``model`` names; with ``or_newer`` the newest of its adapter, if not older.
 
-        ``pinned`` keeps it for ``PINNED_S`` after that, unless a publish finds no other slot or another version of
-        the adapter is asked for so: there is room for one. Raises UnknownVersionError, never falls back to the base.
+        ``pinned`` keeps the version for ``PINNED_S`` after the lease, unless a publish finds no other slot or a
+        pinned request names another version of the adapter: there is a slot for one pin. Raises
+        UnknownVersionError and never falls back to the base.
         """
         if model == BASE:
             yield VersionLease(name=BASE, ref=None, lora=None)
@@ -111,13 +113,13 @@ class ServedAdapters:
         return self._versions.slots.active()
 
     async def ping(self) -> None:
-        """Raises PublishError if a worker's background thread does not answer."""
+        """Ask every worker's background thread for a sign. Raises PublishError if one does not answer."""
         await self._channel.ask(Ping(), CommandDone, PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
-        """Make all workers members of the trainer's groups. Raises PublishError.
+        """Have all workers join the trainer's groups. Raises PublishError.
 
-        Its time counts from ``came`` (time.monotonic), when the request reached this server; now if that is None.
+        The request's timeout counts from ``came`` (time.monotonic), its arrival at this server; None means now.
         """
         if len(request.ranks) != self._n_workers:
             raise PublishError(f"{len(request.ranks)} ranks for {self._n_workers} workers")
@@ -130,10 +132,10 @@ class ServedAdapters:
             raise PublishError("; ".join(errors))
 
     async def publish(self, body: bytes, came: float | None = None) -> PublishReply:
-        """The whole transaction. Raises ManifestError (refused, nothing changed) or PublishError.
+        """Stage, commit and activate a version. Raises ManifestError (refused, nothing changed) or PublishError.
 
-        The newest version again is acknowledged again: the trainer may not have heard the first time.
-        The announcement's time counts from ``came``, like that of ``join``; what is not staged by then is dropped.
+        Repeating the newest version is idempotent: the trainer may have missed the first acknowledgement.
+        The announcement's timeout counts from ``came``, like that of ``join``; a later version is dropped.
         """
         announced = decode(body)
         ref, deadline = announced.manifest.ref, _deadline(announced.timeout_s, came)
@@ -157,17 +159,14 @@ class ServedAdapters:
 
     @asynccontextmanager
     async def _turn(self, what: str, deadline: float) -> AsyncIterator[None]:
-        """Wait for the request before. Raises PublishError at the deadline: whoever asked has given up by then.
-
-        What was given up must not be done late. The next one would wait for it, until it is given up, too.
-        """
+        """Wait for the previous publish or join. Raises PublishError at the deadline (``late_turn``)."""
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._lock.acquire()
         except TimeoutError:
             raise late_turn(what) from None
         try:
-            check_turn(what, deadline, time.monotonic())  # a free lock is taken without a look at the time
+            check_turn(what, deadline, time.monotonic())  # asyncio takes a free lock without checking the timeout
             yield
         finally:
             self._lock.release()
@@ -178,7 +177,7 @@ class ServedAdapters:
             await self._forget([self._versions.retire(ref, time.monotonic())])
 
     async def _reserve(self, publish: PublishTransaction) -> int | None:
-        """A slot, waiting for running requests if necessary; None: the workers must drain the bytes."""
+        """Reserve a slot, waiting for running requests if necessary; None: the workers must drain the bytes."""
         while True:
             self._released.clear()
             match publish.next_step(time.monotonic()):
@@ -189,13 +188,13 @@ class ServedAdapters:
                 case Retire(residents=residents):
                     await self._forget(residents)
                 case EndedPin(ref=ref, refusal=refusal):
-                    log.warning("%s; %s is given up although it is pinned", refusal, ref)
+                    log.warning("%s; the pin on %s ends early", refusal, ref)
                 case Wait(timeout_s=timeout_s):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._released.wait(), timeout_s)
 
     async def _stage(self, body: bytes, ref: AdapterRef, slot: int | None, deadline: float) -> list[StageResult]:
-        """Every worker's result."""
+        """Stage on all workers and return their results."""
         begin = Begin(
             announcement=body,
             ref=str(ref),
@@ -208,7 +207,7 @@ class ServedAdapters:
         return [a.result for a in answers]
 
     async def _commit(self, commit: Commit) -> float:
-        """Activate on all workers, and make room for the next version between the same two steps; seconds taken."""
+        """Activate on all workers and retire old versions between two model steps; return the seconds taken."""
         _log_retired(commit.retired)
         try:
             stalls: list[float] = await self._call("al_commit", commit.lora_id, commit.slot, commit.retired_ids)
@@ -222,10 +221,10 @@ class ServedAdapters:
         await self._call("al_retire", [r.lora_id for r in retired])
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        """A method of the worker extension, between two model steps."""
+        """Call a method of the worker extension, between two model steps."""
         try:
             return await self._workers.collective_rpc(method, args=args)
-        except Exception as e:  # fault boundary: vLLM raises what a worker raised, or that the engine has died
+        except Exception as e:  # fault boundary: vLLM raises a worker's error, or reports that the engine has died
             raise PublishError(f"{method} failed in the engine: {e!r}; see the server's log") from e
 
 
@@ -235,5 +234,5 @@ def _log_retired(retired: list[Resident]) -> None:
 
 
 def _deadline(timeout_s: float, came: float | None) -> float:
-    """When whoever sent a request waits no longer, as this machine counts (time.monotonic)."""
+    """Return the time at which the sender of a request stops waiting (time.monotonic)."""
     return (time.monotonic() if came is None else came) + timeout_s

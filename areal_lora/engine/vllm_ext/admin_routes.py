@@ -1,6 +1,6 @@
-"""Admin plane of a rollout server: msgpack over HTTPS on a port of its own, its key required.
+"""Serve the admin plane of a rollout server: msgpack over HTTPS on its own port, with its key.
 
-What a trainer uses is in ``weight_sync.messages``. Beside that:
+``weight_sync.messages`` lists the trainer's routes. Two more:
 
 =======  ====================  ==================  ==========================================
 method   path                  request body        answer
@@ -70,7 +70,7 @@ def _failure(status: int, reason: object) -> Response:
 
 
 class AdminPlane:
-    """The routes. ``info`` is filled by the server; ``stop`` ends it."""
+    """The routes of the admin plane. ``stop`` ends the server."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class AdminPlane:
         return _answer(await self._adapters.publish(await request.body(), came))
 
     async def score(self, request: Request) -> Response:
-        """Not cached, not sampled: the log-probabilities of given tokens, for the probe (contract C6)."""
+        """Return the log-probabilities of given tokens, without cache or sampling, for the probe (contract C6)."""
         want = decode_message(await request.body(), ScoreRequest)
         with self._adapters.lease(want.model if want.model is not None else BASE) as lease:
             scores = (self._generator.score(ids, lease, want.temperature) for ids in want.token_ids)
@@ -141,7 +141,7 @@ class AdminPlane:
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Errors with a meaning as status codes; anything else is a 500 with a traceback in the log."""
+    """Turn known errors into status codes; any other error is a 500 with a traceback in the log."""
 
     async def handle(request: Request) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""Builds the parts of a server from the configuration: engine, adapters, the two apps."""
+"""Build the parts of a server from the configuration: engine, adapters, the two apps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Parts:
     shm_prefix: str
 
     def close(self, timeout_s: float) -> None:
-        """End the engine's processes within about ``timeout_s`` and remove the shared memory they shared."""
+        """End the engine's processes within about ``timeout_s`` and remove their shared memory."""
         self.channel.close()
         self.engine.shutdown(timeout_s)
         for file in Path("/dev/shm").glob(f"{self.shm_prefix}*") if self.shm_prefix else ():
@@ -54,7 +54,7 @@ class Parts:
 
 
 def engine_args(config: Config) -> AsyncEngineArgs:
-    """Pure. Raises ConfigError for a rank or target that vLLM cannot hold."""
+    """Derive vLLM's arguments; pure. Raises ConfigError for a rank or target that vLLM cannot hold."""
     rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
     targets = sorted({t for a in config.adapters for t in a.target_modules})
     unknown = [t for t in targets if not vllm_modules([t])]
@@ -71,13 +71,13 @@ def engine_args(config: Config) -> AsyncEngineArgs:
     if on_cpu:
         # vLLM's default of 128 hides short prompts from the prefix cache; its CPU attention needs multiples of 32.
         extra["block_size"] = 32
-        # A prompt cut in two would rewind the request's random generator, which CPU generators cannot: vLLM dies.
+        # A prompt in two chunks would rewind the request's random generator, which fails on a CPU and ends vLLM.
         extra["enable_chunked_prefill"] = False
         if rollout.kv_cache_gib is not None:
             extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         if rollout.tp == 1:
-            extra["distributed_executor_backend"] = UniProcExecutor  # one process and its wake-ups less
-    # What was cut goes on before what came later.
+            extra["distributed_executor_backend"] = UniProcExecutor  # saves one process and its wake-ups
+    # A sequence that was cut continues before later requests start.
     extra["scheduling_policy"] = "priority" if rollout.in_flight == "interrupt" else "fcfs"
     # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
     max_loras = n_slots(config) + on_cpu
@@ -106,7 +106,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
 
 
 def n_slots(config: Config) -> int:
-    """Of each adapter the resident versions and one that an evaluation may keep beyond them."""
+    """Count the slots: per adapter the resident versions, and one more that an evaluation may keep."""
     return (config.rollout.resident_versions + 1) * len(config.adapters)
 
 
@@ -115,7 +115,7 @@ def max_num_seqs(config: Config) -> int:
 
 
 async def assemble(config: Config, run_folder: RunFolder, index: int, secret: str, stop: Callable[[], None]) -> Parts:
-    """Start the engine and connect everything; ready to serve when it returns."""
+    """Start the engine and connect all parts; the server can serve when this returns."""
     digest = base_digest(config.model.folder)
     engine = AsyncLLM.from_engine_args(engine_args(config))
     channel = WorkerChannel(secret)

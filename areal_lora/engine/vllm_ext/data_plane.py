@@ -1,9 +1,9 @@
-"""Data plane of a rollout server: the OpenAI subset that agents and the controller use.
+"""Serve the data plane of a rollout server: the OpenAI subset that agents and the controller use.
 
 ``POST /v1/completions``, ``POST /v1/chat/completions``, ``GET /v1/models``, ``GET /health``,
 ``GET /metrics``. ``model`` is an adapter version ``name@vN``, an adapter ``name`` (its newest
-version; the answer says which) or ``base``; anything else is a 404. A request keeps its
-version resident until it ends; a client that goes away ends its request.
+version; the answer names it) or ``base``; any other name is a 404. A request keeps its
+version resident until it ends; a client that disconnects ends its request.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from areal_lora.errors import UnknownVersionError
 
 Body = CompletionBody | ChatBody
 JSON = "application/json"
-DEFAULT_MAX_TOKENS = 16  # what OpenAI's API uses where a request says nothing
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 _encode = msgspec.json.Encoder().encode
 
 
 class DataPlane:
-    """The routes. ``render`` turns answers into bodies; the engine is reached through ``generator``."""
+    """The routes of the data plane."""
 
     def __init__(
         self, adapters: ServedAdapters, generator: Generator, tokenizer: PreTrainedTokenizerBase, sampler: Sampler
@@ -126,7 +126,7 @@ class DataPlane:
     def _choice(
         self, body: Body, prompt: list[int], part: SampledPart, text: str | None, index: int
     ) -> CompletionChoice:
-        """``text`` is None where nobody has looked at it yet."""
+        """Make one choice; with ``text`` None it is decoded here."""
         ids = part.token_ids
         if text is None:
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -211,7 +211,7 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         logprobs=body.wants_logprobs,
         ignore_eos=body.ignore_eos,
         prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,
-        # Text is made once at the end, not token by token, unless something looks at it.
+        # Text is decoded once at the end, not token by token, unless there are stop strings to find.
         detokenize=bool(body.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -223,9 +223,9 @@ def _chosen(part: SampledPart) -> list[float]:
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Run ``work``, but cancel it (and so abort in the engine) when the client goes away."""
+    """Run ``work``; cancel it, and abort its request in the engine, when the client disconnects."""
     task = asyncio.create_task(work)
-    gone = asyncio.ensure_future(request.receive())  # the body was read: what comes next is the disconnect
+    gone = asyncio.ensure_future(request.receive())  # after the body the next message is the disconnect
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -239,7 +239,7 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Respo
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Errors with a meaning as OpenAI error bodies."""
+    """Turn known errors into OpenAI error bodies."""
 
     async def handle(request: Request) -> Response:
         try:

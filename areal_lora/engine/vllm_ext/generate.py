@@ -1,4 +1,4 @@
-"""Between the HTTP planes and the engine: sampling, scoring, and what a request leaves behind.
+"""Run prompts on the engine: sampling, scoring, cutting and counting.
 
 Log-probabilities are those that the trainer computes: log softmax(logits / temperature), before top-p and top-k
 (`compat.engine.own_logprobs`); of a greedy request, of the plain logits.
@@ -25,18 +25,18 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats
 
 CUT = "abort"  # vLLM's finish reason of a request that was ended from outside
-FOLLOW_S = 0.25  # for a sequence that was cut to ask for the rest; a reader of a stream may be slow
+FOLLOW_S = 0.25  # until a sequence that was cut requests its rest; the reader of a stream may be slow
 
 log = get_logger(__name__)
 
 
 class BadRequest(ValueError):
-    """The request can never be served as it is: status 400."""
+    """The request is invalid and would fail again: status 400."""
 
 
 @dataclass(slots=True)
 class RequestCounters:
-    """What ``/metrics`` and ``/admin/info`` show, counted here: vLLM's own statistics cost time at every step."""
+    """Count for ``/metrics`` and ``/admin/info``; vLLM's own statistics cost time at every step."""
 
     max_num_seqs: int
     clock: Callable[[], float] = time.monotonic
@@ -82,11 +82,11 @@ class RequestCounters:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """One request to the engine. ``enough``: whoever reads its outputs stopped because the answer is complete.
+    """One request to the engine. ``enough``: the answer is complete and the reader has stopped.
 
-    ``arrived_s`` (``time.time``) is its place in the queue where the engine orders it by that. ``follows`` is the
-    request that was cut and goes on with this one. ``place_free`` is set when nobody will ask for the rest any more,
-    or somebody has.
+    ``arrived_s`` (``time.time``) orders the engine's queue under the priority policy. ``follows`` is the request
+    that was cut and that this one continues. ``place_free`` is set when the continuation is in the engine's queue,
+    or when no continuation will come.
     """
 
     request_id: str
@@ -100,7 +100,7 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class Generator:
-    """Runs single prompts on the engine."""
+    """Run single prompts on the engine."""
 
     engine: AsyncLLM
     max_model_len: int
@@ -122,7 +122,7 @@ class Generator:
     async def stream(
         self, token_ids: list[int], params: SamplingParams, lease: VersionLease, request: EngineRequest | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """All outputs of one prompt. Closing the iterator aborts the request in the engine."""
+        """Yield all outputs of one prompt. Closing the iterator aborts the request in the engine."""
         counters, n, request = self.counters, params.n, request or self.new_request(lease)
         counters.begin(n)
         queue, finished = None, False
@@ -169,7 +169,7 @@ class Generator:
     async def cut(self, requests: Sequence[EngineRequest]) -> None:
         """End requests now; each gets a last output with finish reason ``CUT`` and the tokens so far.
 
-        The engine frees their places after the rest of each was asked for: else what waits would take them.
+        The engine frees their places only after the continuations are queued: else waiting requests would take them.
         """
         for request in requests:
             request.cut = True
@@ -179,12 +179,12 @@ class Generator:
                 for request in requests:
                     await request.place_free.wait()
         except TimeoutError:
-            log.warning("%d sequences that were cut did not go on within %g s", len(requests), FOLLOW_S)
+            log.warning("%d sequences that were cut did not continue within %g s", len(requests), FOLLOW_S)
         finally:
             await self.engine.engine_core.abort_requests_async(ended)
 
     async def final(self, token_ids: list[int], params: SamplingParams, lease: VersionLease) -> RequestOutput:
-        """The finished output of one prompt; ``params.output_kind`` must be FINAL_ONLY."""
+        """Return the finished output of one prompt; ``params.output_kind`` must be FINAL_ONLY."""
         async with aclosing(self.stream(token_ids, params, lease)) as outputs:
             async for output in outputs:
                 if output.finished:
@@ -192,7 +192,7 @@ class Generator:
         raise RuntimeError(f"the engine ended a request on {lease.name} without an output")
 
     async def score(self, token_ids: list[int], lease: VersionLease, temperature: float = 1.0) -> list[float]:
-        """Log-probability of every token given those before it, at ``temperature``; entry 0 is 0.0. [T]"""
+        """Return the log-probability of every token given those before it, at ``temperature``; entry 0 is 0.0. [T]"""
         self.check_prompt(token_ids, 1)
         if not temperature > 0:
             raise BadRequest(f"temperature {temperature:g} is not above 0")

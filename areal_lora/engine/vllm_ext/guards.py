@@ -1,4 +1,4 @@
-"""What a request to a rollout server passes before a route sees it: the plane's key, then the limit of its body."""
+"""Check a request to a rollout server before its route: the plane's key, then the length of the body."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_DATA_BODY_BYTES = 64 << 20  # 32 prompts of an evaluation with 250,000 token
 
 
 def guarded(data_app: ASGIApp, bind: str, secret: str) -> ASGIApp:
-    """The data plane as it may be served at ``bind``: open to this machine's users, to others with its key."""
+    """Guard the data plane for ``bind``: on loopback without a key, elsewhere with the key of the plane."""
     limited = BodyLimit(data_app, MAX_DATA_BODY_BYTES)
     return limited if on_loopback(bind) else BearerAuth(limited, secret, Plane.DATA)
 
 
 class BearerAuth:
-    """Answers 401 to any request without the key of ``plane``, before anything else looks at it."""
+    """Answer 401 to any request without the key of ``plane``, before any other processing."""
 
     def __init__(self, app: ASGIApp, secret: str, plane: Plane) -> None:
         self._app, self._secret, self._plane = app, secret, plane
@@ -32,7 +32,7 @@ class BearerAuth:
 
 
 class BodyLimit:
-    """Answers 413 to a body of more than ``max_bytes``; what is announced as longer is not read at all."""
+    """Answer 413 to a body of more than ``max_bytes``; a body with a longer Content-Length is not read."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -67,5 +67,5 @@ def _header(scope: Scope, name: bytes) -> str:
 
 
 def _refuse(status: int, reason: str) -> Response:
-    # The rest of a body that was not read must not be taken for the next request.
+    # The unread rest of a body must not be parsed as the next request.
     return Response(reason, status_code=status, headers={"Connection": "close"}, media_type="text/plain")

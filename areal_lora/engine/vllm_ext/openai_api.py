@@ -1,10 +1,10 @@
-"""Request and answer bodies of the data plane: the used subset of OpenAI's API, and what is ours.
+"""Define request and answer bodies of the data plane: a subset of OpenAI's API, and extensions.
 
-Ours: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
+Extensions: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
 version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``.
-``pin_version``: the whole answer is of the version that ``model`` names, under any in-flight policy,
-and the version stays for ``adapters.PINNED_S`` after it, so that another request can follow (evaluation).
-Unknown fields are refused: a setting that is silently ignored changes the policy.
+``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
+and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.
+Unknown fields are refused: ignoring a setting silently would change the policy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One answer, or one piece of it in a stream."""
+    """One answer, or one part of it in a stream."""
 
     index: int
     finish_reason: str | None
@@ -90,7 +90,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """``model`` is the version really used."""
+    """An answer body. ``model`` is the version of the newest token."""
 
     id: str
     object: str

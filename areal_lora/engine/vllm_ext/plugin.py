@@ -1,7 +1,7 @@
-"""vLLM plugin (entry point ``vllm.general_plugins``), loaded in every vLLM process.
+"""Install the CPU kernels in every vLLM process (entry point ``vllm.general_plugins``).
 
-On CPUs it makes LoRA on MoE experts possible and LoRA on linear layers fast and right; on
-other platforms it changes nothing.
+On CPUs vLLM then supports LoRA on MoE experts, and its LoRA on linear layers is fast and correct. On
+other platforms the plugin changes nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Called by vLLM, several times per process. Safe to repeat."""
+    """Register the plugin. vLLM calls this several times per process; it is idempotent."""
     from vllm.platforms import current_platform
 
     if os.environ.get(SERVER_PID, str(os.getpid())) != str(os.getpid()):
-        die_with_parent(signal.SIGKILL)  # engine and workers do not notice a killed server by themselves
+        die_with_parent(signal.SIGKILL)  # engine and workers do not notice that the server was killed
 
     if current_platform.is_cpu():
         from areal_lora.engine.vllm_ext.compat.cpu_kernels import install_cpu_lora
@@ -28,5 +28,5 @@ def register() -> None:
 
 
 def die_with_parent(sig: signal.Signals) -> None:
-    """Have the kernel send ``sig`` to this process when its parent dies, however that happens (Linux)."""
+    """Have the kernel send ``sig`` to this process when its parent ends in any way (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig)

@@ -1,13 +1,13 @@
-"""From requests to sampled sequences under the run's in-flight policy (contract C2).
+"""Sample sequences under the run's in-flight policy (contract C2).
 
 ``finish``: a request runs on one version from beginning to end. ``interrupt``: when a newer version of its adapter
-becomes active, every sequence is cut and goes on with it::
+becomes active, the server cuts every sequence and continues it on that version::
 
     prompt ------ v3: t0 .. t41 | prompt t0 .. t41 ------ v4: t42 .. t90 | ... ------> one answer, versions per token
 
-The continuation is a new request of the engine, in the place of the first one: the tokens so far are read again
-under the new version, the limit is what was left of it, and its random numbers come from (seed, tokens so far).
-Requests that are pinned, that score their prompt or that ask for the base are not cut.
+The continuation is a new request of the engine, in the place of the first one: the engine reads the tokens so far
+again under the new version, the limit is the remaining one, and random numbers come from (seed, tokens so far).
+Requests that are pinned, that score their prompt or that name the base are not cut.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class SampledPart:
     """A sampled sequence, or the next part of one. Per-token lists have one entry per token id.
 
-    ``logprobs[t]`` maps token ids to log-probabilities, with the sampled one among them; empty if none were asked.
-    ``ref`` is the version of the last token (None: the base). ``text`` is made only for streams and stop strings.
+    ``logprobs[t]`` maps token ids to log-probabilities, including the sampled token; empty unless requested.
+    ``ref`` is the version of the last token (None: the base). ``text`` is set only for streams and stop strings.
     """
 
     index: int
@@ -56,13 +56,13 @@ class SampledPart:
         self.logprobs += [{token: p.logprob for token, p in row.items()} for row in sample.logprobs or ()]
 
     def keep(self, n: int) -> None:
-        """Forget all but the first ``n`` tokens."""
+        """Drop all but the first ``n`` tokens."""
         for values in (self.token_ids, self.versions, self.logprobs):
             del values[n:]
 
 
 class Sampler:
-    """Runs the data plane's requests. ``decode`` turns token ids into text."""
+    """Run the data plane's requests. ``decode`` turns token ids into text."""
 
     def __init__(
         self, generator: Generator, adapters: ServedAdapters, decode: Callable[[list[int]], str], *, interrupt: bool
@@ -75,7 +75,7 @@ class Sampler:
     async def complete(
         self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool
     ) -> list[SampledPart]:
-        """``params.n`` answers to every prompt, in order. Raises UnknownVersionError."""
+        """Return ``params.n`` answers to every prompt, in order. Raises UnknownVersionError."""
         self._count(prompts)
         if self._cuttable(params, model, pinned):
             self.check(model, pinned)
@@ -88,7 +88,7 @@ class Sampler:
     async def stream(
         self, ids: list[int], params: SamplingParams, model: str, pinned: bool
     ) -> AsyncGenerator[SampledPart, None]:
-        """The parts of ``params.n`` answers as they come. Close it. Raises UnknownVersionError."""
+        """Yield the parts of ``params.n`` answers as they arrive. Close it. Raises UnknownVersionError."""
         self._count([ids])
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, True
         if self._cuttable(params, model, pinned):
@@ -104,7 +104,7 @@ class Sampler:
                         yield _part(output, sample, lease)
 
     def check(self, model: str, pinned: bool) -> None:
-        """Raises UnknownVersionError if a request for ``model`` would."""
+        """Raise UnknownVersionError if a request for ``model`` would."""
         with self._adapters.lease(model, or_newer=self._interrupt and not pinned):
             pass
 
@@ -122,12 +122,12 @@ class Sampler:
     # ------------------------------------------------------------ interrupt
 
     async def _cut(self, ref: AdapterRef) -> None:
-        """``ref`` is active: end what runs on older versions of its adapter, ``_sequence`` goes on from there."""
+        """Cut all sequences on versions of the adapter older than ``ref``; ``_sequence`` continues them."""
         older = [t for t in self._running if t.ref is not None and t.ref.name == ref.name and t.ref < ref]
         await self._generator.cut(older)
 
     async def _whole(self, ids: list[int], params: SamplingParams, index: int, model: str) -> SampledPart:
-        """One answer. Where no stop string must be looked for, the engine speaks only at the end of each part."""
+        """Return one answer. Without stop strings the engine reports only the end of each part."""
         whole = SampledPart(index=index, ref=None)
         async with aclosing(self._sequence(ids, params, index, model)) as parts:
             async for part in parts:
@@ -141,7 +141,7 @@ class Sampler:
     async def _sequence(
         self, ids: list[int], params: SamplingParams, index: int, model: str
     ) -> AsyncGenerator[SampledPart, None]:
-        """One answer across versions. The last part, and only that, has a finish reason."""
+        """Yield the parts of one answer across versions. Only the last part has a finish reason."""
         done: list[int] = []
         text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
         name, arrived_s = model, time.time()
@@ -175,7 +175,7 @@ class Sampler:
 
 
 def continued(params: SamplingParams, n: int) -> SamplingParams:
-    """``params`` for the rest of a sequence of which ``n`` tokens are there; text is looked after here."""
+    """Make ``params`` for the rest of a sequence after ``n`` tokens; this module makes the text, not the engine."""
     rest = params.clone()
     rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
     if params.max_tokens is not None:
@@ -188,12 +188,12 @@ def continued(params: SamplingParams, n: int) -> SamplingParams:
 
 
 def continuation_seed(seed: int, n: int) -> int:
-    """Seed after ``n`` tokens of a sequence that began with ``seed``: its first random numbers were used already."""
+    """Derive the seed after ``n`` tokens of a sequence that began with ``seed``: a seed's numbers are used once."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{n}".encode(), digest_size=8).digest()) >> 1
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:
-    """The ``index``-th of ``n`` answers alone, with the seed that vLLM would give it."""
+    """Make ``params`` for the ``index``-th of ``n`` answers alone, with the seed that vLLM would give it."""
     one = params.clone()
     one.n = 1
     if params.seed is not None:
@@ -202,7 +202,7 @@ def _nth(params: SamplingParams, index: int) -> SamplingParams:
 
 
 def _spell(part: SampledPart, text: AnswerText) -> None:
-    """Fill in the text of ``part``, which ends at a stop string."""
+    """Set the text of ``part`` and end it at a stop string."""
     for i, token in enumerate(part.token_ids):
         if text.add(token):
             part.keep(i + 1)
@@ -226,7 +226,7 @@ def _part(
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Everyone's result; the first error ends the others."""
+    """Return all results; the first error cancels the other coroutines."""
     if len(work) == 1:
         return [await work[0]]
     try:
@@ -238,7 +238,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What several generators give, as it comes; closing it closes them."""
+    """Yield the items of several generators as they arrive; closing it closes them."""
     queue: asyncio.Queue[T | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:

@@ -6,9 +6,10 @@ One process with vLLM's engine (a child process) behind two HTTP apps on ports o
     trainer            --> admin plane (TLS, key)    --> ServedAdapters -->   RPC   ==> worker extension
                                                               `------ commands (zmq) ------^
 
-Ports are bound first, so a taken port is an early error; they are published when requests can
-be served. SIGTERM, SIGINT or the parent's death end it and its children with code 0. So does
-``/admin/shutdown``, with ``RESTART_EXIT``: the trainer cannot use what it holds, the launcher starts it again.
+The server binds its ports first, so a port in use is an early error, and publishes them when it can serve
+requests. SIGTERM, SIGINT or the end of the parent end the server and its children with code 0.
+``/admin/shutdown`` ends them with ``RESTART_EXIT``: the trainer cannot use what the server holds, and the
+launcher restarts it.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ log = get_logger("areal_lora.engine.vllm_ext.server")  # __name__ is __main__ he
 
 ROLE = "server"
 WATCH_S = 0.5
-ENGINE_EVERY_S = 10.0  # between two questions to the engine that are answered between steps of the model
+ENGINE_EVERY_S = 10.0  # between two RPCs to the engine, which it answers between model steps
 WORKERS_S = 5.0
-"""Each worker's command thread answers a ping at once, whatever the model does: without an answer for so long, or with
-an engine process that was stopped (SIGSTOP), the server does not beat."""
+"""Longest silence of a worker's command thread, which answers a ping at once whatever the model does. Beyond it, or
+with an engine process that was stopped (SIGSTOP), the server's heart does not beat."""
 ENGINE, WORKERS = "engine", "workers"
-CLOSE_S = 2  # uvicorn: whole seconds that running requests get at a stop
-ENGINE_STOP_S = 1.5  # then it is killed: it holds nothing that must be saved
+CLOSE_S = 2  # for running requests at a stop; uvicorn takes whole seconds
+ENGINE_STOP_S = 1.5  # then the engine is killed: it holds nothing that must be saved
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Listening data-plane and admin sockets. Raises ConfigError if the port is taken."""
+    """Open listening sockets for the data plane and the admin plane. Raises ConfigError if a port is in use."""
     data_port = config.rollout.port + index if config.rollout.port else 0
     with contextlib.ExitStack() as stack:
         sockets = []
@@ -107,7 +108,7 @@ def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socke
 
 
 def server_tls(host: str, run_folder: RunFolder, secret: str) -> dict[str, ssl.SSLContext]:
-    """TLS of the planes that speak it: the admin plane, and the data plane where other machines can reach ``host``."""
+    """Make TLS contexts: for the admin plane, and for the data plane unless ``host`` is on loopback."""
     planes = [Plane.ADMIN] if on_loopback(host) else [Plane.ADMIN, Plane.DATA]
     if Plane.DATA in planes:
         write_client_files(run_folder.ca, run_folder.data_key, secret)
@@ -115,7 +116,7 @@ def server_tls(host: str, run_folder: RunFolder, secret: str) -> dict[str, ssl.S
 
 
 def set_environment(config: Config) -> None:
-    """What vLLM reads once, when it is imported."""
+    """Set the variables that vLLM reads once, at import."""
     env = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -140,14 +141,14 @@ def set_environment(config: Config) -> None:
 
 
 async def serve(config: Config, run_folder: RunFolder, index: int, sockets: tuple[socket.socket, socket.socket]) -> int:
-    """Run until told to stop. Raises ProcessFailed if the engine ends by itself."""
+    """Serve until a stop is requested; return the exit code. Raises ProcessFailed if the engine ends unasked."""
     from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
 
     stop = Stop()
     set_status(run_folder, ROLE, index, "loading the model")
     secret = read_secret(run_folder)
     parts = await assemble(config, run_folder, index, secret, stop.restart)
-    # Not before: nothing has to be saved while the model is loaded, and the event loop would be deaf all that time.
+    # Not before: loading the model blocks the event loop, and nothing needs saving until then.
     stop.on_signals()
     try:
         host = own_place(config.cluster, run_folder).address
@@ -182,7 +183,7 @@ async def serve(config: Config, run_folder: RunFolder, index: int, sockets: tupl
 
 
 class Stop:
-    """Why and with which code the server ends. To be made in its event loop."""
+    """A requested stop and its exit code. Create it in the server's event loop."""
 
     def __init__(self) -> None:
         self.event, self.code = asyncio.Event(), 0
@@ -192,13 +193,13 @@ class Stop:
             asyncio.get_running_loop().add_signal_handler(sig, self.event.set)
 
     def restart(self) -> None:
-        """End so that the launcher starts a new server in place of this one."""
+        """End the server so that the launcher starts a new one in its place."""
         self.code = RESTART_EXIT
         self.event.set()
 
 
 def heart_limits(config: Config) -> dict[str, float]:
-    """A step of the model may take long, so the engine's limit is the long one; a ping has no such excuse."""
+    """Return the longest silence per sign. A model step may take long; a ping may not."""
     return {EVENT_LOOP: config.run.stall_s, ENGINE: config.run.stall_s, WORKERS: WORKERS_S}
 
 
@@ -218,11 +219,11 @@ async def tick(heart: Heart) -> None:
 
 
 async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:
-    """The engine has come to the end of a step."""
+    """Report progress whenever the engine ends a step."""
     while not parts.engine.errored:
         try:
             await parts.engine.collective_rpc("al_alive")
-        except Exception:  # fault boundary: an engine that has ended is reported by who waits for that
+        except Exception:  # fault boundary: ``serve`` reports an engine that has ended
             if parts.engine.errored:
                 return
             raise
@@ -231,7 +232,7 @@ async def _engine_ticks(parts: Parts, heart: Heart, every_s: float) -> None:
 
 
 async def _worker_pings(adapters: ServedAdapters, heart: Heart, engine: Sequence[psutil.Process]) -> None:
-    """All workers answer beside their model's steps, and no process of the engine was stopped."""
+    """Report progress while all workers answer pings and no process of the engine is stopped."""
     while True:
         with contextlib.suppress(PublishError):
             await adapters.ping()
@@ -241,7 +242,7 @@ async def _worker_pings(adapters: ServedAdapters, heart: Heart, engine: Sequence
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Whether it was sent SIGSTOP, or a debugger holds it. One that has ended is for others to see."""
+    """Whether ``process`` got SIGSTOP or is held by a debugger; False for a process that has ended."""
     try:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
@@ -272,7 +273,7 @@ class HttpServer(uvicorn.Server):
         await super().serve([self._sock])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """An idle TLS connection would be closed only when its client closes it, too: it is cut off."""
+        """Abort idle TLS connections: otherwise each would wait for its client to close it, too."""
         for connection in list(self.server_state.connections):
             connection.shutdown()
             transport = connection.transport
@@ -285,4 +286,4 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # everything is closed; taking torch and vLLM apart takes seconds of the stop's grace
+    os._exit(code)  # all is closed; the teardown of torch and vLLM would take seconds

@@ -1,13 +1,13 @@
 """A rollout server without vLLM: ``python -m areal_lora.engine.vllm_ext.stand_in --run-folder DIR --index N``.
 
-For tests of what stands around a server. It starts in a few seconds, finds its run folder, publishes its ports
-and ends like the real one, receives versions over real groups (``MemoryServer``) and has the
-same fault points. Answers are a pure function of prompt, seed and version; about a third of them solve the word
-problem they were asked. Their log-probabilities and those of the probe are made up: a run with it needs
-``weight_sync.probe_tolerance`` and ``behaviour_cap`` out of the way.
+For tests of launcher, trainer and controller. The stand-in starts in a few seconds, uses the run folder, publishes
+its ports and ends like the real server, receives versions over real groups (``MemoryServer``) and has the same
+fault points. Answers are a pure function of prompt, seed and version; about a third of them solve the word problem
+of the prompt. Log-probabilities of answers and of the probe are invented: a run with the stand-in needs a large
+``weight_sync.probe_tolerance`` and ``behaviour_cap``.
 
-``AREAL_LORA_STAND_IN_TOKEN_S`` is the time a token takes, none by default. ``interpreter`` writes what
-``rollout.python`` can name to have a launcher start this in place of the real server.
+``AREAL_LORA_STAND_IN_TOKEN_S`` is the time per token, 0 by default. ``interpreter`` writes an executable for
+``rollout.python``, so that a launcher starts the stand-in in place of the real server.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(config: Config, run_folder: RunFolder, index: int) -> int:
-    """Run until told to stop; the exit code."""
+    """Serve until a stop is requested; return the exit code."""
     stop, loop = Stop(), asyncio.get_running_loop()
     stop.on_signals()
     modules, secret = base_modules(Path(config.model.folder)), read_secret(run_folder)
@@ -126,7 +126,7 @@ async def serve(config: Config, run_folder: RunFolder, index: int) -> int:
 
 
 class StandInDataPlane:
-    """``POST /v1/completions`` with the bodies of the real server."""
+    """Answer ``POST /v1/completions`` with the bodies of the real server."""
 
     def __init__(self, config: Config, server: MemoryServer) -> None:
         self._server, self._interrupt = server, config.rollout.in_flight == "interrupt"
@@ -193,7 +193,7 @@ class StandInDataPlane:
 
 
 def base_modules(folder: Path) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of every module that LoRA can sit on, from the headers of a checkpoint's safetensors files."""
+    """Read (inputs, outputs) of every module that can have LoRA from the headers of safetensors files."""
     modules = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -211,7 +211,7 @@ def dice(prompt: list[int], seed: int | None, version: int) -> Random:
 
 
 def solution(story: str, rng: Random) -> str:
-    """An answer to a word problem, right in about one case of three; some number for any other text."""
+    """Answer a word problem, correctly in about one case of three; any other text gets some number."""
     found = _STORY.search(story)
     if found is None:
         return f" #### {rng.randint(1, 99)}"
@@ -222,17 +222,17 @@ def solution(story: str, rng: Random) -> str:
 
 
 def score(model: str | None, rows: list[list[int]]) -> list[list[float]]:
-    """Made up: finite, the same every time, another one for every version; what its answers have, too."""
+    """Invent log-probabilities: finite, deterministic, different per version, equal to those of the answers."""
     return [[0.0, *(made_up(model, row[: t + 1]) for t in range(1, len(row)))] for row in rows]
 
 
 def made_up(model: str | None, token_ids: list[int]) -> float:
-    """The log-probability of the last of ``token_ids`` after the others, of version ``model``."""
+    """Invent the log-probability of the last of ``token_ids`` after the others, under version ``model``."""
     return -0.5 - Random(f"{model} {token_ids}").random()
 
 
 def interpreter(path: Path, environment: Mapping[str, str] | None = None) -> Path:
-    """Write an executable to be named by ``rollout.python``: it starts this server with ``environment`` added."""
+    """Write an executable for ``rollout.python`` that starts the stand-in with ``environment`` added."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items())
     command = f"exec env {settings} {shlex.quote(sys.executable)} -m {__name__}"
     path.write_text(f'#!/bin/sh\nshift 2  # -m and the real server\n{command} "$@"\n', encoding="utf-8")

@@ -1,15 +1,15 @@
-"""The text of an answer that is made in several parts, and the stop strings that may end it across two of them."""
+"""Decode the text of an answer that arrives in parts, and find stop strings across parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-CONTEXT = 6  # prompt tokens that tell how the first token of the answer is spelled
-PENDING = 4  # tokens that may be a part of one character
+CONTEXT = 6  # prompt tokens that decide how the first token of the answer is decoded
+PENDING = 4  # largest number of tokens of one character
 
 
 class AnswerText:
-    """Grows token by token; ``text`` is complete, but for a character of which not all bytes are there."""
+    """Decode token by token; ``text`` lacks only a last character whose bytes are incomplete."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._decode, self._stop = decode, stop
@@ -21,7 +21,7 @@ class AnswerText:
         self.stopped = False
 
     def add(self, token: int) -> bool:
-        """Whether this token has completed a stop string; ``text`` then ends before it."""
+        """Add a token and return whether it completes a stop string; ``text`` then ends before the string."""
         self._ids.append(token)
         before, now = self._decode(self._ids[self._seen : self._read]), self._decode(self._ids[self._seen :])
         if now.endswith("\N{REPLACEMENT CHARACTER}") and len(self._ids) - self._read < PENDING:
@@ -35,7 +35,7 @@ class AnswerText:
         return self.stopped
 
     def take(self, finished: bool) -> str:
-        """What was not given out before, without what may be the beginning of a stop string."""
+        """Return the text since the last call, without a possible beginning of a stop string."""
         end = len(self.text) if finished else max(self._given, len(self.text) - self._hold)
         piece, self._given = self.text[self._given : end], max(self._given, end)
         return piece

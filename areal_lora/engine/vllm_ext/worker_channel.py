@@ -1,12 +1,12 @@
-"""Commands to the background thread of each vLLM worker, out of band: none waits for a model step.
+"""Send commands to the background thread of each vLLM worker; no command waits for a model step.
 
 Two zmq sockets (CURVE with keys from the run secret, loopback) between the server and all its workers::
 
     server (asyncio)                       worker
     ask(Begin) -- ROUTER ------- DEALER -> background thread --> handle
-        replies <- PULL --------- PUSH <-- from any thread, when it is done
+        replies <- PULL --------- PUSH <-- from any thread, when the command is done
 
-A reply names its call, so one that comes late is not taken for another's.
+A reply names its call, so a late reply is not taken for the reply of another call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 SERVER_ROLE, WORKER_ROLE = "server-channel", "server-worker"  # CURVE identities
 CONNECT_S = 30.0
-MAX_COMMAND_BYTES, MAX_REPLY_BYTES = MAX_BODY_BYTES + 4096, 1 << 20  # a command may hold an announcement
+MAX_COMMAND_BYTES, MAX_REPLY_BYTES = MAX_BODY_BYTES + 4096, 1 << 20  # a command may contain an announcement
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
@@ -42,9 +42,11 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """``announcement`` as ``manifest.encode`` made it. ``slot`` is negative where none is free. ``active`` are the
-    versions that can be requested: what a worker has staged and is not among them was given up. ``generating``:
-    sequences run. ``deadline`` is ``time.monotonic()`` of this machine, so that waiting for a worker counts.
+    """Start staging ``announcement`` (from ``manifest.encode``) into ``slot``, negative where none is free.
+
+    ``active`` lists the versions that requests can name: the worker forgets a staged version that is not in it.
+    ``generating``: sequences run. ``deadline`` is ``time.monotonic()`` of this machine, so that waiting for a
+    worker counts.
     """
 
     announcement: bytes
@@ -60,13 +62,13 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answers ``Join`` and ``Ping``; ``error`` is empty if that worked."""
+    """Answer to ``Join`` and ``Ping``; ``error`` is empty on success."""
 
     error: str = ""
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    """Answers ``Begin``."""
+    """Answer to ``Begin``."""
 
     result: StageResult
 
@@ -88,10 +90,10 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerChannel:
-    """The server's end. Lives on its event loop."""
+    """The server's end of the channel. Call it from the server's event loop only."""
 
     def __init__(self, secret: str) -> None:
-        self._context = zmq.asyncio.Context()  # of its own: who may connect is decided by context
+        self._context = zmq.asyncio.Context()  # its own context, because zmq authenticates peers per context
         self._authenticator = WatchedAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyKeyOf(secret, WORKER_ROLE))
@@ -108,7 +110,7 @@ class WorkerChannel:
         self._reader: asyncio.Task[None] | None = None
 
     async def connect(self, n_workers: int) -> None:
-        """Wait until every worker's thread has said hello. Raises PublishError."""
+        """Wait until every worker's thread has connected. Raises PublishError."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 while len(self._identities) < n_workers:
@@ -126,7 +128,7 @@ class WorkerChannel:
         self._reader = watched_task("worker-replies", self._read)
 
     async def ask(self, command: Command, kind: type[A], timeout_s: float) -> list[A]:
-        """Every worker's answer, in worker order. Raises PublishError if one does not come in time."""
+        """Send ``command`` and return all answers in worker order. Raises PublishError if one is late."""
         number = next(self._numbers)
         replies = self._calls[number] = asyncio.Queue()
         got: dict[int, A] = {}
@@ -143,7 +145,7 @@ class WorkerChannel:
         except (TimeoutError, zmq.ZMQError) as e:
             missing = sorted(self._identities.keys() - got.keys())
             why = e.strerror if isinstance(e, zmq.ZMQError) else f"silent for {timeout_s:.0f} s"
-            raise PublishError(f"workers {missing}: {why}; if that stays, restart the server") from None
+            raise PublishError(f"workers {missing}: {why}; if this persists, restart the server") from None
         finally:
             del self._calls[number]
         return [got[w] for w in sorted(got)]
@@ -171,10 +173,10 @@ Respond = Callable[[WorkerAnswer], None]
 
 
 class CommandThread:
-    """A worker's end: calls ``handle(command, respond)`` in a thread of its own, one command at a time.
+    """A worker's end of the channel: call ``handle(command, respond)`` in a thread, one command at a time.
 
-    ``respond`` may be called later and from another thread. ``cores`` are those that the thread and what it starts
-    may use: vLLM binds the thread that creates this one to the cores of its model.
+    ``respond`` may be called later and from another thread. ``cores`` are for this thread and its child threads:
+    vLLM binds the thread that creates this one to the cores of the model.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Worker side of a publish: receive in the background, write into an inactive slot, verify, report.
+"""Stage a version on one worker: receive in the background, write into an inactive slot, verify, report.
 
     wire     bucket 0 | bucket 1 | bucket 2 | trailer
     thread            `-> fingerprint 0, write 0 | fingerprint 1, write 1 | ... | compare -> staged
 
-A slot that is being written serves nobody, so buckets go into it as they arrive, straight from
-where the group lets them be found: a small ring of staging buffers, or the source's own memory on
-the same machine. Only when every fingerprint equals the source's is the version reported as staged
-and may be activated. The thread may run while the same process generates: it uses compiled loops
-without the GIL and no OpenMP, which would take the cores from the model.
+No request uses a slot that is being written, so buckets are written as they arrive, directly from
+the group's memory: a small ring of staging buffers, or the source's own memory on the same machine.
+A version is reported as staged, and may be activated, only if every fingerprint equals the source's.
+The thread runs while the same process generates: it uses compiled loops without the GIL and no
+OpenMP, which would take the cores from the model.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ _Groups = Mapping[int, BroadcastGroup]  # by source rank
 
 
 class SlotWriter(Protocol):
-    """What an engine provides. Called from the receiver's thread; must not use OpenMP."""
+    """Write into the slots of an engine. Runs in the receiver's thread; must not use OpenMP."""
 
     def expected(self, spec: AdapterSpec) -> dict[str, Shape]:
-        """Every full name the model serves with its shape at ``spec.rank``, the same on all workers.
+        """Map every full name the model serves to its shape at ``spec.rank``, the same on all workers.
 
-        A worker that holds a part (tensor or expert parallel) lists all names too and takes
-        its part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a specification
-        the engine cannot serve.
+        A worker that holds a part (tensor or expert parallel) lists all names and selects its
+        part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a specification the
+        engine cannot serve.
         """
         ...
 
     def plan(self, layout: AdapterLayout) -> Sequence[TensorBlocks]:
-        """Per shard, where this worker stores what of each tensor, in slot 0; called once per layout.
+        """Plan, per shard, which part of each tensor this worker copies where in slot 0; once per layout.
 
-        ``src`` counts bytes from the shard's start, ``dst`` is whatever ``write`` adds nothing to.
-        Aliases are further blocks of their wire tensor. ``scale`` is ``alpha / rank`` on lora_B and
-        1 on lora_A: this is the one place where it is folded in.
+        ``src`` counts bytes from the shard's start; ``write`` uses ``dst`` as it is. Aliases are
+        further blocks of their wire tensor. ``scale`` is ``alpha / rank`` on lora_B and 1 on lora_A;
+        no other code folds it in.
         """
         ...
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
-        """Clear what ``layout`` will not overwrite in an inactive slot."""
+        """Clear the part of an inactive slot that ``layout`` does not overwrite."""
         ...
 
     def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
-        """Store tensors [first, last) of a shard whose first byte would be at address ``base``, measuring them."""
+        """Store tensors [first, last) of a shard and measure them; the shard's byte 0 has the address ``base``."""
         ...
 
     def flush(self, slot: int) -> None:
-        """All is written: after this the slot can be activated."""
+        """Complete all writes: after this the slot can be activated."""
         ...
 
     def zero(self, slot: int) -> None:
@@ -79,7 +79,7 @@ class SlotWriter(Protocol):
 
 @dataclass(slots=True)
 class _Known:
-    """A layout this worker was given. ``plans`` are there once it was checked against the engine."""
+    """A layout this worker has received. ``plans`` is None until the layout is checked against the engine."""
 
     tables: LayoutTables
     plans: Sequence[TensorBlocks] | None = None
@@ -91,19 +91,19 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What a ``begin`` has found and posted."""
+    """The layout and the posted receives of a ``begin``."""
 
     known: _Known
     reception: Reception
 
 
 class AdapterReceiver:
-    """Takes part in every source's group and stages versions, one at a time.
+    """Join every source's group and stage versions, one at a time.
 
-    ``declared`` holds the adapters of the configuration by name: a publish that differs from
-    its declaration is refused. Without a declaration the first accepted version declares.
-    ``secret`` is the run's, ``bind`` this machine's address towards the sources, ``device`` what the worker
-    computes on.
+    ``declared`` maps names to the adapters of the configuration: a publish that differs from its
+    declaration is refused. Without a declaration the first accepted version declares the adapter.
+    ``secret`` is the run's, ``bind`` this machine's address towards the sources, ``device`` the
+    worker's compute device.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class AdapterReceiver:
         self._idle.set()
 
     def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
-        """Become member ``rank`` of every source's group, leaving earlier groups. Blocks.
+        """Leave the previous groups and join every source's group as ``rank``. Blocks.
 
         Raises PublishError if a group is not complete in time.
         """
@@ -154,17 +154,17 @@ class AdapterReceiver:
         timeout_s: float,
         share: float = 1.0,
     ) -> None:
-        """Start staging ``manifest`` into ``slot``; returns at once, ``on_staged`` is called exactly once.
+        """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.
 
-        The first receives are posted before this returns: the sources send only when they are.
-        The thread that stages is a child of the first caller's and shares its cores and priority.
-        At most ``share`` of the time goes into writing. ``layout`` may be None if this worker has been
-        given it before. Without a slot (none is free, or the version is active already) the transfer is
-        taken off the wire and refused.
-        Raises PublishError if the last ``begin`` is still under way or no group was joined.
+        The first receives are posted before this returns: the sources send only after that.
+        The staging thread is a child of the first caller's thread and shares its cores and priority.
+        At most ``share`` of the time goes into writing. ``layout`` may be None if this worker has
+        received it before. Without a slot (none is free, or the version is active already) the
+        transfer is drained and refused.
+        Raises PublishError if the previous ``begin`` is in progress or no group is joined.
         """
         if not self._idle.is_set():
-            raise PublishError(f"{manifest.ref}: the receiver is still busy with the version before")
+            raise PublishError(f"{manifest.ref}: the receiver is still busy with the previous version")
         groups = self._groups
         if not groups:
             raise PublishError(f"{manifest.ref}: the receiver is in no group; the trainer must call /admin/join first")
@@ -183,7 +183,7 @@ class AdapterReceiver:
         self._work.put(partial(self._stage, manifest, slot, groups, begun, timer))
 
     def discard(self, ref: AdapterRef) -> None:
-        """Forget a staged version that the server did not activate, so that it may be published again."""
+        """Forget a staged version that the server did not activate: it may be published again."""
         if self._current.get(ref.name) == ref:
             previous = self._previous.get(ref.name)
             if previous is None:
@@ -192,7 +192,7 @@ class AdapterReceiver:
                 self._current[ref.name] = previous
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Leave all groups; a transfer under way fails and is reported. There is no other ``begin`` after this."""
+        """Leave all groups; a transfer in progress fails and is reported. No ``begin`` may follow."""
         self._work.put(None)
         self._leave(timeout_s)
 
@@ -201,12 +201,12 @@ class AdapterReceiver:
             group.close()
         self._groups = {}
         if not self._idle.wait(timeout_s):
-            raise PublishError("the receiver's transfer under way did not end; restart the server")
+            raise PublishError("the receiver's transfer did not end in time; restart the server")
 
     def _stage_all(self) -> None:
         while (stage := self._work.get()) is not None:
             stage()
-            del stage  # or it would hold on to groups that are left meanwhile, with their memory and connections
+            del stage  # or it would keep the memory and connections of groups that the receiver leaves meanwhile
 
     def _stage(
         self, manifest: ShardManifest, slot: int | None, groups: _Groups, begun: _Begun | Exception, timer: PhaseTimer
@@ -235,7 +235,7 @@ class AdapterReceiver:
             result = timer.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
             for group in groups.values():
-                group.close()  # tells the other members at once; the trainer connects anew
+                group.close()  # notifies the other members at once; the trainer opens new groups
             result = timer.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
             result = timer.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
@@ -245,7 +245,7 @@ class AdapterReceiver:
         self._on_staged(result)
 
     def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _Known:
-        """The layout a manifest names. One that is new is remembered even if ``_check`` will refuse it."""
+        """Find the layout a manifest names. A new layout is kept even if ``_check`` refuses it afterwards."""
         if layout is None:
             if manifest.layout not in self._known:
                 raise ManifestError(Refusal.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout this server was never sent")
@@ -261,7 +261,7 @@ class AdapterReceiver:
     def _check(
         self, manifest: ShardManifest, known: _Known, slot: int | None, groups: _Groups
     ) -> tuple[Sequence[TensorBlocks], int]:
-        """Where each shard's tensors go, and the slot. Raises ManifestError."""
+        """Check the version and return each shard's plan and the slot. Raises ManifestError."""
         name, layout = manifest.ref.name, known.layout
         check_successor(
             manifest, layout.spec, self._current.get(name), self._run, self._base_digest, self._specs.get(name)

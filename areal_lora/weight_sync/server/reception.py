@@ -1,4 +1,4 @@
-"""Taking one version from all its sources, bucket by bucket, wherever their groups let it be found."""
+"""Receive one version from all its sources, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FREE_S, LONGEST_REST_S = 1e-3, 0.5
 
 
 class Pace:
-    """Rests after each piece of work, so that no more than ``share`` of the time goes into it.
+    """Rest after each piece of work, so that at most ``share`` of the time goes into work.
 
-    Not for the first ``FREE_S``, which nobody notices, and for at most ``LONGEST_REST_S`` altogether:
-    neither a small nor a large version must wait without need. Close to ``deadline`` (time.monotonic)
-    rests get short.
+    The first ``FREE_S`` of work need no rest, because generation does not notice them. All rests together
+    take at most ``LONGEST_REST_S``: neither a small nor a large version waits without need. Rests get
+    shorter towards ``deadline`` (time.monotonic).
     """
 
     def __init__(self, share: float = 1.0, deadline: float = math.inf) -> None:
@@ -50,7 +50,7 @@ class Pace:
 
 
 class PhaseTimer:
-    """Seconds per phase of one staging."""
+    """Measure the seconds per phase of one staging."""
 
     def __init__(self) -> None:
         self._spent = {"wire": 0.0, "verify": 0.0, "write": 0.0}
@@ -83,7 +83,7 @@ class PhaseTimer:
 
 
 class _Source:
-    """One shard under way."""
+    """One shard being received."""
 
     def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, deadline: float) -> None:
         self.index, self.shard = index, tables.layout.shards[index]
@@ -94,17 +94,17 @@ class _Source:
         self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
 
     def arrivals(self, timer: PhaseTimer) -> Iterator[tuple[Bucket, int]]:
-        """(bucket, address where the shard would begin), in order; what is there is valid until the next turn."""
+        """Yield (bucket, address of the shard's byte 0) in order; the memory is valid until the next iteration."""
         for bucket in self._buckets:
             with timer.phase("wire"):
                 part = self._inbox.take()
             yield bucket, part.ctypes.data - bucket.begin
         with timer.phase("wire"):
             self.trailer = self._inbox.take().copy()
-        self._inbox.finish()  # all was read: from here on only own memory counts
+        self._inbox.finish()  # all bytes were read: from here on only this process's memory is used
 
     def verify(self, ref: AdapterRef) -> int:
-        """The shard's sum if what arrived is what was sent, finite, and meant for this version, else ManifestError."""
+        """Return the shard's sum. Raises ManifestError unless its bytes are unchanged, finite and for ``ref``."""
         n = len(self.shard.tensors)
         sent, sealed = self.trailer[: 8 * n].view(np.uint64), self.trailer[-SEAL_BYTES:].tobytes()
         total = shard_sum(self._layout, self.index, sent)
@@ -128,7 +128,7 @@ class _Source:
 
 
 class Reception:
-    """All shards of one version. Receives are posted at once: the sources may already be sending."""
+    """Receive all shards of one version. Receives are posted at once: the sources may be sending already."""
 
     def __init__(
         self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, timer: PhaseTimer, pace: Pace
@@ -142,10 +142,10 @@ class Reception:
         self._stream = self._arrivals()
 
     def receive(self, ref: AdapterRef, on_bucket: OnBucket) -> str:
-        """Every bucket once, sources in turn, then the verdict: the digest of the adapter.
+        """Pass every bucket to ``on_bucket`` once, sources in turn, verify all and return the adapter's digest.
 
-        Raises ManifestError (``hash``, ``non_finite``) after all bytes were taken off the wire,
-        PublishError if the transfer breaks or its deadline passes.
+        Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError if the
+        transfer breaks or its deadline passes.
         """
         for source, bucket, base in self._stream:
             self.check_time(ref)
@@ -163,12 +163,12 @@ class Reception:
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
 
     def check_time(self, ref: AdapterRef) -> None:
-        """Raises PublishError after the deadline: who sends has given the version up."""
+        """Raise PublishError after the deadline: the sender has abandoned the version."""
         if time.monotonic() >= self._deadline:
-            raise PublishError(f"{ref} was not staged in time and is dropped; its sender has given it up")
+            raise PublishError(f"{ref} was not staged in time and is dropped; its sender has abandoned it")
 
     def drain(self) -> None:
-        """Take everything off the wire and forget it, so that the groups stay in step."""
+        """Receive all remaining bytes and discard them, so that the groups stay in step."""
         for _ in self._stream:
             pass
 

@@ -1,4 +1,4 @@
-"""Which version sits in which adapter slot of a server. Pure bookkeeping for one asyncio loop.
+"""Record which version is in which adapter slot of a server. Pure bookkeeping, for one thread at a time.
 
 reserve -> (staging) -> activate -> acquire/release per request -> retire
                      -> abort
@@ -37,7 +37,7 @@ class SlotTable:
         self._residents: dict[AdapterRef, Resident] = {}
 
     def reserve(self, ref: AdapterRef) -> int:
-        """A free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``)."""
+        """Take a free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``)."""
         if ref in self._residents:
             raise ManifestError(Refusal.DUPLICATE, f"{ref} is resident already; versions are immutable")
         if not self._free:
@@ -47,12 +47,12 @@ class SlotTable:
         return slot
 
     def full(self, ref: AdapterRef) -> ManifestError:
-        """The refusal of ``ref`` for lack of a slot, which says what holds them."""
+        """Make the refusal of ``ref`` for lack of a slot; it names what holds the slots."""
         held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in self._residents.values())
         return ManifestError(Refusal.SLOT, f"no free adapter slot for {ref}; held by {held}")
 
     def activate(self, ref: AdapterRef, lora_id: int) -> None:
-        """``ref`` can be requested from now on, under the engine's ``lora_id`` (> 0, never reused)."""
+        """Make ``ref`` available to requests under the engine's ``lora_id`` (> 0, never reused)."""
         if lora_id <= 0 or any(r.lora_id == lora_id for r in self._residents.values()):
             raise ValueError(f"lora_id {lora_id} of {ref} must be positive and unused")
         self._pending(ref).lora_id = lora_id
@@ -84,10 +84,10 @@ class SlotTable:
         return resident
 
     def retirable(self, keep: int, incoming: str | None = None) -> list[AdapterRef]:
-        """Unused versions beyond the newest ``keep`` (>= 1) active ones of their adapter, oldest first.
+        """List unused versions beyond the newest ``keep`` (>= 1) active ones of their adapter, oldest first.
 
         A version of adapter ``incoming`` that is about to become active is counted in; the newest
-        one before it is never named.
+        version before it is never listed.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; the newest version must keep serving")
@@ -97,16 +97,16 @@ class SlotTable:
         return [r for r in self.active() if r not in kept and not self._residents[r].in_use]
 
     def active(self) -> list[AdapterRef]:
-        """Every version that can be requested, sorted."""
+        """List every version that can be requested, sorted."""
         return sorted(ref for ref, r in self._residents.items() if r.active)
 
     def newest(self, name: str) -> AdapterRef | None:
-        """The newest active version of an adapter; None if it has none."""
+        """Return the newest active version of an adapter; None if it has none."""
         versions = self._versions(name)
         return versions[-1] if versions else None
 
     def resolve(self, model_name: str) -> Resident:
-        """``name@vN`` is that version, a bare adapter name its newest. Raises UnknownVersionError."""
+        """Find the version ``name@vN``, or the newest one of a bare adapter name. Raises UnknownVersionError."""
         newest = self.newest(model_name)
         if newest is not None:
             return self._residents[newest]
@@ -117,7 +117,7 @@ class SlotTable:
         return self._active(ref)
 
     def newest_from(self, model_name: str) -> AdapterRef:
-        """The newest version of the adapter named, with or without a version, that is not older than it.
+        """Return the newest version of the named adapter, if it is not older than a version in the name.
 
         Raises UnknownVersionError.
         """

@@ -1,10 +1,10 @@
-"""One publish on one server as a state machine without I/O; the driver owns event loop, threads and clock.
+"""Decide the steps of one publish on one server, without I/O; the driver owns event loop, threads and clock.
 
-    PublishTransaction   the order of publishes: one at a time, and none after its deadline
-    next_step            Retire | EndedPin | Wait: do that and ask again; Stage ends the reservation
-    staged               what the workers' answers mean: a Commit, the reply of a repeated publish, or a refusal
-    activated            the version can be requested
-    end                  in every case: a version that is not active gives its slot back
+    PublishTransaction   take the turn: one publish at a time, none after its deadline
+    next_step            Retire | EndedPin | Wait: do it and call again; Stage ends the reservation
+    staged               judge the workers' answers: a Commit, the reply of a repeated publish, or a refusal
+    activated            the engine has done the commit: requests can name the version
+    end                  always: free the slot of a version that is not active
 
 Drivers: ``engine.vllm_ext.adapters.ServedAdapters`` (asyncio, vLLM's workers) and
 ``testing.memory_server.MemoryServer`` (threads). All times are of one monotonic clock, in seconds.
@@ -24,7 +24,7 @@ from areal_lora.weight_sync.server.slots import Resident
 from areal_lora.weight_sync.server.versions import ServedVersions
 
 TAKEN_OFF = (Refusal.DUPLICATE, Refusal.WIRE)
-"""Right answers to a repeated version: the worker has drained its bytes, or is in no group and gets none."""
+"""Accepted answers to a repeated version: the worker has drained its bytes, or is in no group and receives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Have the engine forget these versions, which no longer can be requested."""
+    """Have the engine forget these versions; requests can no longer name them."""
 
     residents: list[Resident]
 
 
 @dataclass(frozen=True, slots=True)
 class EndedPin:
-    """A pin was ended early because ``refusal`` would have been the answer: for the log only."""
+    """Report in the log that the pin on ``ref`` was ended early, to avoid ``refusal``."""
 
     ref: AdapterRef
     refusal: ManifestError
@@ -76,7 +76,7 @@ class Commit:
 
     @property
     def undo_ids(self) -> list[int]:
-        """What the engine must forget after a commit that failed: on no worker rather than on some."""
+        """Ids the engine must forget after a failed commit: a version serves on no worker rather than on some."""
         return [self.lora_id, *self.retired_ids]
 
 
@@ -88,24 +88,24 @@ class _Phase(Enum):
 
 
 def late_turn(what: str) -> PublishError:
-    """The refusal of a request whose turn comes after its deadline.
+    """Make the refusal of a request whose turn comes after its deadline.
 
-    Its sender has stopped waiting. The next request would wait for it, until that one is late, too.
+    The sender has stopped waiting. Serving the request late would delay the next one beyond its deadline, too.
     """
     return PublishError(f"{what} came while this server was busy, and is late by now; retry")
 
 
 def check_turn(what: str, deadline: float, now: float) -> None:
-    """Raises PublishError at the deadline."""
+    """Raise PublishError from the deadline on."""
     if now >= deadline:
         raise late_turn(what)
 
 
 class PublishTransaction:
-    """The publish of ``ref``, in its turn. Raises PublishError after ``deadline``, ValueError during another publish.
+    """Publish ``ref``. Raises PublishError from ``deadline`` on, ValueError during another publish.
 
-    Half of the time until ``deadline`` may go into waiting for a slot. The newest version again needs none: its
-    first reply answers it, because the trainer may not have received that.
+    At most half of the time until ``deadline`` goes into waiting for a slot. A repeated publish of the newest
+    version needs no slot: it gets the first reply again, because the trainer may not have received it.
     """
 
     def __init__(self, versions: ServedVersions, ref: AdapterRef, deadline: float, now: float) -> None:
@@ -119,9 +119,9 @@ class PublishTransaction:
         self._slot: int | None = None
 
     def next_step(self, now: float) -> ReserveStep:
-        """What to do for a slot. After anything but ``Stage`` the driver asks again.
+        """Return the next step towards a slot. After any step but ``Stage`` the driver calls again.
 
-        The trainer sends already: without a slot the workers still take the bytes off the wire.
+        The trainer is sending already: without a slot the workers still drain the bytes.
         """
         self._require(_Phase.RESERVING)
         if self._repeated:
@@ -141,7 +141,7 @@ class PublishTransaction:
             return self._stage(None, e) if ended is None else EndedPin(ended, e)
 
     def staged(self, results: Sequence[StageResult], now: float) -> Commit | PublishReply:
-        """What the answers of all workers mean: all hold the version, verified, or it is not activated.
+        """Judge the answers of all workers: unless all hold the verified version, it is not activated.
 
         Raises ManifestError (refused) or PublishError (late).
         """
@@ -164,7 +164,7 @@ class PublishTransaction:
         )
 
     def activated(self, commit: Commit, stall_s: float, now: float) -> PublishReply:
-        """The engine has done ``commit``, for which generation stood still for ``stall_s``."""
+        """Activate the version after the engine has done ``commit``, which stalled generation for ``stall_s``."""
         self._require(_Phase.COMMITTING)
         phases = {p: 1e3 * max(getattr(r, f"{p}_s") for r in commit.staged) for p in ("wire", "verify", "write")}
         phases["stage"], phases["commit"] = 1e3 * (commit.staged_at - self._began), 1e3 * stall_s
@@ -175,9 +175,9 @@ class PublishTransaction:
         return reply
 
     def end(self) -> AdapterRef | None:
-        """End the turn. The version that workers must forget if they have staged it; None: there is no such version.
+        """End the turn, and return the version that workers must forget if they have staged it, if any.
 
-        A worker that is late has passed its own deadline by now and writes no more into the slot.
+        A late worker has passed its own deadline by now and does not write into the slot.
         """
         self._versions.end_turn()
         if self._phase is _Phase.DONE or self._slot is None:

@@ -1,4 +1,4 @@
-"""The versions of one server and what keeps each in its slot: requests, pins, being the newest. No I/O, no clock."""
+"""Record the versions of one server and what keeps each in its slot: requests and pins. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class ServedVersions:
             self._unpin(ref)
 
     def next_expiry(self) -> float:
-        """When the next pin ends by itself; infinite without one."""
+        """Return the time at which the next pin expires; infinite without a pin."""
         return min(self._pins.values(), default=math.inf)
 
     def end_oldest_pin(self) -> AdapterRef | None:
-        """The version whose pin was ended; None: no version is pinned."""
+        """End the oldest pin and return its version; None if no version is pinned."""
         ref = next(iter(self._pins), None)
         if ref is not None:
             self._unpin(ref)
         return ref
 
     def take_turn(self, ref: AdapterRef) -> None:
-        """Raises ValueError during another publish: the driver must let publishes wait for each other."""
+        """Begin the publish of ``ref``. Raises ValueError during another publish: the driver must serialize them."""
         if self._publishing is not None:
             raise ValueError(f"{ref} cannot be published during the publish of {self._publishing}")
         self._publishing = ref
@@ -73,21 +73,21 @@ class ServedVersions:
         return self._retire(ref)
 
     def make_room(self) -> list[Resident]:
-        """Retire what nothing holds beyond ``keep``; without such a version the oldest that no request uses."""
+        """Retire unused versions beyond ``keep``; if there are none, the oldest unused version."""
         return [self._retire(ref) for ref in self.slots.retirable(self._keep) or self.slots.retirable(1)[:1]]
 
     def retire_before(self, incoming: AdapterRef, now: float) -> list[Resident]:
-        """Retire what is beyond ``keep`` as soon as ``incoming`` is active."""
+        """Retire the versions that are beyond ``keep`` as soon as ``incoming`` is active."""
         self.expire_pins(now)
         return [self._retire(ref) for ref in self.slots.retirable(self._keep, incoming.name)]
 
     def take_id(self) -> int:
-        """An adapter id for the engine; none is handed out twice."""
+        """Return an adapter id for the engine that was never used before."""
         self._next_id += 1
         return self._next_id - 1
 
     def activate(self, ref: AdapterRef, lora_id: int, reply: PublishReply) -> None:
-        """Let requests have ``ref``; ``reply`` acknowledges it now and when it is published again."""
+        """Make ``ref`` available to requests; ``reply`` acknowledges this and every repeated publish of it."""
         self.slots.activate(ref, lora_id)
         self._replies[ref] = reply
 

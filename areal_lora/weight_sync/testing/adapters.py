@@ -1,4 +1,4 @@
-"""Small adapters: their wire names and shapes, and what packs given tensors."""
+"""Wire names and shapes of small adapters, and a ``Pack`` of given tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def moe_shapes(
 
 
 def pack_of(layout: AdapterLayout, source: int, tensors: Mapping[str, torch.Tensor]) -> Pack:
-    """What packs given tensors as ``source``'s shard, one at a time: the publisher's ``Pack`` without an engine."""
+    """Make the ``Pack`` that copies ``tensors`` into ``source``'s shard, one at a time, without an engine."""
     mine = [t for shard in layout.shards if shard.source == source for t in shard.tensors]
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[layout.dtype]
 

@@ -1,6 +1,6 @@
-"""A rollout server without a model, for tests of whatever publishes: real groups, real receivers.
+"""Serve versions without a model, for tests of publishers: real groups, real receivers.
 
-``MemoryServer`` answers the admin plane, on loopback where it is given no listening socket, and stages versions
+``MemoryServer`` answers the admin plane, on loopback unless it gets a listening socket, and stages versions
 into dictionaries.
 """
 
@@ -91,14 +91,15 @@ class MemoryServer:
             receiver.close()
 
     def tensors(self, ref: AdapterRef, worker: int = 0) -> dict[str, np.ndarray]:
-        """What ``worker`` holds for an active version: float32 by full name, scale folded into lora_B."""
+        """Return the tensors ``worker`` holds of an active version: float32 by full name, scale folded into lora_B."""
         return self.writers[worker].slots[self.slots.resolve(str(ref)).slot]
 
     @contextlib.contextmanager
     def lease(self, model: str, *, pinned: bool = False) -> Iterator[AdapterRef]:
-        """Hold the version that ``model`` names; any thread. Raises UnknownVersionError.
+        """Hold the version that ``model`` names; callable from any thread. Raises UnknownVersionError.
 
-        ``pinned`` keeps it until another version of the adapter is asked for so: the next request may come.
+        ``pinned`` keeps the version for later requests: until a pinned request names another version of the
+        adapter, or a publish finds no other slot.
         """
         with self._released:
             ref = self._versions.acquire(model, pinned=pinned).ref
@@ -111,7 +112,7 @@ class MemoryServer:
                 self._released.notify_all()
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
-        """(status, body) of one admin request."""
+        """Answer one admin request with (status, body)."""
         if not authorized(header, self._secret, Plane.ADMIN):
             return 401, b"missing or wrong key of the admin plane"
         try:
@@ -142,7 +143,7 @@ class MemoryServer:
 
     @contextlib.contextmanager
     def _turn(self, what: str, timeout_s: float) -> Iterator[float]:
-        """Seconds that remain after waiting for the previous request. Raises PublishError if none do."""
+        """Wait for the previous request and yield the remaining seconds. Raises PublishError if none remain."""
         deadline = time.monotonic() + timeout_s
         if not self._one_publish.acquire(timeout=timeout_s):
             raise late_turn(what)
@@ -195,7 +196,7 @@ class MemoryServer:
         return reply
 
     def _reserve(self, publish: PublishTransaction) -> int | None:
-        """A slot; None: the receivers take the transfer off the wire and refuse it."""
+        """Reserve a slot; None: the receivers drain the transfer and refuse it."""
         with self._released:
             while not isinstance(step := publish.next_step(time.monotonic()), Stage):
                 if isinstance(step, Wait):
@@ -203,7 +204,7 @@ class MemoryServer:
             return step.slot
 
     def _stage(self, announcement: Announcement, slot: int | None, timeout_s: float) -> list[tp.StageResult]:
-        """Every worker's result."""
+        """Stage on all workers and return their results."""
         self._staged = [None] * len(self._receivers)
         for receiver in self._receivers:
             receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s)

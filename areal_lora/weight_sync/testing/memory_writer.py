@@ -15,9 +15,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class MemoryWriter:
-    """A ``SlotWriter`` that keeps float32 arrays by slot and name.
+    """Keep float32 arrays by slot and name: a ``SlotWriter``.
 
-    ``touched`` are the slots that were written or cleared. ``on_write()``, if set, runs before
+    ``touched`` holds the slots that were written or cleared. ``on_write()``, if set, runs before
     every bucket: a test can wait there in the middle of a transfer, or raise.
     """
 
@@ -32,7 +32,7 @@ class MemoryWriter:
         return dict(self._shapes(spec))
 
     def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
-        """Destinations count from the start of a slot's image, where full names lie in sorted order."""
+        """Plan copies into a slot's image, which holds full names in sorted order; offsets from its start."""
         places, _ = _image(self._shapes(layout.spec))
         copies: dict[str, list[str]] = {}
         for name, wire in layout.aliases.items():
@@ -76,7 +76,7 @@ class MemoryWriter:
         plan.copy(base, self._images[slot].ctypes.data, tensors=(first, last), marks=marks)
 
     def flush(self, slot: int) -> None:
-        """Nothing: host memory is written at once."""
+        """Do nothing: host memory is written at once."""
 
     def zero(self, slot: int) -> None:
         self.touched.add(slot)
@@ -84,7 +84,7 @@ class MemoryWriter:
 
 
 def _image(shapes: Shapes) -> tuple[dict[str, int], int]:
-    """(byte offset of every name, bytes in all) of a slot that holds float32 tensors in sorted order."""
+    """Return the byte offset of every name, and all bytes, of a slot of float32 tensors in sorted order."""
     places, at = {}, 0
     for name in sorted(shapes):
         places[name] = at

@@ -1,4 +1,4 @@
-"""vLLM's CPU path with LoRA: the experts class and the punica wrapper in place of vLLM's choices."""
+"""Replace vLLM's experts class and punica wrapper for LoRA on CPUs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CpuLoraLinear(PunicaWrapperCPU):
 class PackedExperts:
     """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K]."""
 
-    MAX_ROWS = 128  # oneDNN builds a kernel per number of rows, some 0.3 ms each, and keeps this many
+    MAX_ROWS = 128  # oneDNN builds one kernel per number of rows in about 0.3 ms, and caches this many
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._handlers = [_custom_ops.create_onednn_mm(w.t(), self.MAX_ROWS) for w in weight]
@@ -167,7 +167,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
 
 def install_cpu_lora() -> None:
-    """Put the two CPU classes in place of vLLM's choices. Repeating it changes nothing."""
+    """Put the two CPU classes in place of vLLM's choices. Idempotent."""
     if oracle.backend_to_kernel_cls is _kernel_classes:
         return
     hide_llvmlite()
@@ -186,10 +186,10 @@ def _kernel_classes(backend: oracle.UnquantizedMoeBackend) -> list[type[mk.Fused
 
 
 def hide_llvmlite() -> None:
-    """Let llvmlite's library object have no attributes with underscores.
+    """Hide attributes with underscores of llvmlite's library object.
 
-    It answers every name with a C function, ``__dict__`` too, which vLLM's CPU platform then takes for a namespace
-    when it looks through all modules for kernels to replace.
+    The object answers every name with a C function, also ``__dict__``. vLLM's CPU platform takes that for a
+    namespace when it searches all modules for kernels to replace.
     """
     answer = llvmlite.binding.ffi._lib_wrapper.__getattr__
 

@@ -1,4 +1,4 @@
-"""What a vLLM worker computes and shares beside adapters: log-probabilities, files in shared memory."""
+"""Adapt a vLLM worker's log-probabilities, and find its files in shared memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCORE_TEMPERATURE = "areal_lora_score_temperature"  # in ``SamplingParams.extra_
 
 
 def own_logprobs(worker: Any) -> None:
-    """Make every log-probability that a worker returns log softmax(logits / temperature).
+    """Make a worker return log softmax(logits / temperature) for every log-probability.
 
-    vLLM computes those of sampled tokens from the raw logits, or after temperature and truncation, and those of
-    prompts from the raw logits. The trainer divides by the temperature and truncates nothing.
+    vLLM computes log-probabilities of sampled tokens from the raw logits, or after temperature and truncation, and
+    those of prompts from the raw logits. The trainer divides by the temperature and does not truncate.
     """
     runner = worker.model_runner
     if not isinstance(runner, GPUModelRunner):
@@ -31,7 +31,7 @@ def own_logprobs(worker: Any) -> None:
         if k is None and p is None:
             drawn: tuple[torch.Tensor, torch.Tensor | None] = truncated(logits, generators, k, p)
             return drawn
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # before: truncation is done in place
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first, because truncation works in place
         sampled, _ = truncated(logits, generators, k, p)
         return sampled, logprobs
 
@@ -53,7 +53,7 @@ def own_logprobs(worker: Any) -> None:
         finally:
             runner.num_prompt_logprobs, runner.sampler.compute_logprobs = asked, Sampler.compute_logprobs
         for request in asked.keys() - {r for group in groups.values() for r in group}:
-            del asked[request]  # vLLM has taken it out of its group: all of its prompt is scored
+            del asked[request]  # vLLM has removed it from its group: its whole prompt is scored
         return found
 
     runner._get_prompt_logprobs_dict = scores
@@ -64,6 +64,6 @@ def _tempered(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
 
 
 def shared_memory_prefix() -> str:
-    """How this engine's files in /dev/shm begin (CPU workers share tensors there); empty where there are none."""
+    """Return the prefix of this engine's files in /dev/shm (CPU workers share tensors there); empty without files."""
     ident = os.environ.get("VLLM_DIST_IDENT", "")
     return f"{ident}-" if ident else ""

@@ -1,4 +1,4 @@
-"""Where a vLLM worker keeps adapters, and which slot an adapter id uses."""
+"""Access the adapter slots of a vLLM worker, and map adapter ids to slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 
 def adapter_manager(worker: Any) -> LRUCacheLoRAModelManager:
-    """The manager that owns a worker's slots. ``worker`` is vLLM's, with the extension mixed in."""
+    """Return the manager that owns a worker's slots. ``worker`` is vLLM's, with the extension mixed in."""
     manager = worker.model_runner.lora_manager._adapter_manager
     if not isinstance(manager, LRUCacheLoRAModelManager):
         raise AdapterError(f"vLLM's adapter manager is a {type(manager).__name__}; areal_lora knows vLLM 0.32")
@@ -35,7 +35,7 @@ def adapter_manager(worker: Any) -> LRUCacheLoRAModelManager:
 
 
 def bound_matrices(worker: Any) -> Iterator[Matrix]:
-    """Every LoRA matrix a worker could hold, in the names of the wire; modules of other kinds are left out."""
+    """Yield every LoRA matrix that a worker can hold, by wire name; modules of other kinds are skipped."""
     manager = adapter_manager(worker)
     if manager.lora_config.fully_sharded_loras:
         raise AdapterError("fully_sharded_loras splits matrices by rank; start vLLM without it")
@@ -91,15 +91,15 @@ def _expert_matrices(module: FusedMoEWithLoRA, parts: list[str]) -> Iterator[Mat
 
 
 def _local_experts(module: FusedMoEWithLoRA) -> list[int]:
-    """For every expert of the layer its index on this worker, -1 if another one holds it."""
+    """Map every expert of the layer to its index on this worker, -1 if another worker holds it."""
     expert_map = module.base_layer.routed_experts.expert_map
     return list(range(module.global_num_experts)) if expert_map is None else expert_map.tolist()
 
 
 def enable_slots(worker: Any) -> None:
-    """Let the expert layers compute with every slot, once for all: only an id mapped to a slot makes tokens use it.
+    """Enable every slot in the expert layers, once: tokens use a slot only through an id that is mapped to it.
 
-    Setting the flags at every activation would hold up generation for a time that grows with the layers.
+    Setting the flags at every activation would stall generation for a time that grows with the layers.
     """
     for module in adapter_manager(worker).modules.values():
         if isinstance(module, FusedMoEWithLoRA):
@@ -107,9 +107,9 @@ def enable_slots(worker: Any) -> None:
 
 
 def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
-    """Let requests with ``lora_id`` use what was written into ``slot``. Between two engine steps only.
+    """Serve requests with ``lora_id`` from ``slot``. Call it between two engine steps only.
 
-    Raises AdapterError where vLLM would evict something or the slot is taken.
+    Raises AdapterError if the slot is in use or vLLM would evict an adapter.
     """
     manager = adapter_manager(worker)
     if manager.lora_index_to_id[slot] is not None or len(manager._registered_adapters) >= manager.capacity:
@@ -120,7 +120,7 @@ def activate(worker: Any, lora_id: int, slot: int, rank: int) -> None:
 
 
 def deactivate(worker: Any, lora_id: int) -> None:
-    """Undo ``activate``, if it was done; the slot's numbers stay until it is written again."""
+    """Undo ``activate``, if it was done; the slot keeps its numbers until the next write."""
     manager = adapter_manager(worker)
     if lora_id not in manager.lora_index_to_id:
         return
@@ -128,7 +128,7 @@ def deactivate(worker: Any, lora_id: int) -> None:
 
 
 def refuse_files(worker: Any) -> None:
-    """Make loading an adapter from a path an error: versions come over the wire or not at all."""
+    """Make loading an adapter from a path an error: versions arrive over the wire only."""
 
     def load(request: Any) -> LoRAModel:
         raise AdapterError(f"adapter {request.lora_name} is in no slot of this worker and cannot be read from a path")

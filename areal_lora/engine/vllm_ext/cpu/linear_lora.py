@@ -1,7 +1,7 @@
-"""LoRA of linear layers in plain torch, for CPUs: one product per adapter, not one per token.
+"""Compute LoRA of linear layers in plain torch, for CPUs: one product per adapter, not one per token.
 
 vLLM's own CPU path gathers the weights of every token and lets tokens without an adapter
-(index -1) read the last slot. Here they are left out.
+(index -1) read the last slot. This module skips such tokens.
 """
 
 from __future__ import annotations

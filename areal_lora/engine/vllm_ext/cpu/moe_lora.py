@@ -1,4 +1,4 @@
-"""Mixture-of-experts layer with LoRA for CPUs (vLLM has GPU kernels only).
+"""Compute a mixture-of-experts layer with LoRA on CPUs (vLLM has GPU kernels only).
 
 One pass serves a batch whose tokens use different adapters. With ``s`` the adapter slot of a
 token, ``e`` one of its experts and ``w`` the routing weight::
@@ -9,8 +9,8 @@ token, ``e`` one of its experts and ``w`` the routing weight::
 
 The pairs (token, expert) are gathered so that each cell, the pairs of one expert and one slot,
 is a run of rows. Base weights are multiplied once per expert that has tokens. LoRA matrices are
-so small that a call costs more than the arithmetic: cells of up to ``cap`` pairs lie in a padded
-block, where one ``bmm`` serves all experts, and only larger cells get calls of their own.
+so small that a call costs more than the arithmetic: cells of up to ``cap`` pairs are in a padded
+block, where one ``bmm`` computes all experts; only larger cells take a call each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-# Only what is faster depends on these. Measured with one thread of a Zen 5 core; a call in
+# These decide speed only, not results. Measured with one thread of a Zen 5 core; a call in
 # bfloat16 goes through oneDNN, which looks its kernel up each time.
 CALL_S = {torch.float32: 2e-6, torch.bfloat16: 11e-6}
 LORA_FLOPS = {torch.float32: 8e10, torch.bfloat16: 3e11}
@@ -49,7 +49,7 @@ class ExpertAdapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRuns:
-    """Runs of rows, ascending and apart, each with the expert its rows go to.
+    """Runs of rows, ascending and disjoint, each with the expert its rows go to.
 
     ``sizes`` alternates rows between runs and rows of a run, and begins and ends with the former.
     """
@@ -75,7 +75,7 @@ class ExpertProduct(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellCosts:
-    """Seconds that the choice between the padded block and calls of a cell's own changes."""
+    """Costs in seconds of the padded block and of a call per cell."""
 
     call_s: float  # all products of one cell
     row_s: float  # LoRA of one row of the block
@@ -97,9 +97,9 @@ class CellCosts:
 
 
 def block_cap(counts: np.ndarray, costs: CellCosts) -> int:
-    """Rows per cell of the padded block that make the LoRA of cells with ``counts`` pairs cheapest.
+    """Choose the rows per cell of the padded block that make the LoRA of cells with ``counts`` pairs cheapest.
 
-    Cells with more pairs than that are multiplied on their own; 0 means all of them.
+    Cells with more pairs are multiplied one by one; 0 means all cells.
     """
     caps, cells = np.unique(np.append(counts, 0), return_counts=True)
     larger = len(counts) + 1 - cells.cumsum()
@@ -111,7 +111,7 @@ def block_cap(counts: np.ndarray, costs: CellCosts) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRuns:
-    """Cells of one adapter slot that are multiplied on their own."""
+    """Cells of one adapter slot that are multiplied one by one."""
 
     slot: int
     expert_runs: ExpertRuns
@@ -153,7 +153,7 @@ class CellBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellLayout:
-    """Where the pairs of a batch lie among ``rows`` rows: first the padded block, then larger cells."""
+    """Rows of the pairs of a batch: first the padded block, then larger cells."""
 
     source: np.ndarray  # [rows] int64: token of a row; 0 for padding, whose results are never read
     row_of: np.ndarray  # [T, K] int64: row of a pair; any row for experts of another rank
@@ -164,7 +164,7 @@ class CellLayout:
 def lay_out(
     expert_ids: np.ndarray, groups: np.ndarray, group_of: np.ndarray, n_experts: int, costs: CellCosts
 ) -> CellLayout:
-    """Arguments as for ``moe_lora``; at least one id is not negative."""
+    """Assign rows to all pairs. Arguments as for ``moe_lora``; at least one id is not negative."""
     n_groups, top_k = len(groups), expert_ids.shape[1]
     n_cells = n_experts * n_groups
     # numpy sorts 16-bit integers in linear time.
@@ -254,12 +254,12 @@ def moe_lora(
         cells.add(gate, block, adapters.gate_a, adapters.gate_b)
         cells.add(up, block, adapters.up_a, adapters.up_b)
     a = F.silu(gate).mul_(up)
-    y = block  # used up
+    y = block  # no longer needed, reused
     w2(y, a, cell_layout.expert_runs)
     for cells in cell_layout.cells:
         cells.add(y, a, adapters.down_a, adapters.down_b)
     weights = routing.to(y.dtype)
     if expert_ids.min() < 0:
         weights = weights * torch.from_numpy(expert_ids >= 0)
-    # A bag is a token: gathers the rows of its pairs and adds them up, weighted, in one pass.
+    # A bag is a token: this gathers the rows of its pairs and adds them up, weighted, in one pass.
     out.copy_(F.embedding_bag(torch.from_numpy(cell_layout.row_of), y, per_sample_weights=weights, mode="sum"))

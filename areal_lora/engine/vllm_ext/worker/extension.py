@@ -1,8 +1,8 @@
-"""Mixed into every vLLM worker: receives adapter versions beside generation.
+"""Receive adapter versions in every vLLM worker, beside generation.
 
-The server calls the ``al_`` methods through ``AsyncLLM.collective_rpc``. Such a call waits for its
-turn between two model steps and then holds up the next one, so only what must be in step with
-generation is one; everything else is a command to a background thread (``channel``)::
+The server calls the ``al_`` methods through ``AsyncLLM.collective_rpc``. Such a call waits for the
+end of a model step and delays the next one, so only work that must be in step with generation is an
+RPC; all other work is a command to a background thread (``worker_channel``)::
 
     server                      background thread              between two steps
     al_setup, al_describe       starts
@@ -53,20 +53,20 @@ from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 
 NICE = 10
-"""Priority of the threads that gloo receives with. Generation is what the cores are for: a version that arrives
-some milliseconds later costs nothing, because the trainer does not wait for it.
+"""Priority of gloo's receiving threads. Generation goes first: a version that arrives some milliseconds later costs
+nothing, because the trainer does not wait for it.
 
-Threads that run Python keep theirs. One that holds the interpreter's lock and does not get a core would make
-generation wait for both.
+Threads that run Python keep their priority. A thread that holds the GIL and gets no core would make generation
+wait for both.
 """
 STAGING_SHARE = 0.03
-"""Of a core's time for writing a version while sequences run, where the model computes on the same cores: nobody
-waits for the version, and a burst would show between two tokens. Without sequences it is written at once.
+"""Share of a core's time for writing a version while sequences run, where the model computes on the same cores: no
+caller waits for the version, and a burst would delay the next token. Without sequences the worker writes at once.
 """
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must know of the run. The secret itself is read from the run folder."""
+    """A worker's settings of the run. The worker reads the secret from the run folder."""
 
     run: str
     run_folder: str
@@ -86,7 +86,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _WorkerAdapters:
-    """State of one worker: where to write, who receives, whom to answer."""
+    """State of one worker: its slots, its receiver, the command to answer."""
 
     def __init__(self, worker: object, rank: int, setup: WorkerSetup) -> None:
         self.rank = rank
@@ -104,7 +104,7 @@ class _WorkerAdapters:
             bind=setup.bind,
             device=self.writer.device,
         )
-        self._asked: Respond | None = None  # who waits for the staging under way
+        self._asked: Respond | None = None  # answers the ``Begin`` in progress
         self._last_staged: AdapterRef | None = None
         self._joining = False
         self._commands = CommandThread(
@@ -116,14 +116,14 @@ class _WorkerAdapters:
             case Ping():
                 respond(CommandDone())
             case Join() if self._joining:
-                respond(CommandDone(error="still joining the groups of the request before"))
+                respond(CommandDone(error="still joining the groups of the previous request"))
             case Join(request=request):
                 self._joining = True
                 threading.Thread(target=self._join, args=(request, respond), name="join", daemon=True).start()
             case Begin() if self._joining or self._asked is not None:
                 respond(_unstaged(command, Refusal.WIRE, "this worker is busy with another transfer"))
             case Begin() if time.monotonic() >= command.deadline:
-                respond(_unstaged(command, Refusal.WIRE, "this worker heard of it too late"))
+                respond(_unstaged(command, Refusal.WIRE, "the command reached this worker after its deadline"))
             case Begin():
                 self._asked = respond
                 self._begin(command)
@@ -155,19 +155,19 @@ class _WorkerAdapters:
 
     def _join(self, request: JoinRequest, respond: Respond) -> None:
         error = ""
-        lower_priority()  # inherited by the threads of the groups made here; this one ends with the request
+        lower_priority()  # the groups' threads inherit it; this thread ends with the request
         try:
             self._receiver.join(request.endpoints, request.ranks[self.rank], request.timeout_s)
         except PublishError as e:
             error = str(e)
         except Exception as e:  # fault boundary: a thread's error must reach the server, not stderr only  # noqa: BLE001
             error = repr(e)
-        self._joining = False  # before the answer: the trainer publishes as soon as it has it
+        self._joining = False  # before the answer, because the trainer publishes as soon as it arrives
         respond(CommandDone(error=error))
 
 
 def lower_priority() -> None:
-    """For the calling thread and those it starts from now on (on Linux a thread has a priority of its own)."""
+    """Lower the priority of the calling thread and of its later child threads (Linux: priority is per thread)."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
@@ -177,7 +177,7 @@ def _unstaged(command: Begin, reason: str, detail: str) -> Staged:
 
 
 class AdapterWorkerExtension:
-    """RPC methods; arguments and answers are bytes, strings and numbers. ``rank`` is vLLM's."""
+    """RPC methods of a worker; arguments and answers are bytes, strings and numbers. ``rank`` is vLLM's."""
 
     rank: int
 
@@ -197,9 +197,9 @@ class AdapterWorkerExtension:
         return msgspec.msgpack.encode(described)
 
     def al_commit(self, lora_id: int, slot: int, retired: list[int]) -> float:
-        """The version in ``slot`` serves as ``lora_id`` from now on, ``retired`` no longer do.
+        """Serve the version in ``slot`` as ``lora_id``, stop serving ``retired``, and return the seconds taken.
 
-        Seconds taken: the only part of a publish that generation waits for.
+        Generation waits for no other part of a publish.
         """
         started = time.perf_counter()
         for old in retired:
@@ -208,7 +208,7 @@ class AdapterWorkerExtension:
         return time.perf_counter() - started
 
     def al_alive(self) -> None:
-        """Answered between two steps of the model: not at all by an engine that is stuck in one."""
+        """Answer between two model steps; an engine that hangs in a step does not answer."""
 
     def al_retire(self, lora_ids: list[int]) -> None:
         for lora_id in lora_ids:

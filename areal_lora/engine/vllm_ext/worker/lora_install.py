@@ -1,7 +1,7 @@
 """Write received tensors into an inactive slot of a worker's stacked LoRA buffers.
 
-Runs in the receiver's background thread while the model generates. Where everything goes is
-planned once per layout; a publish then only runs compiled copies. Knows wire names and shapes;
+Runs in the receiver's background thread while the model generates. Destinations are planned once
+per layout; a publish then runs compiled copies only. This module knows wire names and shapes,
 ``compat.slots`` knows where vLLM keeps the buffers.
 """
 
@@ -33,7 +33,7 @@ _VLLM_MODULES = {
     ("linear_fc2", Scope.EXPERT): "experts",
 }
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_NOTHING = ""  # a slot of zeros: nothing of it can show through another layout
+_NOTHING = ""  # a slot of zeros: any layout can be written over it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +62,15 @@ class Matrix:
 
 
 def vllm_modules(target_modules: Sequence[str]) -> list[str]:
-    """Leaf names of vLLM's modules that hold the projections of canonical targets; empty if they mean nothing."""
+    """Leaf names of vLLM's modules that hold the projections of canonical targets; empty for unknown targets."""
     return sorted({m for (linear, scope), m in _VLLM_MODULES.items() if covers(target_modules, linear, scope)})
 
 
 class StackedSlotWriter:
     """The ``weight_sync.server.receiver.SlotWriter`` of a vLLM worker.
 
-    Host memory is written in place. For device memory, which compiled host code cannot reach,
-    blocks go to a pinned mirror of one slot, and ``flush`` copies the mirror.
+    Host memory is written in place. Compiled host code cannot reach device memory: blocks go to a pinned
+    mirror of one slot, and ``flush`` copies the mirror.
     """
 
     def __init__(self, matrices: Iterable[Matrix], max_rank: int) -> None:
@@ -89,7 +89,7 @@ class StackedSlotWriter:
         self.device = self._stacks[0].device
         on_device = [t for t in self._stacks if t.device.type != "cpu"]
         self._mirrors = {id(t): torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=True) for t in on_device}
-        # Copies must not queue behind the model's kernels, nor these behind the copies.
+        # Copies must not queue behind the model's kernels, nor kernels behind copies.
         self._streams = {device: torch.Stream(device=device) for device in {t.device for t in on_device}}
         self._written: dict[int, str] = {}  # by memory (``_memory``): which cells may be non-zero
         inputs = {m.module: m.full for m in self._matrices.values() if m.is_a}
@@ -107,29 +107,31 @@ class StackedSlotWriter:
         targets = spec.target_modules
         ignored = [t for t in targets if not any(covered(module, [t]) for module in self.modules)]
         if ignored or not targets:
-            raise ManifestError(Refusal.TARGETS, f"{spec.name}: nothing served is meant by {ignored or 'no target'}")
+            raise ManifestError(
+                Refusal.TARGETS, f"{spec.name}: no served module matches {ignored or 'an empty list of targets'}"
+            )
         return served_shapes(self.modules, spec)
 
     def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
-        """Per shard the copies into slot 0, by address. Raises ManifestError for a layout that does not fit."""
+        """Plan the copies per shard into slot 0, by address. Raises ManifestError for a layout that does not fit."""
         full_names: dict[str, list[str]] = {}
         for name, wire in layout.aliases.items():
             full_names.setdefault(wire, []).append(name)
         return [self._plan_shard(layout, shard, full_names) for shard in layout.shards]
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
-        """Clear the slot unless what it holds has been written by such a layout, which this one overwrites."""
+        """Clear the slot unless its content comes from a layout with the same cells, which ``layout`` overwrites."""
         cells = f"{layout.spec.rank} {' '.join(sorted(layout.spec.target_modules))}"
         if self._written.get(self._memory(slot)) not in (cells, _NOTHING):
             self.zero(slot)
         self._written[self._memory(slot)] = cells
 
     def write(self, plan: TensorBlocks, slot: int, base: int, first: int, last: int, marks: Marks) -> None:
-        """Store tensors [first, last) of a shard whose first byte would be at address ``base``."""
+        """Store tensors [first, last) of a shard; the shard's byte 0 has the address ``base``."""
         plan.copy(base, 0, slot=slot, tensors=(first, last), marks=marks)
 
     def flush(self, slot: int) -> None:
-        """Bring the mirror, if there is one, into the slot; complete when it returns."""
+        """Copy the mirror, if there is one, into the slot; the copy is complete on return."""
         for stack in self._stacks:
             if id(stack) in self._mirrors:
                 with self._streams[stack.device]:
@@ -144,7 +146,7 @@ class StackedSlotWriter:
         self._written[self._memory(slot)] = _NOTHING
 
     def _memory(self, slot: int) -> int:
-        """What ``write`` writes to: the slot itself, or the one mirror of all slots."""
+        """Identify the memory that ``write`` writes to: the slot itself, or the one mirror of all slots."""
         return -1 if self._mirrors else slot
 
     def _plan_shard(
@@ -174,7 +176,7 @@ class StackedSlotWriter:
 
 
 def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, layout: AdapterLayout) -> Block:
-    """This worker's part of a tensor, into ``place`` (``[max_rank, in_part]`` or ``[out_part, max_rank]``)."""
+    """Plan the copy of this worker's part of a tensor into ``place`` ([max_rank, in_part] or [out_part, max_rank])."""
     rank, item = layout.spec.rank, ITEM_BYTES[layout.dtype]
     rows, cols = (rank, place.shape[1]) if matrix.is_a else (place.shape[0], rank)
     width = cols if matrix.is_a else rows
@@ -205,6 +207,6 @@ def _extent_bytes(place: torch.Tensor) -> int:
 
 
 def _host_view(tensor: torch.Tensor) -> np.ndarray:
-    """Host memory as numpy sees it (bfloat16 as bit patterns): filling it there uses no OpenMP."""
+    """View host memory with numpy (bfloat16 as bit patterns), which fills it without OpenMP."""
     view: np.ndarray = tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
     return view
