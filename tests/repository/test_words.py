@@ -9,14 +9,14 @@ from tests.support.paths import ROOT
 
 GLOSSARY = ROOT / "docs" / "en" / "glossary.md"
 BANNED = {
-    "anew": 8,
+    "anew": 2,
     "learnt": 1,
-    "nobody|everybody|somebody": 24,
-    "under way": 9,
-    "(goes|went|gone) on": 23,
-    "(given|gives|gave) up": 14,
-    "(is|are|was|were|been|be) told": 6,
-    "lives": 6,
+    "nobody|everybody|somebody": 10,
+    "under way": 4,
+    "(goes|went|gone) on": 9,
+    "(given|gives|gave) up": 2,
+    "(is|are|was|were|been|be) told": 0,
+    "lives": 2,
 }
 """Pattern of whole words, and how many lines may still hold it; a number may only fall."""
 
