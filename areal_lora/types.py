@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -128,10 +128,6 @@ class TrajectoryGroup:
     uid: str  # "<epoch>:<sample uid>"
     trajectories: tuple[Trajectory, ...]
 
-    @property
-    def oldest_version(self) -> int:
-        return min(v for t in self.trajectories for v in t.versions if v >= 0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
@@ -153,9 +149,7 @@ class TrainBatch:
     adapters: tuple[str, ...]  # [N]
     prox_logprobs: torch.Tensor | None = None  # [T] fp32
     ref_logprobs: torch.Tensor | None = None  # [T] fp32
-    values: torch.Tensor | None = None  # [T] fp32
     advantages: torch.Tensor | None = None  # [T] fp32
-    returns: torch.Tensor | None = None  # [T] fp32
 
     @property
     def n_sequences(self) -> int:
@@ -186,6 +180,3 @@ class StepStats:
     """What one optimizer step reports: plain floats, already reduced over ranks."""
 
     values: dict[str, float]
-
-
-JsonDict = dict[str, Any]

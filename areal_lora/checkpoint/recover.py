@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from areal_lora.checkpoint.files import CHUNK_BYTES, Disk
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest
 from areal_lora.checkpoint.store import BROKEN_PREFIX, NEWEST_FILE, leftovers_in, version_folder, versions_in
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.resume import adapter_conflict
 from areal_lora.errors import CheckpointError, ConfigError
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import StepRecord
@@ -27,7 +28,7 @@ from areal_lora.weight_sync.digests import base_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """A checkpoint, or what should be one, that cannot be used."""
+    """A checkpoint that cannot be used, or the place of one that is missing."""
 
     path: Path
     reason: str
@@ -35,7 +36,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A checkpoint that is whole."""
+    """A whole checkpoint."""
 
     path: Path
     manifest: Manifest
@@ -52,7 +53,7 @@ class Found:
 class AdapterResume:
     """How one adapter resumes: from ``newest``, or from the start (None) if no checkpoint was ever written.
 
-    ``broken`` are those newer than it, newest first; ``leftovers`` were being written when a process died.
+    ``broken`` are the newer ones, newest first. ``leftovers`` were being written when a process died.
     """
 
     adapter: str
@@ -70,7 +71,7 @@ class AdapterResume:
         return self.newest is None and bool(self.broken)
 
     def lines(self) -> Iterator[str]:
-        """One line per broken checkpoint, for logs and people."""
+        """One line per broken checkpoint."""
         instead = f"{self.newest.path} is used instead" if self.newest else "there is no older one"
         for broken in self.broken:
             yield f"checkpoint {broken.path} cannot be used: {broken.reason}; {instead}"
@@ -78,7 +79,7 @@ class AdapterResume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePlan:
-    """What a start with this run folder and configuration would load, in the order of the adapters."""
+    """What a start with a run folder and configuration loads, in the order of the adapters."""
 
     adapters: tuple[AdapterResume, ...]
 
@@ -89,12 +90,12 @@ class ResumePlan:
                 raise CheckpointError(
                     f"no checkpoint of {adapter.adapter!r} can be used: "
                     + "; ".join(f"{b.path}: {b.reason}" for b in adapter.broken)
-                    + " (fix: bring one of them back, or start over with --fresh)"
+                    + " (fix: restore one of them, or start over with --fresh)"
                 )
 
 
 def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True) -> ResumePlan:
-    """Decide, without changing anything, what a start would load. Reads the newest checkpoints in whole.
+    """Plan what a start loads, without changing anything. Reads the newest checkpoints in whole.
 
     The base is compared with that of the checkpoints only where ``base_is_here``. Raises ConfigError if ``config``
     describes another adapter or base than a checkpoint does.
@@ -117,7 +118,7 @@ def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True)
 
 
 def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
-    """The newest whole checkpoint of ``adapter``, and the newer ones that are not."""
+    """Find the newest whole checkpoint of ``adapter``, and the newer ones that are broken."""
     root = run_folder.adapter_checkpoints(adapter)
     broken, newest = _vanished(root), None
     for version in reversed(versions_in(root)):
@@ -133,13 +134,13 @@ def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
 
 
 def check_present(run_folder: RunFolder, config: Config) -> None:
-    """Raises CheckpointError if an adapter has made steps and has no checkpoint left. Cheap, unlike `explain`."""
+    """Raise CheckpointError if an adapter has taken steps and has no checkpoint. Cheap, unlike `explain`."""
     bare = [a.name for a in config.adapters if not versions_in(run_folder.adapter_checkpoints(a.name))]
     ResumePlan(adapters=tuple(find(run_folder, name) for name in bare)).check()
 
 
 def _steps_without(run_folder: RunFolder, adapter: str) -> list[Broken]:
-    """What is wrong where there is no checkpoint: nothing before the first step, for which version 0 is written."""
+    """Why a missing checkpoint is an error: version 0 is written before the first step."""
     steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
     if not steps:
         return []
@@ -148,7 +149,7 @@ def _steps_without(run_folder: RunFolder, adapter: str) -> list[Broken]:
 
 
 def _vanished(root: Path) -> list[Broken]:
-    """The newest one that was written, if its folder is gone."""
+    """The checkpoint that was written last, if its folder is gone."""
     try:
         text = (root / NEWEST_FILE).read_text(encoding="ascii").strip()
         version = int(text)
@@ -162,7 +163,10 @@ def _vanished(root: Path) -> list[Broken]:
 
 
 def verify(folder: Path, ref: AdapterRef) -> Manifest:
-    """The manifest of a checkpoint of ``ref`` that is whole. Raises CheckpointError with the bare reason."""
+    """Verify that a checkpoint of ``ref`` is whole, and return its manifest.
+
+    Raises CheckpointError with the bare reason.
+    """
     try:
         manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
         if (manifest.spec.name, manifest.version) != (ref.name, ref.version):
@@ -190,25 +194,12 @@ def _digest(path: Path) -> str:
 
 
 def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str | None) -> None:
-    """Raises ConfigError where ``found`` is of another adapter or base (None: unknown) than is configured.
+    """Raise ConfigError if ``found`` is of another adapter (see `adapter_conflict`) or base than is configured.
 
-    Everything else may change between two starts: the layout, the optimizer's settings, the number of steps.
+    ``base`` is the digest of the configured base, None if it is not known here.
     """
-    was, want = found.manifest.spec, adapter.spec("")
-    fields: Sequence[tuple[str, object, object]] = (
-        ("rank", was.rank, want.rank),
-        ("alpha", was.alpha, want.alpha),
-        ("target_modules", sorted(was.target_modules), sorted(want.target_modules)),
-        ("expert_layout", was.expert_layout.value, want.expert_layout.value),
-        ("dropout", was.dropout, want.dropout),
-    )
-    for key, before, now in fields:
-        if before != now:
-            raise ConfigError(
-                f"adapters.{index}.{key}",
-                f"it is {now}, but {found.path} was trained with {before}",
-                f"set it back to {before}, choose another run.name, or start over with --fresh",
-            )
+    if error := adapter_conflict(found.manifest.spec, adapter, index, str(found.path)):
+        raise error
     if base is not None and found.manifest.base_digest != base:
         raise ConfigError(
             "model.path",
@@ -218,7 +209,7 @@ def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str
 
 
 def tidy(plan: ResumePlan, disk: Disk) -> None:
-    """Remove what was left half-written, and move broken checkpoints out of the way of their successors.
+    """Remove leftovers, and rename broken checkpoints so that new ones can have their names.
 
     Raises OSError. To be called by one process, while no other writes.
     """

@@ -1,4 +1,4 @@
-"""Trajectory groups to one packed batch, and a packed batch to parts."""
+"""Pack trajectory groups into one batch, check a batch, cut it into parts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_lora.data.checks import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError, StalenessError
-from areal_lora.types import TrainBatch, Trajectory, TrajectoryGroup
+from areal_lora.types import TrainBatch, TrajectoryGroup
 
 HOST = torch.device("cpu")  # named wherever a batch is made: torch's default device may be another one
-
-
-def check_alignment(trajectory: Trajectory) -> None:
-    """Contract C10 for one trajectory. Raises AlignmentError."""
-    lengths = {
-        "token_ids": len(trajectory.token_ids),
-        "loss_mask": len(trajectory.loss_mask),
-        "rollout_logprobs": len(trajectory.rollout_logprobs),
-        "versions": len(trajectory.versions),
-    }
-    if len(set(lengths.values())) != 1:
-        raise AlignmentError(f"trajectory {trajectory.uid}: per-token arrays differ in length: {lengths}")
-    if not lengths["token_ids"] or trajectory.loss_mask[0]:
-        raise AlignmentError(f"trajectory {trajectory.uid}: entry 0 must exist and be masked")
-    if any((v >= 0) != bool(m) for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True)):
-        raise AlignmentError(f"trajectory {trajectory.uid}: versions and loss_mask disagree about the model's tokens")
 
 
 def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
@@ -63,9 +48,9 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
 
 
 def check_batch(batch: TrainBatch) -> None:
-    """Contract C10 for a packed batch: mask, versions and log-probabilities name the same tokens as the model's own.
+    """Check contract C10 for a packed batch: mask, versions and log-probabilities agree on the model's own tokens.
 
-    A shift of one of these arrays against the others shows here, without any model. Raises AlignmentError.
+    Finds a shift of one of these arrays against the others without any model. Raises AlignmentError.
     """
     mask = batch.loss_mask
     wrong = {
@@ -81,17 +66,6 @@ def check_batch(batch: TrainBatch) -> None:
 
 def host_tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=HOST)
-
-
-def check_rewards(rows: Sequence[tuple[int, Trajectory]]) -> None:
-    """One reward per sample of a group; the first of each pair numbers the group. Raises AlignmentError."""
-    rewards: dict[tuple[int, int], float] = {}
-    for g, trajectory in rows:
-        if rewards.setdefault((g, trajectory.sample), trajectory.reward) != trajectory.reward:
-            raise AlignmentError(
-                f"trajectory {trajectory.uid}: reward {trajectory.reward}, another one of its sample has "
-                f"{rewards[g, trajectory.sample]}"
-            )
 
 
 def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
@@ -118,9 +92,7 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         adapters=tuple(batch.adapters[i] for i in sequences),
         prox_logprobs=tokens(batch.prox_logprobs),
         ref_logprobs=tokens(batch.ref_logprobs),
-        values=tokens(batch.values),
         advantages=tokens(batch.advantages),
-        returns=tokens(batch.returns),
     )
 
 
@@ -141,7 +113,7 @@ def staleness_histogram(batch: TrainBatch, version: int) -> dict[int, int]:
 
 
 def assert_staleness(batch: TrainBatch, version: int, max_staleness: int) -> dict[int, int]:
-    """Contract C7 at consumption; returns the histogram.
+    """Check contract C7 at consumption; return the histogram.
 
     Raises:
         StalenessError: a trained token is older than the budget, or from the future.
@@ -153,3 +125,30 @@ def assert_staleness(batch: TrainBatch, version: int, max_staleness: int) -> dic
             f"max_staleness is {max_staleness}"
         )
     return histogram
+
+
+def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
+    """Plain sequences as a batch that is only scored: every token but each first one is on the mask."""
+    lengths = torch.tensor([0, *(len(r) for r in rows)], device=HOST)
+    tokens = torch.tensor([x for r in rows for x in r], dtype=torch.int64, device=HOST)
+    cu_seqlens = lengths.cumsum(0)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[cu_seqlens[:-1]] = False
+    return TrainBatch(
+        token_ids=tokens,
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(tokens.numel(), device=HOST),
+        versions=torch.where(mask, 0, -1),
+        rewards=torch.zeros(len(rows), device=HOST),
+        group_ids=torch.zeros(len(rows), dtype=torch.int64, device=HOST),
+        sample_ids=torch.arange(len(rows), device=HOST),
+        adapters=(adapter,) * len(rows),
+    )
+
+
+def split_rows(values: torch.Tensor, cu_seqlens: torch.Tensor) -> list[list[float]]:
+    """A packed [T] tensor as one list per sequence."""
+    bounds = cu_seqlens.tolist()
+    flat = values.tolist()
+    return [flat[a:b] for a, b in pairwise(bounds)]

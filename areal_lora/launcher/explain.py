@@ -7,9 +7,9 @@ from pathlib import Path
 
 from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain
 from areal_lora.config.models import Config
+from areal_lora.config.resume import changes, conflict
 from areal_lora.config.snapshot import missing_files
 from areal_lora.launcher.dry_run import human_bytes
-from areal_lora.launcher.resume import changes, conflict
 from areal_lora.launcher.start import previous_run, with_absolute_root
 from areal_lora.obs.console import duration
 from areal_lora.rollout.ledger.peek import reconciliations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -24,13 +24,14 @@ from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
 from areal_lora.run_folder.status import set_status
+from areal_lora.trainer.adapter import ControllerState, Restored, TrainingState, build_adapter
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing, resume
+from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
-from areal_lora.trainer.loop import Trainer
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.tenant import Tenant, build_tenant
+from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
@@ -38,7 +39,7 @@ from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.role import Follower
 
 STARTUP_TIMEOUT_S = 900.0
-CONTROLLER_START_S = 120.0  # what a controller that was ended needs to be there again
+CONTROLLER_START_S = 120.0  # until a restarted controller answers
 CONTROL_TIMEOUT_S = 7200.0  # rank 0 may wait this long for rollouts while the others wait for rank 0
 
 
@@ -49,78 +50,93 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
     engine = MegatronEngine(config.model, config.trainer, device)
     tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
-    tenants = [build_tenant(config, adapter, tokenizer) for adapter in config.adapters]
-    for tenant in tenants:
-        engine.add_adapter(tenant.spec, tenant.config.optimizer, config.run.seed)
+    adapters = [build_adapter(config, adapter, tokenizer) for adapter in config.adapters]
+    for adapter in adapters:
+        engine.add_adapter(adapter.spec, adapter.config.optimizer, config.run.seed)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
-    resume(engine, tenants, config, run_folder, control)
-    client = _controller(config, run_folder, tenants) if rank == 0 else None
-    recorder = Recorder(config, run_folder, client, tenants, started_s) if client else None
+    restored = resume(engine, adapters, config, run_folder, control)
+    versions = {name: found.version for name, found in restored.items()}
+    states = {a.name: TrainingState(adapter=a, version=versions.get(a.name, 0)) for a in adapters}
+    client = _connect(config, run_folder, states, restored) if rank == 0 else None
+    rank_0 = _rank_0(config, run_folder, client, states, restored, started_s) if client else None
     store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
     saver = Saver(store=store, config=config.checkpoint, committed=partial(_commit, client) if client else None)
-    auditor = None
-    if rank == 0:
-        auditor = Auditor(
-            read_secret(run_folder),
-            ALIGNMENT_LIMITS[config.model.dtype],
-            timeout_s=config.weight_sync.attempt_s,
-            max_model_len=config.rollout.max_model_len,
-        )
     publisher = Publisher(
         run=config.run.name,
         config=config.weight_sync,
         exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        role=_leader(config, run_folder, client, auditor) if client and auditor else Follower(),
+        role=_leader(config, run_folder, client, rank_0.auditor) if client and rank_0 else Follower(),
         secret=read_secret(run_folder),
         bind=own_place(config.cluster, run_folder).address,
         backend=platform_of(device).xccl,
         device=device,
     )
-    publishing = AdapterPublishing(engine, publisher, config.weight_sync, recorder.published if recorder else None)
+    on_report = rank_0.recorder.published if rank_0 else None
     return Trainer(
         config=config,
         run_folder=run_folder,
         engine=engine,
-        tenants=tenants,
-        checkpointing=Checkpointing(config, engine, saver),
-        publishing=publishing,
-        recorder=recorder,
+        states=states,
+        checkpointing=Checkpointing(config, engine, saver, versions),
+        publishing=AdapterPublishing(engine, publisher, config.weight_sync, on_report),
         control=control,
-        auditor=auditor,
+        rank_0=rank_0,
     )
 
 
-def _controller(config: Config, run_folder: RunFolder, tenants: Sequence[Tenant]) -> ControllerClient:
-    """A client that has said what the tenants go on from."""
+def _connect(
+    config: Config, run_folder: RunFolder, states: Mapping[str, TrainingState], restored: Mapping[str, Restored]
+) -> ControllerClient:
+    """Connect to the controller and announce the versions that this trainer resumes from."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout controller")
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
 
     def find() -> Endpoint | None:
-        # Asked a few times a second while the controller is waited for.
+        # Called a few times a second while the client waits for the controller.
         beat_on(run_folder, "trainer", 0)
-        with suppress(OSError):  # asked again at once; the client's patience bounds how long
+        with suppress(OSError):  # the client calls again at once; its patience bounds how long
             return read_endpoint(run_folder, "controller", 0)
         return None
 
     client = ControllerClient(find, read_secret(run_folder), patience_s=controller_patience_s(config))
-    client.hello({t.name: t.version for t in tenants}, {t.name: t.ledger for t in tenants if t.ledger})
+    ledgers = {name: found.controller.ledger for name, found in restored.items() if found.controller.ledger}
+    client.hello({name: state.version for name, state in states.items()}, ledgers)
     return client
 
 
+def _rank_0(
+    config: Config,
+    run_folder: RunFolder,
+    client: ControllerClient,
+    states: Mapping[str, TrainingState],
+    restored: Mapping[str, Restored],
+    started_s: float,
+) -> Rank0:
+    recorder = Recorder(run_folder, list(states), {n: found.version for n, found in restored.items()}, started_s)
+    kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
+    auditor = Auditor(
+        read_secret(run_folder),
+        ALIGNMENT_LIMITS[config.model.dtype],
+        timeout_s=config.weight_sync.attempt_s,
+        max_model_len=config.rollout.max_model_len,
+    )
+    return Rank0(controller=ControllerLink(config, client, recorder, kept), recorder=recorder, auditor=auditor)
+
+
 def controller_patience_s(config: Config) -> float:
-    """How long a controller may be away: its event loop stuck, found out, ended, and started again."""
+    """How long a controller may be away: its event loop stuck, detected, ended, and restarted."""
     return config.run.stall_s + config.run.heartbeat_timeout_s + CONTROLLER_START_S
 
 
 def _commit(client: ControllerClient, ref: AdapterRef) -> None:
-    """The checkpoint of ``ref`` is durable. Version 0 comes from no step."""
+    """Commit the step that made ``ref``, whose checkpoint is durable. Version 0 comes from no step."""
     if ref.version:
         client.commit(ref.name, ref.version - 1)
         reached("trainer.committed")
 
 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, auditor: Auditor) -> Leader:
-    """Rank 0's: knows the servers of the run folder, and tells the controller where each version serves."""
+    """Rank 0's part in publishes, which announces to the controller where each version is active."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     for index in range(config.rollout.servers):

@@ -18,7 +18,7 @@ from areal_lora.data.collate import check_batch, split_minibatches
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.processes.log import get_logger
-from areal_lora.trainer.tenant import Tenant
+from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.types import TrainBatch
 
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
@@ -45,17 +45,17 @@ class LearnReport:
         return self.sums[name] / max(self.sums["tokens"], 1.0) if name in self.sums else None
 
 
-def annotate(engine: TrainEngine, tenant: Tenant, batch: TrainBatch) -> TrainBatch:
+def annotate(engine: TrainEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
     """Add proximal and reference log-probabilities [T] where the algorithm needs them, and advantages [T].
 
     The reference is the base with the adapter off (contract C11). Collective over all ranks.
     """
-    temperature = tenant.config.sampling.temperature
-    if tenant.algorithm.needs_prox:
-        batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=tenant.name, temperature=temperature))
-    if tenant.algorithm.needs_ref:
+    temperature = adapter.config.sampling.temperature
+    if adapter.algorithm.needs_prox:
+        batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=adapter.name, temperature=temperature))
+    if adapter.algorithm.needs_ref:
         batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=None, temperature=temperature))
-    per_sequence = per_sample(tenant.algorithm.advantage, batch.rewards, batch.group_ids, batch.sample_ids)
+    per_sequence = per_sample(adapter.algorithm.advantage, batch.rewards, batch.group_ids, batch.sample_ids)
     return replace(batch, advantages=to_tokens(per_sequence, batch.cu_seqlens, batch.loss_mask))
 
 
@@ -79,9 +79,9 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
 
 
-def make_loss(tenant: Tenant, version: int) -> LossFn:
-    """The tenant's objective as the engine calls it. ``version`` is the one that is being improved."""
-    algorithm, reduction = tenant.algorithm, tenant.config.algorithm.reduction
+def make_loss(adapter: Adapter, version: int) -> LossFn:
+    """The adapter's objective as the engine calls it. ``version`` is the one that is being improved."""
+    algorithm, reduction = adapter.algorithm, adapter.config.algorithm.reduction
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None, "annotate() comes before learning"
@@ -119,8 +119,10 @@ def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Te
     }
 
 
-def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype: str, lr: float) -> LearnReport:
-    """Take the tenant's optimizer steps on one annotated batch, all at rate ``lr``. Collective over all ranks.
+def learn(
+    engine: TrainEngine, adapter: Adapter, batch: TrainBatch, *, version: int, base_dtype: str, lr: float
+) -> LearnReport:
+    """Take the optimizer steps on one annotated batch, all at rate ``lr``, to improve ``version``. Collective.
 
     Raises:
         AlignmentError: the batch's arrays contradict each other, its log-probabilities lie one token beside their
@@ -128,15 +130,15 @@ def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype:
             rounding (contract C10). No step is taken on what was found wrong.
     """
     check_batch(batch)
-    loss_fn = make_loss(tenant, tenant.version)
+    loss_fn = make_loss(adapter, version)
     totals: Counter[str] = Counter()
     skipped: list[float] = []
-    for index, minibatch in enumerate(split_minibatches(batch, tenant.config.minibatches)):
+    for index, minibatch in enumerate(split_minibatches(batch, adapter.config.minibatches)):
         sums = engine.forward_backward(
             minibatch,
             loss_fn,
-            temperature=tenant.config.sampling.temperature,
-            need_entropy=tenant.algorithm.needs_entropy,
+            temperature=adapter.config.sampling.temperature,
+            need_entropy=adapter.algorithm.needs_entropy,
         )
         if index == 0:
             _assert_aligned(sums, ALIGNMENT_LIMITS[base_dtype])
@@ -145,32 +147,36 @@ def learn(engine: TrainEngine, tenant: Tenant, batch: TrainBatch, *, base_dtype:
         divisor = denominator(
             minibatch.loss_mask,
             minibatch.n_sequences,
-            tenant.config.algorithm.reduction,
-            tenant.config.sampling.max_new_tokens,
+            adapter.config.algorithm.reduction,
+            adapter.config.sampling.max_new_tokens,
         )
-        stats = engine.optim_step(tenant.name, divisor, lr).values
+        stats = engine.optim_step(adapter.name, divisor, lr).values
         skipped.append(stats["skipped"])
     return LearnReport(
         sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=sum(skipped) / len(skipped)
     )
 
 
-def count_skips(tenant: Tenant, report: LearnReport) -> None:
-    """Raises NonFiniteError at the ``MAX_SKIPPED``-th training step in a row of which nothing was learned."""
-    if report.skipped:
-        broken = [name for name, value in report.sums.items() if not math.isfinite(value)]
-        what = f"sums that are not finite: {', '.join(sorted(broken)) or 'none, only the gradient'}"
-        log.warning(
-            "step %d of %s: %.0f %% of its optimizer steps skipped; %s",
-            tenant.version - 1,
-            tenant.name,
-            100 * report.skipped,
-            what,
-        )
-    tenant.skipped = tenant.skipped + 1 if report.skipped == 1.0 else 0
-    if tenant.skipped >= MAX_SKIPPED:
+def check_finite(state: TrainingState, report: LearnReport) -> None:
+    """Warn of skipped optimizer steps in the training step that made ``state.version``.
+
+    Raises:
+        NonFiniteError: the ``MAX_SKIPPED``-th training step in a row in which every optimizer step was skipped.
+    """
+    if not report.skipped:
+        return
+    broken = [name for name, value in report.sums.items() if not math.isfinite(value)]
+    what = f"sums that are not finite: {', '.join(sorted(broken)) or 'none, only the gradient'}"
+    log.warning(
+        "step %d of %s: %.0f %% of its optimizer steps skipped; %s",
+        state.version - 1,
+        state.name,
+        100 * report.skipped,
+        what,
+    )
+    if state.skipped_steps >= MAX_SKIPPED:
         raise NonFiniteError(
-            f"{tenant.name}: the gradients of {tenant.skipped} training steps in a row were not finite ({what}); "
+            f"{state.name}: the gradients of {state.skipped_steps} training steps in a row were not finite ({what}); "
             "lower optimizer.lr or algorithm.kl_coef, or look at the answers of these steps"
         )
 

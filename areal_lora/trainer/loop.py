@@ -14,24 +14,16 @@ Step k is consumed once the checkpoint of version k + 1 is durable; a crash repe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from areal_lora.config.models import Config
-from areal_lora.distributed.exchange import Exchange
-from areal_lora.engine.base import TrainEngine
 from areal_lora.processes.faults import reached
-from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.audit import Auditor
-from areal_lora.trainer.checkpointing import Checkpointing
-from areal_lora.trainer.learn import annotate, count_skips, learn, learning_rate
+from areal_lora.trainer.adapter import TrainingState
+from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.peft import export_adapter
-from areal_lora.trainer.publishing import AdapterPublishing
-from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.tenant import Tenant
+from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.waits import (
     begin_audit,
     catch_up,
     collect_audit,
+    controller_state,
     evaluated,
     join_checkpoint,
     join_publish,
@@ -40,97 +32,77 @@ from areal_lora.trainer.waits import (
 from areal_lora.types import AdapterRef
 
 
-@dataclass(slots=True, kw_only=True)
-class Trainer:
-    """What a rank holds for a whole run. ``recorder`` and ``auditor`` talk to others: rank 0 only."""
-
-    config: Config
-    run_folder: RunFolder
-    engine: TrainEngine
-    tenants: list[Tenant]
-    checkpointing: Checkpointing
-    publishing: AdapterPublishing
-    recorder: Recorder | None
-    control: Exchange
-    auditor: Auditor | None = None
-
-    def close(self) -> None:
-        """Say goodbye to the controller and the servers' groups."""
-        self.checkpointing.close()
-        self.publishing.close()
-        if self.recorder:
-            self.recorder.close()
-        if self.auditor:
-            self.auditor.close()
-
-
 def train(trainer: Trainer) -> None:
-    """Take every step that is left of every adapter, then wait for the last version and the evaluations."""
-    for tenant in trainer.tenants:
-        rerequest_evals(trainer, tenant)
-        save_and_publish(trainer, tenant)
-    while (tenant := min(trainer.tenants, key=lambda t: t.version)).version < trainer.config.run.steps:
-        train_step(trainer, tenant)
+    """Take all remaining steps of every adapter, then wait for the last version and the evaluations."""
+    states = trainer.states.values()
+    for state in states:
+        rerequest_evals(trainer, state)
+        save_and_publish(trainer, state)
+    while (state := min(states, key=lambda s: s.version)).version < trainer.config.run.steps:
+        train_step(trainer, state)
     collect_audit(trainer, wait=True)
-    for tenant in trainer.tenants:
-        join_checkpoint(trainer, tenant)
-        join_publish(trainer, tenant)
-        export_adapter(trainer.engine, tenant, trainer.control, trainer.run_folder)
-        while not evaluated(trainer, tenant):
+    for state in states:
+        join_checkpoint(trainer, state)
+        join_publish(trainer, state)
+        export_adapter(trainer.engine, state.adapter, trainer.control, trainer.run_folder)
+        while not evaluated(trainer, state):
             catch_up(trainer)
-    if trainer.recorder:
-        trainer.recorder.finish(trainer.run_folder.adapter_export(trainer.tenants[0].name))
+    if trainer.rank_0:
+        trainer.rank_0.controller.shutdown()
+        trainer.rank_0.recorder.finish(trainer.run_folder.adapter_export(next(iter(trainer.states))))
     trainer.control.all_gather_bytes(b"done")
 
 
-def train_step(trainer: Trainer, tenant: Tenant) -> None:
-    """Consume one batch, improve the adapter by one version, hand the version to disk and servers."""
-    spans = tenant.spans
+def train_step(trainer: Trainer, state: TrainingState) -> None:
+    """Consume one batch, make the adapter's next version, begin its checkpoint and its publish."""
+    adapter, spans = state.adapter, trainer.spans[state.name]
     with spans.span("wait_batch"):
-        batch, histogram = next_batch(trainer, tenant)
+        batch, histogram = next_batch(trainer, state)
     reached("trainer.batch_received")
-    begin_audit(trainer, tenant, batch)
+    begin_audit(trainer, state, batch)
     with spans.span("annotate"):
-        batch = annotate(trainer.engine, tenant, batch)
+        batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")
     with spans.span("checkpoint_join"):
-        join_checkpoint(trainer, tenant)
+        join_checkpoint(trainer, state)
     with spans.span("train"):
-        lr = learning_rate(tenant.config.optimizer, tenant.version, trainer.config.run.steps)
-        report = learn(trainer.engine, tenant, batch, base_dtype=trainer.config.model.dtype, lr=lr)
+        lr = learning_rate(adapter.config.optimizer, state.version, trainer.config.run.steps)
+        report = learn(
+            trainer.engine, adapter, batch, version=state.version, base_dtype=trainer.config.model.dtype, lr=lr
+        )
     audit = collect_audit(trainer)
     reached("trainer.learned")
-    tenant.version += 1
-    if trainer.recorder:
-        # Before the checkpoint: a resumed run strikes out records beyond it, and could not add one that is missing.
-        trainer.recorder.step(tenant, batch, report, histogram, spans, audit)
-    count_skips(tenant, report)
-    save_and_publish(trainer, tenant)
+    state.advance(skipped=report.skipped == 1.0)
+    if trainer.rank_0:
+        # Before the checkpoint: a resumed run voids records beyond it, and could not add one that is missing.
+        trainer.rank_0.recorder.step(state.ref, batch, report, histogram, spans, audit)
+    check_finite(state, report)
+    save_and_publish(trainer, state)
 
 
-def save_and_publish(trainer: Trainer, tenant: Tenant) -> None:
-    """Begin to write the tenant's version to disk and to send it; have it evaluated where the plan says so.
+def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
+    """Begin the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
 
-    None of it is waited for: the next step joins both, and the evaluation begins when the version is
-    active and runs on the servers beside the rollouts. The time it takes counts for the next step.
+    Nothing is waited for: the next step joins checkpoint and publish, and the evaluation runs on the servers beside
+    the rollouts once the version is active. The time that this takes counts for the next step.
     """
-    spans = tenant.spans
+    spans = trainer.spans[state.name]
     spans.restart()
     with spans.span("checkpoint_copy"):
-        save = trainer.checkpointing.save(tenant)
+        save = trainer.checkpointing.save(state.adapter, state.version, controller_state(trainer, state))
     with spans.span("publish_join"):
-        join_publish(trainer, tenant)
+        join_publish(trainer, state)
     with spans.span("publish_pack"):
-        trainer.publishing.publish(tenant, save)
-    if trainer.recorder:
-        trainer.recorder.evaluate(tenant)
+        trainer.publishing.publish(state.adapter, state.version, save)
+    if trainer.rank_0:
+        trainer.rank_0.controller.evaluate_if_due(state.ref)
 
 
-def rerequest_evals(trainer: Trainer, tenant: Tenant) -> None:
-    """Evaluations that had no answer when the checkpoint was written that this trainer goes on from.
+def rerequest_evals(trainer: Trainer, state: TrainingState) -> None:
+    """Re-request evaluations that were pending in the restored checkpoint.
 
-    Servers that went on still hold a version or two; of others the answer is a failure, which is logged.
+    Servers that kept running still hold a version or two; an evaluation of any other version fails and is logged.
     """
-    if trainer.recorder:
-        for version in sorted(tenant.awaited):
-            trainer.recorder.request_eval(AdapterRef(name=tenant.name, version=version))
+    if trainer.rank_0:
+        for version in sorted(controller_state(trainer, state).pending):
+            trainer.rank_0.controller.request_eval(AdapterRef(name=state.name, version=version))

@@ -26,26 +26,26 @@ from areal_lora.engine.base import TrainEngine
 from areal_lora.engine.initial import initial_tensor
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.tenant import Tenant
+from areal_lora.trainer.adapter import Adapter
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
 
 CHUNK_BYTES = 16 << 20
 """What is sent at once; one tensor may be larger."""
 
 
-def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_folder: RunFolder) -> Path:
-    """Write ``tenant.ref`` from all source ranks; rank 0 writes. Collective over all ranks.
+def export_adapter(engine: TrainEngine, adapter: Adapter, exchange: Exchange, run_folder: RunFolder) -> Path:
+    """Write the adapter from all source ranks; rank 0 writes. Collective over all ranks.
 
     What an earlier end of the run has exported is replaced once the new folder is whole. Raises
     CheckpointError if it cannot be written, and PublishError if a rank is gone.
     """
-    folder, layout = run_folder.adapter_export(tenant.name), engine.adapter_layout(tenant.name)
-    mine = engine.export_adapter(tenant.name)
+    folder, layout = run_folder.adapter_export(adapter.name), engine.adapter_layout(adapter.name)
+    mine = engine.export_adapter(adapter.name)
     if exchange.rank:
         _send(mine, next((s for s in layout.shards if s.source == exchange.rank), None), exchange)
         return folder
     try:
-        _write(mine, tenant, layout, exchange, folder)
+        _write(mine, adapter, layout, exchange, folder)
     except OSError as e:
         raise CheckpointError(
             f"{folder}: the adapter cannot be written: {e.strerror} (fix: make room on the disk, or repair it, then "
@@ -55,14 +55,13 @@ def export_adapter(engine: TrainEngine, tenant: Tenant, exchange: Exchange, run_
 
 
 def _write(
-    mine: Iterator[tuple[str, Tensor]], tenant: Tenant, layout: AdapterLayout, exchange: Exchange, folder: Path
+    mine: Iterator[tuple[str, Tensor]], adapter: Adapter, layout: AdapterLayout, exchange: Exchange, folder: Path
 ) -> None:
     for leftover in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(leftover)  # of an export that a crash has ended
     shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
-    with PeftWriter(
-        folder, tenant.spec, shapes, tenant.spec.base_model, layout.aliases, replace=True, revision=tenant.base_commit
-    ) as writer:
+    spec, revision = adapter.spec, adapter.base_commit
+    with PeftWriter(folder, spec, shapes, spec.base_model, layout.aliases, replace=True, revision=revision) as writer:
         for shard in layout.shards:
             for name, tensor in mine if shard.source == exchange.rank else _received(shard, exchange):
                 writer.write(name, tensor)
@@ -96,8 +95,8 @@ def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchang
     assert not rest, f"{len(rest)} tensors more than the layout says"
 
 
-def warm_start(engine: TrainEngine, tenant: Tenant, seed: int) -> None:
-    """Make the adapter of ``init_from`` the tenant's weights; moments and clock stay those of a new adapter.
+def warm_start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
+    """Make the adapter of ``init_from`` the weights of ``adapter``; moments and clock stay those of a new adapter.
 
     Not collective. Every rank reads the whole folder itself and holds it twice for a moment: one file
     on a shared file system costs less than a second way to cut tensors into ranks' parts.
@@ -105,9 +104,9 @@ def warm_start(engine: TrainEngine, tenant: Tenant, seed: int) -> None:
     Raises:
         AdapterError, UnknownTensorError: the folder changed since the rules judged it, see `fused`.
     """
-    folder = tenant.config.init_from
+    folder = adapter.config.init_from
     if folder is None:
         return
     spec, tensors = load_peft(Path(folder).expanduser())
-    layout = engine.adapter_layout(tenant.name)
-    engine.load_adapter(tenant.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))
+    layout = engine.adapter_layout(adapter.name)
+    engine.load_adapter(adapter.name, fused(tensors, spec, layout, partial(initial_tensor, seed=seed)))

@@ -1,25 +1,46 @@
-"""Handing adapter versions to the rollout servers while training goes on.
+"""Publish adapter versions to the rollout servers while training continues.
 
 ``publish`` packs the adapter and returns; transfer, activation, probe and the announcement to
-the controller happen in the publisher's thread. ``join`` waits for the previous publish and is
-what raises if anything about it was wrong.
+the controller happen in the publisher's thread. ``join`` waits for the previous publish and
+raises its errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.checkpoint.saver import Save
 from areal_lora.config.models import WeightSyncConfig
+from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import TrainEngine
 from areal_lora.processes.faults import reached
-from areal_lora.trainer.tenant import Tenant, split_rows
+from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.publisher import Publisher, PublishHandle
 from areal_lora.weight_sync.trainer.report import PublishReport
+
+Scores = list[list[float]]  # log-probabilities of the probe, one row per sequence
+
+
+@dataclass(slots=True, kw_only=True)
+class _Published:
+    """What is kept of one adapter from publish to publish.
+
+    ``base`` are the base's scores of the probe, ``noise`` the largest difference between two computations of them.
+    ``scored`` are the trainer's scores of ``newest``, the version published last. ``handle`` is the publish in
+    progress.
+    """
+
+    layout: AdapterLayout
+    base: Scores
+    noise: float
+    newest: AdapterRef | None = None
+    scored: Scores | None = None
+    handle: PublishHandle | None = None
 
 
 class AdapterPublishing:
@@ -30,20 +51,16 @@ class AdapterPublishing:
         engine: TrainEngine,
         publisher: Publisher,
         config: WeightSyncConfig,
-        on_report: Callable[[Tenant, PublishReport], None] | None,
+        on_report: Callable[[PublishReport], None] | None,
     ) -> None:
         self._engine, self._publisher, self._config = engine, publisher, config
         self._on_report = on_report
-        self._pending: dict[str, PublishHandle] = {}
-        self._layouts: dict[str, AdapterLayout] = {}
-        self._base: dict[str, list[list[float]]] = {}
-        self._noise: dict[str, float] = {}
-        self._scored: dict[str, tuple[AdapterRef, list[list[float]]]] = {}
+        self._published: dict[str, _Published] = {}
 
-    def publish(self, tenant: Tenant, save: Save | None) -> None:
-        """Start sending ``tenant.ref``. At most one publish per adapter is under way: call ``join`` first.
+    def publish(self, adapter: Adapter, version: int, save: Save | None) -> None:
+        """Begin to send the adapter as ``version``. One publish per adapter may be in progress: call ``join`` first.
 
-        Nothing leaves before ``save``, the checkpoint of this version, is settled: a version that a server
+        Nothing is sent before ``save``, the checkpoint of this version, is settled: a version that a server
         has ever held can be resumed, and is never made a second time with other numbers (contract C2).
         """
 
@@ -52,61 +69,64 @@ class AdapterPublishing:
                 save.wait_settled()
             reached("trainer.publish_begun")
 
-        version, dtype = tenant.version, self._config.wire_dtype
-        if tenant.name not in self._layouts:
-            self._layouts[tenant.name] = self._engine.adapter_layout(tenant.name, dtype)
-        self._pending[tenant.name] = self._publisher.publish(
-            ref=tenant.ref,
-            parent=AdapterRef(name=tenant.name, version=version - 1) if version else None,
-            layout=self._layouts[tenant.name],
-            pack=partial(self._engine.pack_adapter, tenant.name, dtype),
+        kept = self._kept(adapter)
+        kept.handle = self._publisher.publish(
+            ref=AdapterRef(name=adapter.name, version=version),
+            parent=AdapterRef(name=adapter.name, version=version - 1) if version else None,
+            layout=kept.layout,
+            pack=partial(self._engine.pack_adapter, adapter.name, self._config.wire_dtype),
             base_digest=self._engine.base_digest(),
-            probe=self._expected(tenant),
+            probe=self._expected(adapter, version, kept),
             gate=gate,
         )
 
-    def join(self, tenant: Tenant) -> None:
-        """Wait until the previous version serves on all servers that are left.
+    def join(self, adapter: str) -> None:
+        """Wait until the previous version is active on all remaining servers.
 
         Raises:
             PublishError, ManifestError, AdapterError, ParityError: see the publisher.
         """
-        handle = self._pending.pop(tenant.name, None)
-        if handle is None:
+        kept = self._published.get(adapter)
+        if kept is None or kept.handle is None:
             return
+        handle, kept.handle = kept.handle, None
         report = handle.wait()
         if self._on_report is not None:
-            self._on_report(tenant, report)
+            self._on_report(report)
 
     def changed(self) -> bool:
-        """Whether servers have come that hold no version yet, or have gone silent (rank 0, not collective)."""
+        """Whether servers joined that hold no version yet, or fell silent (rank 0, not collective)."""
         return self._publisher.changed()
 
-    def catch_up(self, tenant: Tenant) -> None:
-        """Send ``tenant``'s newest version once more, so that newcomers serve it and silent servers are given up.
-
-        Joins the publish before.
-        """
-        self.join(tenant)
-        self._publisher.again(tenant.name).wait()
+    def catch_up(self, adapter: str) -> None:
+        """Join the previous publish, then send the newest version again: to new servers, excluding silent ones."""
+        self.join(adapter)
+        self._publisher.again(adapter).wait()
 
     def close(self) -> None:
         self._publisher.close()
 
-    def _expected(self, tenant: Tenant) -> ProbeExpectation:
-        """What the trainer scores: the adapter now, its base, and the version it published before."""
-        name, cu_seqlens = tenant.name, tenant.probe.cu_seqlens
-        if name not in self._base:
-            base, again = (self._engine.logprobs(tenant.probe, adapter=None) for _ in range(2))
-            self._base[name], self._noise[name] = split_rows(base, cu_seqlens), float((base - again).abs().max())
-        scored = split_rows(self._engine.logprobs(tenant.probe, adapter=name), cu_seqlens)
-        parent, before = self._scored.get(name, (None, None))
-        self._scored[name] = tenant.ref, scored
+    def _kept(self, adapter: Adapter) -> _Published:
+        if adapter.name not in self._published:
+            base, again = (self._engine.logprobs(adapter.probe, adapter=None) for _ in range(2))
+            self._published[adapter.name] = _Published(
+                layout=self._engine.adapter_layout(adapter.name, self._config.wire_dtype),
+                base=split_rows(base, adapter.probe.cu_seqlens),
+                noise=float((base - again).abs().max()),
+            )
+        return self._published[adapter.name]
+
+    def _expected(self, adapter: Adapter, version: int, kept: _Published) -> ProbeExpectation:
+        """The trainer's scores of the probe: by the adapter now, by its base, and by the previous version."""
+        cu_seqlens = adapter.probe.cu_seqlens
+        scored = split_rows(self._engine.logprobs(adapter.probe, adapter=adapter.name), cu_seqlens)
+        parent, before = kept.newest, kept.scored
+        kept.newest, kept.scored = AdapterRef(name=adapter.name, version=version), scored
         return ProbeExpectation(
-            token_ids=[[int(x) for x in row] for row in split_rows(tenant.probe.token_ids, cu_seqlens)],
+            token_ids=[[int(x) for x in row] for row in split_rows(adapter.probe.token_ids, cu_seqlens)],
             logprobs=scored,
-            base=self._base[name],
+            base=kept.base,
             parent=parent,
             before=before,
-            noise=self._noise[name],
+            noise=kept.noise,
         )

@@ -1,17 +1,15 @@
-"""What rank 0 does for all: it asks the controller for batches and evaluations and writes the records."""
+"""The records of a run, written by rank 0: steps, publishes, checkpoints, evaluations; the report at the end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
 from areal_lora.checkpoint.saver import Save
-from areal_lora.checkpoint.state import Evaluation
-from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.records import (
     CheckpointRecord,
@@ -26,26 +24,19 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
-from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.messages import EvalResult, RolloutSample, Stats
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
-from areal_lora.trainer.tenant import Tenant
-from areal_lora.types import AdapterRef, TrainBatch, TrajectoryGroup
+from areal_lora.types import AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.report import PublishReport
-
-log = get_logger(__name__)
-
-EVAL_TAG = "held-out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """``servers_idle`` is the fraction of the time in which no group was in flight. None: not known."""
+    """Between two steps; None if unknown. ``servers_idle`` is the fraction of the time with no group in flight."""
 
     tokens_per_s: float | None = None
     servers_idle: float | None = None
@@ -59,13 +50,16 @@ class _Mark:
 
 
 class RateMeter:
-    """``fresh`` are the adapters whose counters begin at 0 now; of others the first step tells no rate."""
+    """Rates from the controller's counters, which continue over restarts of trainer and controller.
+
+    ``fresh`` are the adapters whose counters begin at 0 now. For any other the first step has no rate.
+    """
 
     def __init__(self, fresh: Iterable[str], now_s: float) -> None:
         self._marks = {name: _Mark(at_s=now_s, tokens=0, idle_s=0.0) for name in fresh}
 
     def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> Rates:
-        """Rates since the adapter's step before. Counters that went back say nothing."""
+        """Rates since the adapter's previous step; unknown if a counter decreased."""
         before = self._marks.get(adapter)
         self._marks[adapter] = _Mark(at_s=now_s, tokens=tokens, idle_s=idle_s)
         if before is None or tokens < before.tokens or idle_s < before.idle_s or now_s <= before.at_s:
@@ -77,41 +71,23 @@ class RateMeter:
         )
 
 
-def evaluation_due(version: int, asked: int, *, every_steps: int, last: int) -> bool:
-    """Whether ``version`` is to be evaluated, where ``asked`` is the newest that was (-1: none).
-
-    Due are version 0, the ``last`` one and every multiple of ``every_steps``, or in place of a multiple that was
-    passed over a later version.
-    """
-    if every_steps == 0:
-        return version in (0, last)
-    return version >= last or version - version % every_steps > asked
-
-
 class Recorder:
-    """Rank 0 only. Holds the controller's client and the metrics writer."""
+    """Rank 0's metrics writer and status line; times count from the start of the run, over all its sessions.
+
+    ``resumed`` are the versions that adapters resume from: records of later versions are superseded.
+    """
 
     def __init__(
-        self,
-        config: Config,
-        run_folder: RunFolder,
-        client: ControllerClient,
-        tenants: Sequence[Tenant],
-        started_s: float,
+        self, run_folder: RunFolder, adapters: Sequence[str], resumed: Mapping[str, int], started_s: float
     ) -> None:
-        """Records that speak of versions beyond those the ``tenants`` go on from are superseded."""
-        self._config = config
-        self._tenants = {tenant.name: tenant for tenant in tenants}
-        before_s = recorded_s(run_folder)
         self._run_folder = run_folder
-        self._client = client
-        self._writer = MetricsWriter(run_folder)
+        before_s = recorded_s(run_folder)
         self._started_s = started_s - before_s
-        for tenant in tenants:
-            if tenant.resumed:
-                self._writer.write(ResumeRecord(adapter=tenant.name, version=tenant.version, time_s=before_s))
-        self._stats: Stats | None = None
-        self._meter = RateMeter([t.name for t in tenants if not t.resumed], time.monotonic())
+        self._writer = MetricsWriter(run_folder)
+        for name, version in resumed.items():
+            self._writer.write(ResumeRecord(adapter=name, version=version, time_s=before_s))
+        self._stats: dict[str, Stats] = {}
+        self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
     def status(self, text: str) -> None:
         set_status(self._run_folder, "trainer", 0, text)
@@ -120,64 +96,47 @@ class Recorder:
     def beat(self) -> None:
         beat(self._run_folder, "trainer", 0)
 
-    def next_groups(self, tenant: Tenant, interrupted: Callable[[], bool]) -> list[TrajectoryGroup] | None:
-        """Wait for the tenant's next batch, or until ``interrupted()`` (None).
-
-        Evaluations that finished meanwhile are recorded.
-        """
-        self.status(f"step {tenant.version}: waiting for rollouts of {tenant.name}")
-
-        def beat_or_interrupted() -> bool:
-            self.beat()
-            return interrupted()
-
-        batch = self._client.poll_batch(
-            tenant.name, step=tenant.version, version=tenant.version, interrupted=beat_or_interrupted
-        )
-        if batch is None:
-            return None
-        self.status(f"step {tenant.version}: training {tenant.name}")
-        self._stats = batch.stats
-        tenant.ledger = batch.snapshot
-        self._record_evals(batch.events)
-        self._record_samples(tenant, batch.samples)
-        return list(batch.groups)
-
-    def evaluate(self, tenant: Tenant) -> None:
-        """Ask for a held-out evaluation of the tenant's version, if one is due; it begins when that is active."""
-        every, last = self._config.eval.every_steps, self._config.run.steps
-        if evaluation_due(tenant.version, tenant.asked, every_steps=every, last=last):
-            if not tenant.awaited or tenant.version >= last:
-                self.request_eval(tenant.ref)
-            elif tenant.version % every == 0:
-                log.info(
-                    "the evaluation of %s waits for that of v%d, and will be of the version that is the newest then",
-                    tenant.ref,
-                    min(tenant.awaited),
+    def batch(self, ref: AdapterRef, stats: Stats, samples: Sequence[RolloutSample]) -> None:
+        """Record samples of the batch that is consumed at ``ref``; ``stats`` go into the record of its step."""
+        self._stats[ref.name] = stats
+        for s in samples:
+            self._writer.write(
+                RolloutSampleRecord(
+                    adapter=ref.name,
+                    step=ref.version,
+                    prompt=s.prompt,
+                    completion=s.completion,
+                    gold=s.answer,
+                    reward=s.reward,
+                    versions=[s.version],
                 )
+            )
 
-    def request_eval(self, ref: AdapterRef) -> None:
-        """Ask for a held-out evaluation; it begins when the version is active."""
-        tenant = self._tenants[ref.name]
-        tenant.awaited.add(ref.version)
-        tenant.asked = max(tenant.asked, ref.version)
-        self._client.request_eval(ref, EVAL_TAG)
+    def evaluation(self, result: EvalResult) -> None:
+        samples = [
+            SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct)
+            for s in result.samples
+        ]
+        self._writer.write(
+            EvalRecord(
+                adapter=result.adapter,
+                version=result.version,
+                step=result.version,
+                accuracy=result.accuracy,
+                n=result.n,
+                reward_mean=result.reward_mean,
+                unscored=result.unscored,
+                left_out=result.left_out,
+                left_out_first=list(result.left_out_first),
+                tag=result.tag,
+                samples=samples,
+            )
+        )
 
-    def wait_evals(self, tenant: Tenant, interrupted: Callable[[], bool]) -> bool:
-        """Until every evaluation that was asked for has an answer (True), or until ``interrupted()`` (False)."""
-        while tenant.awaited:
-            ref = AdapterRef(name=tenant.name, version=min(tenant.awaited))
-            self.status(f"waiting for the evaluation of {ref}")
-            result = self._client.poll_eval(ref, EVAL_TAG, interrupted=interrupted)
-            if result is None:
-                return False
-            self._record_evals([result])
-        return True
-
-    def published(self, tenant: Tenant, report: PublishReport) -> None:
+    def published(self, report: PublishReport) -> None:
         self._writer.write(
             PublishRecord(
-                adapter=tenant.name,
+                adapter=report.ref.name,
                 version=report.ref.version,
                 total_ms=report.phases["ack"],
                 phases_ms=dict(report.phases),
@@ -203,33 +162,33 @@ class Recorder:
 
     def step(
         self,
-        tenant: Tenant,
+        ref: AdapterRef,
         batch: TrainBatch,
         report: LearnReport,
         histogram: dict[int, int],
         spans: Spans,
         audit: Audit | None = None,
     ) -> None:
-        """Write the record of a step that has just been taken (``tenant.version`` is the new version).
+        """Record the training step that made ``ref``.
 
-        ``audit`` is what has become known during the step, of its batch or of the one before.
+        ``audit`` is what became known during the step about its batch or the previous one.
         """
         audit = audit or Audit()
         votes, share = shifted_share(report.sums)
         self.beat()
-        stats = self._stats
+        stats = self._stats.get(ref.name)
         now = time.monotonic()
         rates = Rates()
         if stats:
-            rates = self._meter.step(tenant.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
+            rates = self._meter.step(ref.name, tokens=stats.tokens_generated, idle_s=stats.idle_s, now_s=now)
         seconds = spans.seconds
         rewards = sample_rewards(batch.rewards, batch.sample_ids)
         answers = float(batch.loss_mask.sum()) / batch.n_sequences
         self._writer.write(
             StepRecord(
-                adapter=tenant.name,
-                step=tenant.version - 1,
-                version=tenant.version - 1,
+                adapter=ref.name,
+                step=ref.version - 1,
+                version=ref.version - 1,
                 time_s=now - self._started_s,
                 reward_mean=float(rewards.mean()),
                 reward_std=float(rewards.std(correction=0)),
@@ -278,55 +237,9 @@ class Recorder:
             )
         )
 
-    def _record_evals(self, results: Sequence[EvalResult]) -> None:
-        for result in results:
-            self._tenants[result.adapter].awaited.discard(result.version)
-            if result.error:
-                log.warning("evaluation of %s@v%d failed: %s", result.adapter, result.version, result.error)
-                continue
-            self._tenants[result.adapter].evaluations[result.version] = Evaluation(
-                accuracy=result.accuracy, reward_mean=result.reward_mean
-            )
-            samples = [
-                SampleRecord(
-                    prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct
-                )
-                for s in result.samples
-            ]
-            self._writer.write(
-                EvalRecord(
-                    adapter=result.adapter,
-                    version=result.version,
-                    step=result.version,
-                    accuracy=result.accuracy,
-                    n=result.n,
-                    reward_mean=result.reward_mean,
-                    unscored=result.unscored,
-                    left_out=result.left_out,
-                    left_out_first=list(result.left_out_first),
-                    tag=result.tag,
-                    samples=samples,
-                )
-            )
-
-    def _record_samples(self, tenant: Tenant, samples: Sequence[RolloutSample]) -> None:
-        for s in samples:
-            self._writer.write(
-                RolloutSampleRecord(
-                    adapter=tenant.name,
-                    step=tenant.version,
-                    prompt=s.prompt,
-                    completion=s.completion,
-                    gold=s.answer,
-                    reward=s.reward,
-                    versions=[s.version],
-                )
-            )
-
     def finish(self, adapter: Path) -> None:
-        """Stop the controller, write the report and, last, the summary."""
+        """Write the report and, last, the summary, which names the exported ``adapter``."""
         self.status("writing the report")
-        self._client.shutdown()
         self._writer.close()
         report = write_report(self._run_folder)
         wall_s = time.monotonic() - self._started_s
@@ -334,7 +247,6 @@ class Recorder:
         self.status("done")
 
     def close(self) -> None:
-        self._client.close()
         self._writer.close()
 
 

@@ -1,73 +1,77 @@
-"""What the loop waits for: batches, publishes, checkpoints, evaluations. All calls are collective over the ranks.
+"""The points where the loop waits: batches, publishes, checkpoints, evaluations, audits. Collective over the ranks.
 
-Rank 0 asks the controller, the others wait for rank 0 in the control exchange, whose patience is the longest.
+Rank 0 asks the controller. The other ranks wait for rank 0 in the control exchange, which has the longest time-out.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AlignmentError
+from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
-from areal_lora.trainer.tenant import Tenant
+from areal_lora.trainer.state import Trainer
 from areal_lora.types import TrainBatch, TrajectoryGroup
 
-if TYPE_CHECKING:
-    from areal_lora.trainer.loop import Trainer
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[TrajectoryGroup] | None).decode
+_decoder: msgspec.msgpack.Decoder[list[TrajectoryGroup] | None] = msgspec.msgpack.Decoder(list[TrajectoryGroup] | None)
 
 
 def catch_up(trainer: Trainer) -> None:
-    """While the controller is waited for, a server that comes (back) gets the newest versions at once, and
-    one that falls silent is given up: without either there might never be a batch, or an evaluation.
+    """Send the newest versions to servers that joined, and exclude servers that fell silent.
+
+    Done while rank 0 waits for the controller: without it no batch or evaluation might ever be ready.
     """
-    for tenant in trainer.tenants:
-        join_publish(trainer, tenant)
-        trainer.publishing.catch_up(tenant)
+    for state in trainer.states.values():
+        join_publish(trainer, state)
+        trainer.publishing.catch_up(state.name)
 
 
-def evaluated(trainer: Trainer, tenant: Tenant) -> bool:
-    """Wait until every evaluation of the tenant has an answer; False if there are servers to see to first."""
-    done = trainer.recorder.wait_evals(tenant, trainer.publishing.changed) if trainer.recorder else True
+def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:
+    """Rank 0's; not collective."""
+    return trainer.rank_0.controller.state(state.name) if trainer.rank_0 else ControllerState()
+
+
+def evaluated(trainer: Trainer, state: TrainingState) -> bool:
+    """Wait until every evaluation of the adapter has an answer; False if servers joined or fell silent before."""
+    changed = trainer.publishing.changed
+    done = trainer.rank_0.controller.wait_evals(state.name, changed) if trainer.rank_0 else True
     return bool(trainer.control.broadcast_bytes(bytes([done]) if trainer.control.rank == 0 else None)[0])
 
 
-def join_checkpoint(trainer: Trainer, tenant: Tenant) -> None:
-    saved = trainer.checkpointing.join(tenant)
-    if trainer.recorder and saved is not None:
-        trainer.recorder.checkpointed(saved)
+def join_checkpoint(trainer: Trainer, state: TrainingState) -> None:
+    saved = trainer.checkpointing.join(state.name)
+    if trainer.rank_0 and saved is not None:
+        trainer.rank_0.recorder.checkpointed(saved)
     wait_for_rank_0(trainer)
 
 
-def join_publish(trainer: Trainer, tenant: Tenant) -> None:
-    trainer.publishing.join(tenant)
+def join_publish(trainer: Trainer, state: TrainingState) -> None:
+    trainer.publishing.join(state.name)
     wait_for_rank_0(trainer)
 
 
 def wait_for_rank_0(trainer: Trainer) -> None:
-    """It alone may have waited for the controller, for longer than other collectives would wait for it."""
+    """Wait for rank 0, which may have waited for the controller longer than other collectives allow."""
     trainer.control.broadcast_bytes(b"" if trainer.control.rank == 0 else None)
 
 
-def begin_audit(trainer: Trainer, tenant: Tenant, batch: TrainBatch) -> None:
-    """Rank 0 has a server confirm some of the batch; not collective."""
-    if trainer.auditor:
-        trainer.auditor.begin(tenant.name, batch, tenant.version, tenant.config.sampling.temperature)
+def begin_audit(trainer: Trainer, state: TrainingState, batch: TrainBatch) -> None:
+    """Rank 0 starts to have a server score excerpts of the batch; not collective."""
+    if trainer.rank_0:
+        temperature = state.adapter.config.sampling.temperature
+        trainer.rank_0.auditor.begin(state.name, batch, state.version, temperature)
 
 
 def collect_audit(trainer: Trainer, *, wait: bool = False) -> Audit | None:
-    """What servers have said so far about this batch and the one before, on rank 0.
+    """On rank 0 the servers' scores of this batch and the previous one, as far as they are known.
 
     Raises:
-        AlignmentError: the versions that are said to have sampled the batch contradict it; on every rank.
+        AlignmentError: the versions that the batch names as its sampler contradict it; on every rank.
     """
-    audit = trainer.auditor.collect(wait=wait) if trainer.auditor else None
+    audit = trainer.rank_0.auditor.collect(wait=wait) if trainer.rank_0 else None
     error = trainer.control.broadcast_bytes(
         (audit.error if audit else "").encode() if trainer.control.rank == 0 else None
     ).decode()
@@ -76,22 +80,23 @@ def collect_audit(trainer: Trainer, *, wait: bool = False) -> Audit | None:
     return audit
 
 
-def next_batch(trainer: Trainer, tenant: Tenant) -> tuple[TrainBatch, dict[int, int]]:
+def next_batch(trainer: Trainer, state: TrainingState) -> tuple[TrainBatch, dict[int, int]]:
     """The groups of the next step on every rank, and their staleness histogram in tokens.
 
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
     """
-    publishing, recorder = trainer.publishing, trainer.recorder
+    changed = trainer.publishing.changed
     while True:
-        groups = share_groups(recorder.next_groups(tenant, publishing.changed) if recorder else None, trainer.control)
+        mine = trainer.rank_0.controller.next_groups(state.ref, changed) if trainer.rank_0 else None
+        groups = share_groups(mine, trainer.control)
         if groups is not None:
             break
         catch_up(trainer)
     batch = collate(groups)
-    return batch, assert_staleness(batch, tenant.version, trainer.config.rollout.max_staleness)
+    return batch, assert_staleness(batch, state.version, trainer.config.rollout.max_staleness)
 
 
 def share_groups(groups: list[TrajectoryGroup] | None, exchange: Exchange) -> list[TrajectoryGroup] | None:
-    """What rank 0 passes, on every rank: the groups, or None if there is something else to do first."""
-    return _decode(exchange.broadcast_bytes(_encode(groups) if exchange.rank == 0 else None))
+    """Broadcast rank 0's groups; None means that servers joined or fell silent and must be handled first."""
+    return _decoder.decode(exchange.broadcast_bytes(_encode(groups) if exchange.rank == 0 else None))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.config import models as config
-from areal_lora.data.collate import check_alignment, check_rewards
+from areal_lora.data.checks import check_alignment, check_rewards
 from areal_lora.errors import AlignmentError, ConfigError
 from areal_lora.rollout.agents import AgentWorkflow, Sessions
 from areal_lora.rollout.client import FaultKind

@@ -16,11 +16,11 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
 from tests.support.distributed.oracle import make_model
 from tests.support.distributed.spawn import RanksFailed, run_ranks
-from tests.support.trainer.resume_ranks import PROMPTS, STEPS, Life, crash, live
+from tests.support.trainer.resume_ranks import PROMPTS, STEPS, Session, crash, live
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-# Counted anew in each life: the first save of a life that resumes is that of its first step.
+# Counted per session: the first save of a session that resumes is that of its first step.
 FAULTS = [
     "trainer.checkpoint.files_written:1:kill",  # the very first checkpoint
     "trainer.batch_received:3:kill",
@@ -42,20 +42,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folders = {name: tmp / name for name in ("whole", "killed")}
     for folder in folders.values():
         folder.mkdir()
-    ends = {"whole": world(live, Life(str(folders["whole"]), model), tmp / "s-whole")}
+    ends = {"whole": world(live, Session(str(folders["whole"]), model), tmp / "s-whole")}
     deaths = []
     for i, fault in enumerate(FAULTS):
         with pytest.raises(RanksFailed) as failed:
-            world(crash, Life(str(folders["killed"]), model, fault), tmp / f"s-{i}")
+            world(crash, Session(str(folders["killed"]), model, fault), tmp / f"s-{i}")
         deaths.append(str(failed.value))
-    ends["killed"] = world(live, Life(str(folders["killed"]), model), tmp / "s-last")
-    again = world(live, Life(str(folders["killed"]), model), tmp / "s-again")
+    ends["killed"] = world(live, Session(str(folders["killed"]), model), tmp / "s-last")
+    again = world(live, Session(str(folders["killed"]), model), tmp / "s-again")
     return {"folders": folders, "ends": ends, "deaths": deaths, "again": again}
 
 
-def world(what: Any, life: Life, store: Path) -> list[Any]:
+def world(what: Any, session: Session, store: Path) -> list[Any]:
     store.mkdir()
-    return run_ranks(what, 2, store, (life,), timeout_s=120.0)
+    return run_ranks(what, 2, store, (session,), timeout_s=120.0)
 
 
 def manifests(folder: Path) -> list[Manifest]:
@@ -63,11 +63,11 @@ def manifests(folder: Path) -> list[Manifest]:
     return [verify(version_folder(root, v), AdapterRef(name="a", version=v)) for v in versions_in(root)]
 
 
-def test_every_life_but_the_last_died_at_its_point(runs: Any) -> None:
+def test_every_session_but_the_last_died_at_its_point(runs: Any) -> None:
     assert len(runs["deaths"]) == len(FAULTS)
     for death in runs["deaths"]:
         assert "the process died" in death
-        assert "nobody was killed" not in death
+        assert "no rank was killed" not in death
 
 
 def test_adapter_moments_clock_random_numbers_and_prompts_are_equal_bit_for_bit(runs: Any) -> None:
@@ -87,11 +87,11 @@ def test_the_comparison_can_fail(runs: Any) -> None:
 
 
 def test_a_crash_repeats_at_most_one_step_with_the_same_prompts(runs: Any) -> None:
-    lives = re.split(r"(?m)^life ", (runs["folders"]["killed"] / "journal-0").read_text())[1:]
-    assert len(lives) == len(FAULTS) + 2
+    sessions = re.split(r"(?m)^session ", (runs["folders"]["killed"] / "journal-0").read_text())[1:]
+    assert len(sessions) == len(FAULTS) + 2
     taken: dict[int, str] = {}
     learned = -1
-    for text in lives:
+    for text in sessions:
         begun, *lines = text.splitlines()
         assert int(begun) >= learned, "more than one step was lost"
         for line in lines:
@@ -107,29 +107,29 @@ def test_a_crash_repeats_at_most_one_step_with_the_same_prompts(runs: Any) -> No
 
 
 def test_the_records_show_one_line_per_step(runs: Any) -> None:
-    """Those beyond the version that a life goes on from are struck out by its `ResumeRecord`."""
+    """A `ResumeRecord` voids those beyond the version that a session resumes from."""
     shown: list[int] = []
     for line in (runs["folders"]["killed"] / "journal-0").read_text().splitlines():
         what, _, number = line.partition(" ")
-        if what == "life":
+        if what == "session":
             shown = [step for step in shown if step < int(number)]
         if what == "record":
             shown.append(int(number))
     assert shown == list(range(STEPS))
 
 
-def test_evaluations_without_an_answer_are_asked_for_again(runs: Any) -> None:
+def test_pending_evaluations_are_requested_again(runs: Any) -> None:
     due = {0, *range(3, STEPS, 3), STEPS}
-    lives = (runs["folders"]["killed"] / "journal-0").read_text().split("life ")[1:]
-    for life in lives:
-        begun = int(life.partition("\n")[0])
-        asked = Counter(int(line.split()[1]) for line in life.splitlines() if line.startswith("evaluate "))
+    sessions = (runs["folders"]["killed"] / "journal-0").read_text().split("session ")[1:]
+    for session in sessions:
+        begun = int(session.partition("\n")[0])
+        asked = Counter(int(line.split()[1]) for line in session.splitlines() if line.startswith("evaluate "))
         assert {version for version in due if version <= begun} <= asked.keys() <= due
         assert set(asked.values()) <= {1}
-    assert max(int(life.partition("\n")[0]) for life in lives) == STEPS
+    assert max(int(session.partition("\n")[0]) for session in sessions) == STEPS
 
 
-def test_every_step_is_committed_after_the_last_life(runs: Any) -> None:
+def test_every_step_is_committed_after_the_last_session(runs: Any) -> None:
     journal = (runs["folders"]["killed"] / "journal-0").read_text().splitlines()
     commits = Counter(int(line.split()[1]) for line in journal if line.startswith("commit "))
     assert commits[STEPS] == 1
@@ -149,18 +149,18 @@ def changed(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     path = str(folder.parent / "moe")
     tp2, pp2 = ((("world_size", 2), (kind, 2)) for kind in ("tp", "pp"))
     ends = {
-        "tp2": world(live, Life(str(folder), path, sizes=tp2, steps=STEPS + 1), tmp / "tp2"),
-        "pp2": world(live, Life(str(folder), path, sizes=pp2, steps=STEPS + 2), tmp / "pp2"),
+        "tp2": world(live, Session(str(folder), path, sizes=tp2, steps=STEPS + 1), tmp / "tp2"),
+        "pp2": world(live, Session(str(folder), path, sizes=pp2, steps=STEPS + 2), tmp / "pp2"),
     }
     with pytest.raises(RanksFailed) as failed:
-        world(live, Life(str(folder), path, rank=8, steps=STEPS + 3), tmp / "rank")
+        world(live, Session(str(folder), path, rank=8, steps=STEPS + 3), tmp / "rank")
     root = RunFolder(folder).adapter_checkpoints("a")
     (root / f"v{STEPS + 2:06d}" / "rank-0001.safetensors").write_bytes(b"torn")
-    ends["fallback"] = world(live, Life(str(folder), path, sizes=pp2, steps=STEPS + 2), tmp / "fallback")
+    ends["fallback"] = world(live, Session(str(folder), path, sizes=pp2, steps=STEPS + 2), tmp / "fallback")
     return {"ends": ends, "refusal": str(failed.value), "manifests": manifests(folder), "root": root}
 
 
-def test_other_layouts_and_more_steps_go_on_from_the_same_checkpoint(changed: Any) -> None:
+def test_other_layouts_and_more_steps_resume_from_the_same_checkpoint(changed: Any) -> None:
     assert [[e["begun"], e["version"]] for e in changed["ends"]["tp2"]] == [[STEPS, STEPS + 1]] * 2
     assert [[e["begun"], e["version"]] for e in changed["ends"]["pp2"]] == [[STEPS + 1, STEPS + 2]] * 2
     last = changed["manifests"][-1]

@@ -71,19 +71,19 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         groups[:] = taken
         return collate(taken)
 
-    def learnt(engine: Any, tenant: Any, *args: Any, **kwargs: Any) -> Any:
-        report = learn(engine, tenant, *args, **kwargs)
+    def learned(*args: Any, version: int, **kwargs: Any) -> Any:
+        report = learn(*args, version=version, **kwargs)
         diary.write(
             what="learnt",
-            version=tenant.version,
+            version=version,
             uids=[g.uid for g in groups],
             tokens=[[v for t in g.trajectories for v in t.versions if v >= 0] for g in groups],
         )
         return report
 
-    def sending(self: Any, tenant: Any, *args: Any) -> None:
-        sent[:] = [folder / "checkpoints" / tenant.name / f"v{tenant.version:06d}"]
-        publish(self, tenant, *args)
+    def sending(self: Any, adapter: Any, version: int, *args: Any) -> None:
+        sent[:] = [folder / "checkpoints" / adapter.name / f"v{version:06d}"]
+        publish(self, adapter, version, *args)
 
     def begun(point: str) -> None:
         # The first byte of a version is about to leave.
@@ -99,7 +99,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         announce(self, ref, *args)
 
     _replace(waits, "collate", collated)
-    _replace(loop, "learn", learnt)
+    _replace(loop, "learn", learned)
     _replace(ControllerClient, "announce", announced)
     _replace(publishing.AdapterPublishing, "publish", sending)
     _replace(publishing, "reached", begun)

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,16 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from areal_lora.config.models import Config
+from areal_lora.data.collate import scoring_batch
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
+from areal_lora.trainer.adapter import Adapter, build_adapter
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.trainer.main import join_world
 from areal_lora.trainer.publishing import AdapterPublishing
-from areal_lora.trainer.tenant import Tenant, build_tenant, scoring_batch
 from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.testing.adapters import pack_of
@@ -107,17 +109,25 @@ def verdict(action: Callable[[], object]) -> str:
     return "accepted"
 
 
-def shifted_mask(engine: MegatronEngine, tenant: Tenant, rows: list[list[int]], shift: bool) -> None:
+def publish(publishing: AdapterPublishing, adapter: Adapter, version: int) -> None:
+    publishing.publish(adapter, version, None)
+    publishing.join(adapter.name)
+
+
+def shifted_mask(engine: MegatronEngine, adapter: Adapter, rows: list[list[int]], shift: bool) -> None:
     """One learning step on logprobs of the same policy, the mask moved by one token if ``shift``."""
-    batch = scoring_batch(rows, tenant.name)
-    logprobs = engine.logprobs(batch, adapter=tenant.name)
+    batch = scoring_batch(rows, adapter.name)
+    logprobs = engine.logprobs(batch, adapter=adapter.name)
     if shift:
         logprobs = torch.cat([logprobs[1:], logprobs[:1]])
-    batch = replace(batch, rollout_logprobs=logprobs, versions=torch.where(batch.loss_mask, tenant.version, -1))
-    learn(engine, tenant, annotate(engine, tenant, batch), base_dtype="float32", lr=tenant.config.optimizer.lr)
+    batch = replace(batch, rollout_logprobs=logprobs, versions=torch.where(batch.loss_mask, 0, -1))
+    lr = adapter.config.optimizer.lr
+    learn(engine, adapter, annotate(engine, adapter, batch), version=0, base_dtype="float32", lr=lr)
 
 
-def small_effects(config: Config, engine: MegatronEngine, tenant: Tenant, random: dict[str, Tensor]) -> dict[str, str]:
+def small_effects(
+    config: Config, engine: MegatronEngine, adapter: Adapter, version: int, random: dict[str, Tensor]
+) -> dict[str, str]:
     """An adapter far below the tolerance of a bf16 run: what is right, then what never reaches the sampler."""
     loose = config.weight_sync.model_copy(update={"probe_tolerance": 0.05})
     leader = Leader(
@@ -153,10 +163,10 @@ def small_effects(config: Config, engine: MegatronEngine, tenant: Tenant, random
         ("small step, the version before serves", 0.0016, older),
         ("small adapter, the base serves", 0.002, nothing),
     ):
-        engine.load_adapter(tenant.name, scaled(scale))
-        tenant.version += 1
+        engine.load_adapter(adapter.name, scaled(scale))
+        version += 1
         publisher.change = change
-        verdicts[name] = verdict(lambda: (publishing.publish(tenant, None), publishing.join(tenant)))
+        verdicts[name] = verdict(partial(publish, publishing, adapter, version))
     publishing.close()
     return verdicts
 
@@ -166,8 +176,8 @@ def main(run_folder: Path) -> None:
     join_world(config, RunFolder(run_folder), 0, 1)
     engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
-    tenant = build_tenant(config, config.adapters[0], tokenizer)
-    engine.add_adapter(tenant.spec, tenant.config.optimizer, 1)
+    adapter = build_adapter(config, config.adapters[0], tokenizer)
+    engine.add_adapter(adapter.spec, adapter.config.optimizer, 1)
     wait_endpoint(RunFolder(run_folder), "server", 0, 120)
     leader = Leader(
         run=config.run.name,
@@ -185,21 +195,21 @@ def main(run_folder: Path) -> None:
         )
     )
     publishing = AdapterPublishing(engine, publisher, config.weight_sync, None)
-    publishing.publish(tenant, None)
-    verdicts = {"version 0": verdict(lambda: publishing.join(tenant))}
+    version = 0
+    verdicts = {"version 0": verdict(partial(publish, publishing, adapter, version))}
     generator = torch.Generator().manual_seed(3)
-    shards = engine.adapter_layout(tenant.name).shards
+    shards = engine.adapter_layout(adapter.name).shards
     random = {t.name: torch.randn(t.shape, generator=generator) * 0.1 for s in shards for t in s.tensors}
-    engine.load_adapter(tenant.name, random)
+    engine.load_adapter(adapter.name, random)
     for name, change in FAULTS.items():
-        tenant.version += 1
+        version += 1
         publisher.change = change
-        verdicts[name] = verdict(lambda: (publishing.publish(tenant, None), publishing.join(tenant)))
+        verdicts[name] = verdict(partial(publish, publishing, adapter, version))
     publishing.close()
-    verdicts |= small_effects(config, engine, tenant, random)
+    verdicts |= small_effects(config, engine, adapter, version, random)
     rows = [tokenizer.encode(f"Q: {i} + {i + 1}\nA: {2 * i + 1}", add_special_tokens=False) for i in range(8)]
-    verdicts["aligned"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=False))
-    verdicts["shift the loss mask by one"] = verdict(lambda: shifted_mask(engine, tenant, rows, shift=True))
+    verdicts["aligned"] = verdict(lambda: shifted_mask(engine, adapter, rows, shift=False))
+    verdicts["shift the loss mask by one"] = verdict(lambda: shifted_mask(engine, adapter, rows, shift=True))
     print(json.dumps(verdicts))
 
 

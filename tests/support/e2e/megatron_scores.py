@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from areal_lora.checkpoint.adapter_io import load_peft
 from areal_lora.config.models import Config
+from areal_lora.data.collate import scoring_batch, split_rows
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.trainer.tenant import scoring_batch, split_rows
 
 
 def main(run_folder: Path, adapter: Path, out: Path) -> None:

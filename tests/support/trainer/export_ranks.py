@@ -89,14 +89,14 @@ def export_all(folder: Path, cases: list[tuple[str, ModelShape, dict[str, int], 
     exchange, grown = GroupExchange(timeout_s=60.0), {}
     for name, shape, sizes, rank, experts in cases:
         engine: Any = Engine(model(shape, sizes), spec(rank, experts))
-        tenant: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
+        adapter: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
         # As after a checkpoint: the plans of the engine exist.
         engine.memory.export(engine.memory.weights, engine._groups)
         dist.barrier()
         ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide what is taken anew
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_bytes("VmRSS")
-        export_adapter(engine, tenant, exchange, RunFolder(folder / name))
+        export_adapter(engine, adapter, exchange, RunFolder(folder / name))
         grown[name] = memory_bytes("VmHWM") - before
         dist.barrier()
     return grown

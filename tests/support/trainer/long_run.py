@@ -31,7 +31,7 @@ from tests.support.obs.fake_run import ADAPTER, make_config
 SPIKE = 7.25
 """A gradient norm at one step of the whole run."""
 RESUMED = 0.9
-"""The share of the run that its last start goes on from; what came after is void."""
+"""The share of the run that its last session resumes from; later records are void."""
 PHASES = {"pack": 1.5, "wire": 2.5, "verify": 1.0, "write": 0.5, "commit_wait": 3.0, "ack": 9.0, "probe": 12.0}
 
 
@@ -93,18 +93,6 @@ def records(steps: int) -> Iterator[Record]:
             )
 
 
-class Client:
-    def shutdown(self) -> None:
-        """There is no controller."""
-
-
-class Tenant:
-    name, resumed = ADAPTER, True
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-
 def memory(key: str) -> int:
     """``VmHWM`` or ``VmRSS`` of this process in bytes."""
     [line] = [row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(key)]
@@ -120,8 +108,7 @@ def main(folder: Path, steps: int) -> dict[str, Any]:
             file.write(encoder.encode(record) + b"\n")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
     before, began = memory("VmRSS"), time.monotonic()
-    tenant: Any = Tenant(round(steps * RESUMED))
-    recorder = Recorder(make_config(), RunFolder(folder), Client(), [tenant], began)  # type: ignore[arg-type]
+    recorder = Recorder(RunFolder(folder), [ADAPTER], {ADAPTER: round(steps * RESUMED)}, began)
     console = LiveConsole(RunFolder(folder), steps)
     console.start()
     opened = time.monotonic()

@@ -10,21 +10,21 @@ import torch
 
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.load import load_config
+from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossFn
-from areal_lora.trainer.tenant import Tenant, scoring_batch
+from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import StepStats, TrainBatch
 from tests.support.paths import EXAMPLES
 
 
-def make_tenant(**algorithm: object) -> Tenant:
+def make_adapter(**algorithm: object) -> Adapter:
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
     adapter = config.adapters[0]
     adapter = adapter.model_copy(update={"algorithm": adapter.algorithm.model_copy(update=algorithm)})
-    return Tenant(
+    return Adapter(
         config=adapter,
         spec=adapter.spec("x"),
         probe=scoring_batch([[1, 2]], adapter.name),
-        version=4,
         algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
     )
 

@@ -9,9 +9,10 @@ import torch
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.load import load_config
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.data.collate import scoring_batch, split_rows
 from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.trainer.adapter import Adapter
 from areal_lora.trainer.peft import warm_start
-from areal_lora.trainer.tenant import Tenant, scoring_batch, split_rows
 from tests.support.distributed.engine_ranks import (
     OPTIMIZER,
     TARGETS,
@@ -26,14 +27,14 @@ from tests.support.paths import EXAMPLES
 EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
 
 
-def tenant_of(model: str, folder: str, rank: int, alpha: float) -> Tenant:
+def adapter_of(model: str, folder: str, rank: int, alpha: float) -> Adapter:
     fields = {"name": "a", "rank": rank, "alpha": alpha, "target_modules": list(TARGETS), "init_from": folder}
-    adapter = load_config(EMBEDDED).adapters[0].model_copy(update=fields)
-    return Tenant(
-        config=adapter,
-        spec=adapter.spec(model),
+    config = load_config(EMBEDDED).adapters[0].model_copy(update=fields)
+    return Adapter(
+        config=config,
+        spec=config.spec(model),
         probe=scoring_batch(make_rows()[:4], "a"),
-        algorithm=build_algorithm(adapter.algorithm, minibatches=1),
+        algorithm=build_algorithm(config.algorithm, minibatches=1),
     )
 
 
@@ -43,14 +44,14 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
     for case, (model, folder, sizes, rank, alpha) in cases.items():
         trainer = TrainerConfig(max_tokens_per_microbatch=150, **sizes)
         engine = MegatronEngine(ModelConfig(path=model, dtype="float32"), trainer, torch.device("cpu"))
-        tenant, batch, seen = tenant_of(model, folder, rank, alpha), make_batch(make_rows()), {}
-        engine.add_adapter(tenant.spec, OPTIMIZER, seed=1)
-        warm_start(engine, tenant, seed=1)
+        adapter, batch, seen = adapter_of(model, folder, rank, alpha), make_batch(make_rows()), {}
+        engine.add_adapter(adapter.spec, OPTIMIZER, seed=1)
+        warm_start(engine, adapter, seed=1)
         seen["state"] = engine.export_state("a").parts
         seen["wire"] = numpy_of(engine.export_adapter("a"))
         seen["logprobs"] = engine.logprobs(batch, adapter="a").numpy()
         scored, base = (
-            split_rows(engine.logprobs(tenant.probe, adapter=name), tenant.probe.cu_seqlens) for name in ("a", None)
+            split_rows(engine.logprobs(adapter.probe, adapter=name), adapter.probe.cu_seqlens) for name in ("a", None)
         )
         seen["differs"] = max(abs(a - b) for x, y in zip(scored, base) for a, b in zip(x, y)) > 1e-4
         engine.forward_backward(batch, loss_fn, need_entropy=True)

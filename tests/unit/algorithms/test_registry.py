@@ -12,22 +12,22 @@ from areal_lora.algorithms.reduce import Reduction
 from areal_lora.config.models import AlgorithmConfig
 from areal_lora.trainer.learn import annotate, make_loss
 from areal_lora.types import TrainBatch
-from tests.support.trainer.recorded import RecordedEngine, make_batch, make_tenant
+from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
 KINDS = get_args(get_args(AlgorithmConfig)[0])
 
 
 def _loss(kind: type, reduction: str, minibatches: int, device: str | None) -> dict[str, float]:
     """All numbers and the gradient of one step, with tensors on the CPU while ``device`` is the default one."""
-    tenant, batch = make_tenant(), make_batch()
+    adapter, batch = make_adapter(), make_batch()
     algorithm = kind(kl_coef=0.1, entropy_coef=0.01, reduction=reduction)
-    tenant = replace_algorithm(tenant, algorithm, minibatches)
+    adapter = replace_algorithm(adapter, algorithm, minibatches)
     logprobs = (batch.rollout_logprobs - 0.05).requires_grad_()
     entropy = torch.rand(batch.n_tokens, generator=torch.Generator().manual_seed(3))
     torch.set_default_device(device)
     try:
-        annotated: TrainBatch = annotate(RecordedEngine(logprobs.detach(), batch), tenant, batch)
-        sums = make_loss(tenant, 4)(annotated, logprobs, entropy)
+        annotated: TrainBatch = annotate(RecordedEngine(logprobs.detach(), batch), adapter, batch)
+        sums = make_loss(adapter, 4)(annotated, logprobs, entropy)
         sums.loss.backward()
     finally:
         torch.set_default_device(None)
@@ -36,11 +36,11 @@ def _loss(kind: type, reduction: str, minibatches: int, device: str | None) -> d
     return seen | {"loss": float(sums.loss.detach()), "gradient": logprobs.grad.tolist()}
 
 
-def replace_algorithm(tenant, config, minibatches):
+def replace_algorithm(adapter, config, minibatches):
     from areal_lora.algorithms.registry import build_algorithm
 
-    adapter = tenant.config.model_copy(update={"algorithm": config, "minibatches": minibatches})
-    return replace(tenant, config=adapter, algorithm=build_algorithm(config, minibatches=minibatches))
+    updated = adapter.config.model_copy(update={"algorithm": config, "minibatches": minibatches})
+    return replace(adapter, config=updated, algorithm=build_algorithm(config, minibatches=minibatches))
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

@@ -7,7 +7,15 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from areal_lora.data.collate import assert_staleness, check_batch, collate, select, split_minibatches
+from areal_lora.data.collate import (
+    assert_staleness,
+    check_batch,
+    collate,
+    scoring_batch,
+    select,
+    split_minibatches,
+    split_rows,
+)
 from areal_lora.errors import AlignmentError, StalenessError
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup
 
@@ -132,3 +140,21 @@ def test_a_shift_of_one_array_in_the_packed_batch_is_found(name: str, by: int) -
     names = ["loss_mask", "versions"] if name == "mask and versions" else [name]
     with pytest.raises(AlignmentError, match="shifted"):
         check_batch(replace(batch, **{n: getattr(batch, n).roll(by) for n in names}))
+
+
+def test_scoring_batch_masks_the_first_token_of_every_sequence() -> None:
+    batch = scoring_batch([[5, 6, 7], [8, 9]], "a")
+    assert batch.loss_mask.tolist() == [False, True, True, False, True]
+    assert split_rows(batch.token_ids, batch.cu_seqlens) == [[5, 6, 7], [8, 9]]
+
+
+def test_a_scoring_batch_is_made_on_the_host_whatever_the_default_device_is() -> None:
+    torch.set_default_device("meta")
+    try:
+        batch = scoring_batch([[5, 6, 7], [8, 9]], "a")
+        check_batch(batch)
+        assert split_rows(batch.token_ids, batch.cu_seqlens) == [[5, 6, 7], [8, 9]]
+    finally:
+        torch.set_default_device(None)
+    tensors = [v for f in fields(batch) if isinstance(v := getattr(batch, f.name), torch.Tensor)]
+    assert {t.device.type for t in tensors} == {"cpu"}

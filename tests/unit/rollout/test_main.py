@@ -127,3 +127,9 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         fake.communicate()
+
+
+def test_it_imports_no_torch() -> None:
+    """A controller shares a machine with others: torch would cost it seconds and hundreds of MiB."""
+    code = "import areal_lora.rollout.main, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_lora.data.collate import check_alignment
+from areal_lora.data.checks import check_alignment
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
 from areal_lora.rollout.testing import FakeServer, Fault

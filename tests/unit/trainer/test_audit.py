@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from areal_lora.data.collate import check_batch
+from areal_lora.data.collate import check_batch, scoring_batch
 from areal_lora.errors import AlignmentError, PublishError
 from areal_lora.trainer import audit as auditing
 from areal_lora.trainer.audit import Audit, Auditor, audit, choose
-from areal_lora.trainer.tenant import scoring_batch
 from areal_lora.types import AdapterRef, TrainBatch
 from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of

@@ -133,11 +133,11 @@ def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
     sizes = {"world_size": 4, **sizes}
     sent = {rank: queue.Queue[np.ndarray]() for rank in range(4)}
     engines = [PlainEngine(rank, sizes) for rank in range(4)]
-    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED), base_commit=None)
+    adapter: Any = SimpleNamespace(name="a", spec=spec(3, SHARED), base_commit=None)
 
     def run(rank: int) -> Path:
         exchange: Any = Wires(rank, sent)
-        return export_adapter(engines[rank], tenant, exchange, RunFolder(tmp_path))  # type: ignore[arg-type]
+        return export_adapter(engines[rank], adapter, exchange, RunFolder(tmp_path))  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(4) as pool:
         [folder] = set(pool.map(run, range(4)))
@@ -150,8 +150,8 @@ def test_every_rank_sends_its_shard_and_one_without_a_shard_runs_to_its_end(
 
 def export(folder: Path, factor: float) -> Path:
     engine: Any = PlainEngine(0, {"world_size": 1}, factor)
-    tenant: Any = SimpleNamespace(name="a", spec=spec(3, SHARED), base_commit=None)
-    return export_adapter(engine, tenant, SoloExchange(), RunFolder(folder))
+    adapter: Any = SimpleNamespace(name="a", spec=spec(3, SHARED), base_commit=None)
+    return export_adapter(engine, adapter, SoloExchange(), RunFolder(folder))
 
 
 def test_a_later_export_replaces_the_earlier_one_and_what_a_crash_left(tmp_path: Path) -> None:

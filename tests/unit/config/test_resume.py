@@ -6,7 +6,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
-from areal_lora.launcher.resume import changes, conflict
+from areal_lora.config.resume import changes, conflict
 from tests.support.paths import EXAMPLES
 
 

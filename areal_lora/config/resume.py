@@ -1,17 +1,21 @@
-"""What may differ between two starts with one run folder. Pure: two configurations in, the first conflict out.
+"""The rule for resuming: which keys must stay as they are between two starts with one run folder. Pure.
 
-Everything may that is not named here: parallel layouts, servers, steps, learning rate, algorithm,
-sampling, evaluation, checkpoints, cluster.
+`RUN` and `ADAPTER` are the rule. Every other key may change: parallel layouts, servers, steps, learning rate,
+algorithm, sampling, evaluation, checkpoints, cluster. It is applied twice:
+
+- `conflict` compares two configurations, before anything starts;
+- `adapter_conflict` compares a checkpoint with the configuration, before its tensors are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from areal_lora.config.models import Config, ModelConfig
+from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.errors import ConfigError
+from areal_lora.types import AdapterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +46,14 @@ _SIZE_OF_EVAL = {"n_eval", "eval"}
 
 
 def conflict(before: Config, now: Config) -> ConfigError | None:
-    """The first key that a run which was started as ``before`` cannot go on with as ``now``."""
+    """The first fixed key in which ``now`` differs from the configuration that the run was started with."""
     for fixed in RUN:
         if error := _differs(fixed, fixed.path, _at(before, fixed.path), _at(now, fixed.path)):
             return error
     if error := _other_commit(before.model, now.model):
         return error
-    names = [[adapter.name for adapter in config.adapters] for config in (before, now)]
-    if error := _differs(Fixed(path="", why="a run keeps its adapters"), "adapters", *map(sorted, names)):
+    names, wanted = (sorted(adapter.name for adapter in config.adapters) for config in (before, now))
+    if error := _differs(Fixed(path="", why="a run keeps its adapters"), "adapters", names, wanted):
         return error
     was = {adapter.name: adapter for adapter in before.adapters}
     for adapter in now.adapters:
@@ -60,6 +64,25 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
             if error := _differs(fixed, f"adapters.{adapter.name}.{fixed.path}", *values):
                 return error
     return None
+
+
+def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, source: str) -> ConfigError | None:
+    """The first fixed key in which adapter number ``index`` differs from the one that ``source`` was trained with.
+
+    Only what a spec declares is compared.
+    """
+    before, want = _declared(trained), _declared(now.spec(trained.base_model))
+    for fixed in ADAPTER:
+        if fixed.path in before:
+            path, values = f"adapters.{index}.{fixed.path}", (before[fixed.path], want[fixed.path])
+            if error := _differs(fixed, path, *values, source=f"{source} was trained"):
+                return error
+    return None
+
+
+def _declared(spec: AdapterSpec) -> dict[str, Any]:
+    values = asdict(spec) | {"expert_layout": spec.expert_layout.value}
+    return {key: sorted(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def _other_commit(before: ModelConfig, now: ModelConfig) -> ConfigError | None:
@@ -101,13 +124,13 @@ def _at(section: Any, path: str) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def _differs(fixed: Fixed, path: str, before: Any, now: Any) -> ConfigError | None:
+def _differs(fixed: Fixed, path: str, before: Any, now: Any, source: str = "the run was started") -> ConfigError | None:
     if before == now:
         return None
     if isinstance(before, dict) and isinstance(now, dict):
         path, before, now = next(found for found in _pairs(path, before, now) if found[1] != found[2])
     return ConfigError(
         path,
-        f"it is {now}, but the run was started with {before}, and {fixed.why}",
+        f"it is {now}, but {source} with {before}, and {fixed.why}",
         f"set it back to {before}, choose another run.name, or start over with --fresh",
     )

@@ -1,0 +1,109 @@
+"""One adapter in training: what it is (`Adapter`), and how far its training has come (`TrainingState`).
+
+The trainer holds one `TrainingState` per adapter; a run with one adapter holds one (contract C1). All bookkeeping is
+keyed by adapter and belongs to the object that needs it::
+
+    Checkpointing       the newest version with a checkpoint
+    AdapterPublishing   the publish in progress, the layout, the scores of the probe
+    ControllerLink      ledger snapshot, evaluations       -> `ControllerState`, kept in the checkpoint
+    Recorder            rates, statistics of the rollouts
+    Trainer             the seconds of the step in progress
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from areal_lora.algorithms.registry import Algorithm, build_algorithm
+from areal_lora.checkpoint.state import Evaluation
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.data.collate import scoring_batch
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """The identity of an adapter, fixed for a run.
+
+    ``probe`` are the sequences of the truth check (contract C6), ``base_commit`` is the revision of a base from the
+    hub.
+    """
+
+    config: AdapterConfig
+    spec: AdapterSpec
+    algorithm: Algorithm
+    probe: TrainBatch
+    base_commit: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """What training changes besides tensors. The loop calls `advance`; nothing else changes it.
+
+    ``version`` counts the training steps taken, one batch and one published version each. ``skipped_steps`` counts
+    the latest steps in a row whose gradients were not finite.
+    """
+
+    adapter: Adapter
+    version: int = 0
+    skipped_steps: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.adapter.name
+
+    @property
+    def ref(self) -> AdapterRef:
+        return AdapterRef(name=self.name, version=self.version)
+
+    def advance(self, *, skipped: bool) -> None:
+        """Count one training step; ``skipped`` if no optimizer step of it was taken."""
+        self.version += 1
+        self.skipped_steps = self.skipped_steps + 1 if skipped else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerState:
+    """What a checkpoint keeps of an adapter for the rollout controller; rank 0's counts, other ranks have an empty one.
+
+    ``ledger`` is the controller's snapshot once the step that made the version is consumed. ``evaluations`` are
+    held-out figures by version, ``pending`` the versions whose evaluation was requested and has no answer yet.
+    """
+
+    ledger: bytes = b""
+    evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
+    pending: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a checkpoint gives back besides tensors and random states."""
+
+    version: int
+    controller: ControllerState
+
+
+def build_adapter(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTokenizerBase) -> Adapter:
+    return Adapter(
+        config=adapter,
+        spec=adapter.spec(config.model.path),
+        algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
+        probe=probe_batch(config, adapter, tokenizer),
+        base_commit=config.model.commit,
+    )
+
+
+def probe_batch(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTokenizerBase) -> TrainBatch:
+    """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers."""
+    sync = config.weight_sync
+    samples = load_samples(adapter.task, "eval")[: sync.probe_sequences]
+    rows = [tokenizer.encode(s.prompt + s.answer, add_special_tokens=False)[: sync.probe_tokens] for s in samples]
+    return scoring_batch(rows, adapter.name)

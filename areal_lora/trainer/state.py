@@ -1,0 +1,57 @@
+"""What a trainer rank holds for a whole run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from areal_lora.config.models import Config
+from areal_lora.distributed.exchange import Exchange
+from areal_lora.engine.base import TrainEngine
+from areal_lora.obs.trace import Spans
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.trainer.adapter import TrainingState
+from areal_lora.trainer.audit import Auditor
+from areal_lora.trainer.checkpointing import Checkpointing
+from areal_lora.trainer.controller_link import ControllerLink
+from areal_lora.trainer.publishing import AdapterPublishing
+from areal_lora.trainer.recording import Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank0:
+    """What rank 0 alone holds: its links to the controller, to the records and to a server that scores."""
+
+    controller: ControllerLink
+    recorder: Recorder
+    auditor: Auditor
+
+    def close(self) -> None:
+        self.controller.close()
+        self.recorder.close()
+        self.auditor.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """``states`` and ``spans`` are by adapter; ``spans`` are the phases since the previous version was made.
+
+    ``control`` is the exchange in which the other ranks wait for rank 0. ``rank_0`` is None on the others.
+    """
+
+    config: Config
+    run_folder: RunFolder
+    engine: TrainEngine
+    states: dict[str, TrainingState]
+    checkpointing: Checkpointing
+    publishing: AdapterPublishing
+    control: Exchange
+    rank_0: Rank0 | None
+    spans: dict[str, Spans] = field(default_factory=lambda: defaultdict(Spans))
+
+    def close(self) -> None:
+        """End the background threads, leave the servers' groups, disconnect from the controller."""
+        self.checkpointing.close()
+        self.publishing.close()
+        if self.rank_0:
+            self.rank_0.close()

@@ -1,0 +1,116 @@
+"""When evaluations are requested, what their results become, and what a checkpoint keeps of both."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_lora.checkpoint.state import Evaluation
+from areal_lora.config.models import Config
+from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.rollout.channel.messages import EvalResult, EvalSample
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.trainer.adapter import ControllerState
+from areal_lora.trainer.controller_link import ControllerLink, evaluation_due
+from areal_lora.trainer.recording import Recorder
+from areal_lora.types import AdapterRef
+from tests.support.rollout.helpers import NAME, config
+
+
+@pytest.mark.parametrize(
+    ("version", "newest", "every_steps", "due"),
+    [
+        (0, -1, 20, True),
+        (0, -1, 0, True),
+        (1, 0, 20, False),
+        (19, 0, 20, False),
+        (20, 0, 20, True),
+        (21, 20, 20, False),
+        (23, 0, 20, True),  # 20 was passed over
+        (40, 23, 20, True),
+        (39, 23, 20, False),
+        (7, -1, 0, False),
+        (99, 0, 0, False),
+        (100, 0, 0, True),
+        (100, 100, 20, True),
+        (97, 80, 20, False),
+    ],
+)
+def test_when_an_evaluation_is_due(version: int, newest: int, every_steps: int, due: bool) -> None:
+    assert evaluation_due(version, newest, every_steps=every_steps, last=100) is due
+
+
+class Client:
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def request_eval(self, ref: AdapterRef, tag: str) -> None:
+        self.asked.append(ref.version)
+
+
+def make(folder: Path, made: Config) -> tuple[ControllerLink, Client]:
+    client = Client()
+    recorder = Recorder(RunFolder(folder), [NAME], {}, time.monotonic())
+    return ControllerLink(made, client, recorder, {NAME: ControllerState()}), client  # type: ignore[arg-type]
+
+
+def held_out(version: int, **figures: Any) -> EvalResult:
+    sample = EvalSample(uid="s0", prompt="1+1=", completion="?", answer="2", reward=None, correct=None, version=version)
+    return EvalResult(
+        adapter=NAME,
+        version=version,
+        tag="held-out",
+        wall_s=1.0,
+        samples=(sample,),
+        **{"accuracy": 0.5, "reward_mean": 0.4, "n": 8, **figures},
+    )
+
+
+def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(tmp_path: Path) -> None:
+    made = config("m", steps=30)
+    made = made.model_copy(update={"eval": made.eval.model_copy(update={"every_steps": 5})})
+    link, client = make(tmp_path, made)
+    for version in range(31):
+        if version in (13, 29):  # slow: two more had become due meanwhile
+            link.record_evals([held_out(min(link.state(NAME).pending))])
+        link.evaluate_if_due(AdapterRef(name=NAME, version=version))
+    assert client.asked == [0, 13, 29, 30]
+    assert link.state(NAME).pending == {29, 30}
+
+
+def test_an_evaluation_is_recorded_with_all_that_it_could_not_judge(tmp_path: Path) -> None:
+    link, _ = make(tmp_path, config("m"))
+    unjudged = {"accuracy": None, "unscored": 2, "left_out": 3, "left_out_first": ("s1", "s9")}
+    for version, figures in ((2, unjudged), (3, {})):
+        link.request_eval(AdapterRef(name=NAME, version=version))
+        link.record_evals([held_out(version, **figures)])
+    first, second = read_metrics(tmp_path).evals
+    assert (first.accuracy, first.reward_mean, first.unscored, first.left_out) == (None, 0.4, 2, 3)
+    assert first.figures() == (
+        "mean reward 0.400 over 8 problems, 2 unscored, 3 left out (prompt too long: s1, s9, ...)"
+    )
+    assert second.figures() == "accuracy 0.500, mean reward 0.400 over 8 problems"
+    assert first.samples[0].reward is None, "an example that could not be scored can be read back"
+    assert link.state(NAME).evaluations == {
+        2: Evaluation(accuracy=None, reward_mean=0.4),
+        3: Evaluation(accuracy=0.5, reward_mean=0.4),
+    }
+
+
+def test_adapters_have_evaluations_of_their_own_and_a_restored_one_keeps_its_pending(tmp_path: Path) -> None:
+    kept = ControllerState(
+        ledger=b"l", evaluations={0: Evaluation(accuracy=0.1, reward_mean=0.2)}, pending=frozenset({20})
+    )
+    client, recorder = Client(), Recorder(RunFolder(tmp_path), ["a", "b"], {"a": 21}, time.monotonic())
+    link = ControllerLink(config("m", steps=30), client, recorder, {"a": kept, "b": ControllerState()})  # type: ignore[arg-type]
+    assert link.state("a") == kept
+    for name, version in (("a", 21), ("b", 0)):
+        link.evaluate_if_due(AdapterRef(name=name, version=version))
+    assert client.asked == [0], "v20 of a is pending and v21 is not due"
+    link.record_evals([msgspec.structs.replace(held_out(0), adapter="b")])
+    assert link.state("a") == kept
+    assert link.state("b").evaluations == {0: Evaluation(accuracy=0.5, reward_mean=0.4)}
