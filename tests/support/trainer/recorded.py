@@ -1,4 +1,4 @@
-"""A tenant, a batch, and an engine that answers with fixed log-probabilities."""
+"""An adapter, a batch, and an engine that answers with fixed log-probabilities."""
 
 from __future__ import annotations
 
