@@ -81,7 +81,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float]
 
 
-class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+class SampledChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     finish_reason: str | None
     text: str = ""
@@ -97,7 +97,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
-    choices: list[CompletionChoice]
+    choices: list[SampledChoice]
 
 
 _encode = msgspec.json.Encoder().encode
@@ -232,7 +232,7 @@ def _served_ref(completion: Completion, asked: AdapterRef) -> AdapterRef:
     return ref
 
 
-def _generation(choice: CompletionChoice) -> Generation:
+def _generation(choice: SampledChoice) -> Generation:
     """Tokens carry the version that the server reports (contract C2)."""
     if not choice.token_ids or choice.logprobs is None or choice.versions is None:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} lacks token ids, logprobs or versions")

@@ -32,12 +32,12 @@ from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import PING_S, JoinRequest, PublishReply, StageResult
 from areal_lora.weight_sync.server.slots import Resident
 from areal_lora.weight_sync.server.transaction import (
+    AwaitRelease,
     Commit,
     EndedPin,
     PublishTransaction,
     Retire,
     Stage,
-    Wait,
     check_turn,
     late_turn,
 )
@@ -189,7 +189,7 @@ class ServedAdapters:
                     await self._forget(residents)
                 case EndedPin(ref=ref, refusal=refusal):
                     log.warning("%s; the pin on %s ends early", refusal, ref)
-                case Wait(timeout_s=timeout_s):
+                case AwaitRelease(timeout_s=timeout_s):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._released.wait(), timeout_s)
 

@@ -1,7 +1,7 @@
 """Decide the steps of one publish on one server, without I/O; the driver owns event loop, threads and clock.
 
     PublishTransaction   take the turn: one publish at a time, none after its deadline
-    next_step            Retire | EndedPin | Wait: do it and call again; Stage ends the reservation
+    next_step            Retire | EndedPin | AwaitRelease: do it and call again; Stage ends the reservation
     staged               judge the workers' answers: a Commit, the reply of a repeated publish, or a refusal
     activated            the engine has done the commit: requests can name the version
     end                  always: free the slot of a version that is not active
@@ -51,13 +51,13 @@ class EndedPin:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class AwaitRelease:
     """Wait until a version is released, at most ``timeout_s``."""
 
     timeout_s: float
 
 
-ReserveStep = Stage | Retire | EndedPin | Wait
+ReserveStep = Stage | Retire | EndedPin | AwaitRelease
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class PublishTransaction:
             if retired := self._versions.make_room():
                 return Retire(retired)
             if now < self._wait_until:
-                return Wait(min(self._wait_until, self._versions.next_expiry()) - now)
+                return AwaitRelease(min(self._wait_until, self._versions.next_expiry()) - now)
             ended = self._versions.end_oldest_pin()
             return self._stage(None, e) if ended is None else EndedPin(ended, e)
 

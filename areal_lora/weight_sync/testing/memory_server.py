@@ -26,7 +26,7 @@ from areal_lora.types import AdapterRef, AdapterSpec
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
-from areal_lora.weight_sync.server.transaction import PublishTransaction, Stage, Wait, check_turn, late_turn
+from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
 from areal_lora.weight_sync.server.versions import ServedVersions
 from areal_lora.weight_sync.testing.https_server import AdminHttpsServer
 from areal_lora.weight_sync.testing.memory_writer import MemoryWriter, Shapes
@@ -199,7 +199,7 @@ class MemoryServer:
         """Reserve a slot; None: the receivers drain the transfer and refuse it."""
         with self._released:
             while not isinstance(step := publish.next_step(time.monotonic()), Stage):
-                if isinstance(step, Wait):
+                if isinstance(step, AwaitRelease):
                     self._released.wait(step.timeout_s)
             return step.slot
 

@@ -12,12 +12,12 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.server.transaction import (
+    AwaitRelease,
     Commit,
     EndedPin,
     PublishTransaction,
     Retire,
     Stage,
-    Wait,
     check_turn,
 )
 from areal_lora.weight_sync.server.versions import ServedVersions
@@ -221,8 +221,8 @@ def test_a_publish_waits_half_of_its_time_for_a_slot_and_then_says_what_holds_th
         published(versions, a(version))
         versions.acquire(f"a@v{version}")
     publish = opened(versions, a(2), deadline=12.0, now=2.0)
-    assert publish.next_step(2.0) == Wait(5.0)
-    assert publish.next_step(6.5) == Wait(0.5)
+    assert publish.next_step(2.0) == AwaitRelease(5.0)
+    assert publish.next_step(6.5) == AwaitRelease(0.5)
     step = publish.next_step(7.0)
     assert isinstance(step, Stage)
     assert step.slot is None
@@ -238,9 +238,9 @@ def test_a_released_version_makes_room_for_the_waiting_publish() -> None:
         published(versions, a(version))
         versions.acquire(f"a@v{version}")
     publish = opened(versions, a(2))
-    assert isinstance(publish.next_step(0.0), Wait)
+    assert isinstance(publish.next_step(0.0), AwaitRelease)
     versions.release(a(1))
-    assert isinstance(publish.next_step(0.0), Wait), "the newest is not retired, used or not"
+    assert isinstance(publish.next_step(0.0), AwaitRelease), "the newest is not retired, used or not"
     versions.release(a(0))
     step = publish.next_step(0.0)
     assert isinstance(step, Retire)
@@ -258,7 +258,7 @@ def test_a_pin_holds_until_its_end_and_a_publish_waits_no_longer_than_that() -> 
     with pytest.raises(ValueError, match="1 requests"):
         versions.retire(a(0), 2.9)
     publish = opened(versions, a(2))
-    assert publish.next_step(1.0) == Wait(2.0)
+    assert publish.next_step(1.0) == AwaitRelease(2.0)
     step = publish.next_step(3.0)
     assert isinstance(step, Retire)
     assert [r.ref for r in step.residents] == [a(0)]
@@ -272,7 +272,7 @@ def test_the_oldest_pin_ends_when_waiting_does_not_help() -> None:
         versions.release(ref, pin_until=99.0)
     published(versions, a(1))
     publish = opened(versions, a(2))
-    assert publish.next_step(0.0) == Wait(5.0)
+    assert publish.next_step(0.0) == AwaitRelease(5.0)
     steps = [publish.next_step(5.0) for _ in range(4)]
     assert [type(s) for s in steps] == [EndedPin, EndedPin, Retire, Stage]
     assert [s.ref for s in steps if isinstance(s, EndedPin)] == [a(0, "b"), a(0)]
@@ -368,7 +368,7 @@ class Walk:
             match step:
                 case Retire(residents=residents):
                     self.forget([r.ref for r in residents])
-                case Wait(timeout_s=timeout_s):
+                case AwaitRelease(timeout_s=timeout_s):
                     assert timeout_s > 0
                     assert self.now + timeout_s <= began + (deadline - began) / 2 + 1e-9
                     self.now += timeout_s * self.rng.choice((1.0, 0.5))
