@@ -107,7 +107,7 @@ class _Connection:
         self._socket.close(linger=0)
 
 
-class CurveStore(dist.Store):  # type: ignore[misc, unused-ignore]  # torch carries no types here
+class CurveStore(dist.Store):  # type: ignore[misc]  # torch carries no types here
     """Client of a ``StoreServer`` for any number of threads. The constructor connects.
 
     Methods and errors are those of ``torch.distributed.TCPStore``: DistStoreError if a key is not set in time,

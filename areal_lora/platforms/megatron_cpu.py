@@ -48,7 +48,7 @@ class _TorchOnCpu(types.ModuleType):
         return torch.ones(*args, **{**kwargs, "device": CPU})
 
 
-class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc, unused-ignore]
+class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     """RMSNorm built the way Megatron builds norms; takes part in sequence parallelism.
 
     Correct under sequence parallelism because the norm is per token and its weight is frozen:

@@ -20,7 +20,8 @@ from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.trainer.publisher import Publisher, PublishHandle
+from areal_lora.weight_sync.trainer.job import PublishHandle
+from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport
 
 Scores = list[list[float]]  # log-probabilities of the probe, one row per sequence

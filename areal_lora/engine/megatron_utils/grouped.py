@@ -29,7 +29,7 @@ def grouped_linear(x: Tensor, weight: Tensor, splits: Sequence[int]) -> Tensor:
     return torch.cat([functional.linear(part, w) for part, w in zip(parts, weight.unbind(), strict=True)])
 
 
-class _GroupedLinear(nn.Module):  # type: ignore[misc, unused-ignore]
+class _GroupedLinear(nn.Module):  # type: ignore[misc]
     """Experts' weights stacked, [n, out, in] of this rank. ``forward(x, m_splits)`` returns (output, no bias)."""
 
     def __init__(self, n: int, n_in: int, n_out: int, config: Any, init_method: Callable[[Tensor], Any]) -> None:

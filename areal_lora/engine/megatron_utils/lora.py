@@ -30,7 +30,7 @@ from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
 
 
-class ParallelAdapter(nn.Module):  # type: ignore[misc, unused-ignore]
+class ParallelAdapter(nn.Module):  # type: ignore[misc]
     """``scale * B A x`` next to a parallel linear layer, fp32 parameters, computed in the input's type.
 
     Column-parallel base (qkv, fc1): ``lora_A`` [r, in] replicated, ``lora_B`` [out / tp, r] split.
@@ -64,7 +64,7 @@ def _linear(x: Tensor, weight: Tensor, splits: list[int] | None) -> Tensor:
     return grouped_linear(x, weight, splits)
 
 
-class AdaptedLinear(LoRALinear):  # type: ignore[misc, unused-ignore]
+class AdaptedLinear(LoRALinear):  # type: ignore[misc]
     """Bridge's wrapper, for grouped linear layers too: base and adapter get the same arguments."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class _VocabParallel(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+class _VocabParallel(torch.autograd.Function):  # type: ignore[misc]
     """``(log p(target), entropy)`` from logit shards [n, V / tp], both [n] fp32.
 
     With p = softmax(z): d log p(y) / dz = onehot(y) - p, and d H / dz = -p (log p + H).
