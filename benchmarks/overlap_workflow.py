@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from areal_lora.rollout.controller.prompts import Prompt
+from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.workflow import Episode, WorkflowContext, single_turn
 from areal_lora.tasks.scorer import ScoreItem
 from areal_lora.types import AdapterRef, Trajectory, TrajectoryGroup

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.client import FaultKind, GenerationFault
-from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.agent_api import Refused, Request, reply_body

@@ -22,6 +22,7 @@ from functools import partial
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
+from areal_lora.data.prompts import PromptStream, TextTokenizer, tokenize
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes import stacks
 from areal_lora.processes.log import get_logger, setup_logging
@@ -32,15 +33,14 @@ from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.controller.controller import Controller
 from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator, HeldOut, fitting
 from areal_lora.rollout.controller.feed import AdapterFeed
-from areal_lora.rollout.controller.prompts import PromptStream, tokenize
 from areal_lora.rollout.controller.runtime import AdapterRuntime
 from areal_lora.rollout.controller.staleness import StalenessBudget
+from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
+from areal_lora.rollout.loading import build_workflow
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.workflow import Scorer, TextTokenizer, WorkflowContext
-from areal_lora.rollout.workflows.gateway import AgentGateway
-from areal_lora.rollout.workflows.loading import build_workflow
+from areal_lora.rollout.workflow import Scorer, WorkflowContext
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.client import FaultKind, GenerationFault
-from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.rollout.workflows.user_code import call

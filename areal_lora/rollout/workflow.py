@@ -15,8 +15,8 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
+from areal_lora.data.prompts import Prompt, TextTokenizer
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.controller.prompts import Prompt, Tokenizer
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Generation, Outcome, Trajectory, TrajectoryGroup
@@ -28,20 +28,6 @@ class Scorer(Protocol):
     """What workflows need of a scorer pool: one score per item, in order."""
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]: ...
-
-
-class TextTokenizer(Tokenizer, Protocol):
-    """The part of a Hugging Face tokenizer that workflows need."""
-
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import RolloutError, StalenessError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -21,7 +22,6 @@ from areal_lora.rollout.channel.messages import Stats
 from areal_lora.rollout.controller import retries, statistics
 from areal_lora.rollout.controller.groups import Finished, Lease, Ticket
 from areal_lora.rollout.controller.pool import GroupPool
-from areal_lora.rollout.controller.prompts import PromptStream
 from areal_lora.rollout.controller.retries import FailureStreak, RequestFailure
 from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
 from areal_lora.rollout.ledger import reconcile

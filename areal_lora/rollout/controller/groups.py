@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_lora.rollout.controller.prompts import Prompt
+from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import TrajectoryGroup
 

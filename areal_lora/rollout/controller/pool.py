@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import msgspec
 
+from areal_lora.data.prompts import PromptStream
 from areal_lora.processes.faults import reached
 from areal_lora.rollout.controller.groups import Finished, Ticket
-from areal_lora.rollout.controller.prompts import PromptStream
 from areal_lora.rollout.controller.staleness import Freshness
 from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.ledger.records import LIVE, GroupState, Row

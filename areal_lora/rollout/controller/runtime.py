@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
+from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.controller.retries import generation_failure, scoring_failure
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Workflow, first_fault

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from areal_lora.config.models import SamplingConfig
+from areal_lora.data.prompts import TextTokenizer
 from areal_lora.errors import RolloutError
-from areal_lora.rollout.workflow import TextTokenizer
 from areal_lora.types import Generation
 
 MAX_N = 128

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from areal_lora.config.models import Config, SamplingConfig
+from areal_lora.data.prompts import Prompt, PromptStream
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
-from areal_lora.rollout.controller.prompts import Prompt, PromptStream
 from areal_lora.rollout.controller.staleness import StalenessBudget
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from areal_lora.config.models import SamplingConfig
+from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import WorkflowContext

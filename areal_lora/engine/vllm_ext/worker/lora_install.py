@@ -8,11 +8,11 @@ per layout; a publish then runs compiled copies only. This module knows wire nam
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from areal_lora.engine.vllm_ext.matrix import Matrix
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import target_of
@@ -20,7 +20,7 @@ from areal_lora.types import AdapterSpec
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.served import LORA_A, LORA_B, covered, served_shapes
+from areal_lora.weight_sync.served import covered, served_shapes
 
 _VLLM_MODULES = {
     ("linear_qkv", Scope.ATTENTION): "qkv_proj",
@@ -34,31 +34,6 @@ _VLLM_MODULES = {
 }
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _NOTHING = ""  # a slot of zeros: any layout can be written over it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """One ``lora_A`` or ``lora_B`` of the model as one worker holds it.
-
-    ``stacked`` is ``[S, E, max_rank, in_part]`` (A) or ``[S, E, out_part, max_rank]`` (B) for S slots,
-    of which this is entry ``index`` of the second dimension; None where another worker holds it
-    (expert parallel). The part is ``begin`` onwards of an in- or output dimension that is ``full``
-    long (tensor parallel).
-    """
-
-    name: str
-    stacked: torch.Tensor | None
-    index: int
-    begin: int
-    full: int
-
-    @property
-    def is_a(self) -> bool:
-        return self.name.endswith(LORA_A)
-
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(LORA_A).removesuffix(LORA_B)
 
 
 def vllm_modules(target_modules: Sequence[str]) -> list[str]:

@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
+from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.controller.prompts import Prompt
+from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Episode, WorkflowContext
-from areal_lora.rollout.workflows.gateway import AgentGateway
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from areal_lora.data.prompts import tokenize
 from areal_lora.errors import ConfigError
 from areal_lora.rollout import routing
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator, HeldOut, fitting
-from areal_lora.rollout.controller.prompts import tokenize
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.tasks.scorer import Score, ScoreItem

@@ -10,10 +10,10 @@ import msgspec
 
 from areal_lora.config import models as config
 from areal_lora.data.checks import check_alignment, check_rewards
+from areal_lora.data.prompts import Prompt
 from areal_lora.errors import AlignmentError, ConfigError
 from areal_lora.rollout.agents import AgentWorkflow, Sessions
 from areal_lora.rollout.client import FaultKind
-from areal_lora.rollout.controller.prompts import Prompt
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext, first_fault, given_score
 from areal_lora.rollout.workflows.user_code import call, describe

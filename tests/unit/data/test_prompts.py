@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_lora.config.models import Gsm8kTask
+from areal_lora.data.prompts import PromptStream, tokenize
 from areal_lora.errors import ConfigError
-from areal_lora.rollout.controller.prompts import PromptStream, tokenize
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import Sample
 from tests.support.paths import TINY_MODEL

@@ -12,14 +12,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from areal_lora.config.models import WorkflowConfig
+from areal_lora.data.prompts import Prompt
 from areal_lora.errors import AlignmentError, ConfigError
 from areal_lora.rollout.agents import AgentWorkflow, Sessions
 from areal_lora.rollout.client import FaultKind, GenerationFault
-from areal_lora.rollout.controller.prompts import Prompt
+from areal_lora.rollout.loading import build_workflow
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext
-from areal_lora.rollout.workflows.loading import build_workflow
 from areal_lora.types import AdapterRef, Outcome, TrajectoryGroup
 from tests.support.rollout.texts import MAX_MODEL_LEN, V1, Graded, prompt_of, served
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal_lora.data.order import PromptOrder
 from areal_lora.errors import ConfigError
@@ -16,6 +16,20 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts need."""
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]: ...
+
+
+class TextTokenizer(Tokenizer, Protocol):
+    """The part of a Hugging Face tokenizer that workflows need."""
+
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
