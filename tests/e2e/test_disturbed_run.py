@@ -76,10 +76,10 @@ def go(root: Path, name: str, victims: dict[int, str]) -> Run:
 
 def kill_after(launcher: subprocess.Popen[bytes], folder: Path, step: int, module: str) -> None:
     """SIGKILL to the last process of ``module`` once ``step`` has been taken."""
-    deadline_s = time.monotonic() + 150
+    deadline = time.monotonic() + 150
     while not any(r["kind"] == "step" and r["step"] >= step for r in records(folder)):
         assert launcher.poll() is None, f"the run ended before step {step}"
-        assert time.monotonic() < deadline_s, f"step {step} was not taken before {module} was to be killed"
+        assert time.monotonic() < deadline, f"step {step} was not taken before {module} was to be killed"
         time.sleep(0.05)
     victims = [p for p in psutil.Process(launcher.pid).children() if runs(p, module)]
     victims[-1].send_signal(signal.SIGKILL)

@@ -136,10 +136,10 @@ def wait_version(launcher: subprocess.Popen[bytes], folder: Path) -> None:
     wait_endpoint(RunFolder(folder), "server", 0, 120.0, still_alive=lambda: launcher.poll() is None)
     server = RendezvousWatch(RunFolder(folder), workers=1).server(0)
     assert server is not None
-    client, deadline_s = AdminClient(server, read_secret(RunFolder(folder))), time.monotonic() + 120
+    client, deadline = AdminClient(server, read_secret(RunFolder(folder))), time.monotonic() + 120
     while not client.info(10.0).refs:
         assert launcher.poll() is None, f"the run ended:\n{(folder.parent / 'log').read_text()}"
-        assert time.monotonic() < deadline_s, "no version was published in time"
+        assert time.monotonic() < deadline, "no version was published in time"
         time.sleep(0.5)
 
 
@@ -148,11 +148,11 @@ def count(folder: Path, kind: str) -> int:
 
 
 def wait_record(launcher: subprocess.Popen[bytes], folder: Path, kind: str, number: int) -> None:
-    deadline_s = time.monotonic() + 150
+    deadline = time.monotonic() + 150
     while count(folder, kind) < number:
         what = f"{number} records of kind {kind}"
         assert launcher.poll() is None, f"the run ended before {what}:\n{(folder.parent / 'log').read_text()}"
-        assert time.monotonic() < deadline_s, f"{what} were not made in time"
+        assert time.monotonic() < deadline, f"{what} were not made in time"
         time.sleep(0.2)
 
 

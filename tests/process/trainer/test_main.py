@@ -92,11 +92,11 @@ def test_a_rank_of_another_run_does_not_get_in(tmp_path):
     first = context.Process(target=rank_process, args=(theirs, tmp_path, 0, "127.0.0.1"), daemon=True)
     first.start()
     try:
-        deadline_s = 60
+        remaining_s = 60
         while not (tmp_path / "rendezvous" / "trainer-0.json").exists():
             assert first.is_alive()
-            assert deadline_s > 0
-            deadline_s -= 0.1
+            assert remaining_s > 0
+            remaining_s -= 0.1
             first.join(0.1)
         create_secret(RunFolder(tmp_path))
         with pytest.raises(dist.DistNetworkError, match="another run"):

@@ -178,8 +178,8 @@ class Processes:
 
     def wait_killed(self, run: CrashRun, point: str) -> float:
         """Unix time at which the victim was found dead by SIGKILL. Nothing else may end."""
-        deadline_s = time.monotonic() + QUIET_S
-        while time.monotonic() < deadline_s:
+        deadline = time.monotonic() + QUIET_S
+        while time.monotonic() < deadline:
             at = time.time()
             ended = self._ended()
             if ended and run.victim == "trainer" and -9 not in ended.values():
@@ -200,9 +200,9 @@ class Processes:
 
     def wait_end(self, run: CrashRun) -> None:
         trainers = [name for name in self._alive if name.startswith("trainer")]
-        deadline_s = time.monotonic() + QUIET_S
+        deadline = time.monotonic() + QUIET_S
         while any(self._alive[name].exitcode is None for name in trainers):
-            assert time.monotonic() < deadline_s, f"{run.folder.name}: does not end\n{run.log()}"
+            assert time.monotonic() < deadline, f"{run.folder.name}: does not end\n{run.log()}"
             time.sleep(0.05)
         codes = {name: self._alive[name].exitcode for name in trainers}
         assert set(codes.values()) == {0}, f"{run.folder.name}: {codes}\n{run.log()}"
