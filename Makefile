@@ -1,12 +1,12 @@
 # make setup   create .venv and install pinned requirements
 # make demo    train the tiny mixture-of-experts model on this machine
 # make test    check the code (make check), then run the test suite
+# make test-unit  the tests that start no real Megatron, vLLM or gloo process, two files at a time (some minutes)
 # make test-all  the same with nightly sizes: more seeds, samples and publishes
 # make check   ruff (format and rules), mypy and import-linter
 # make format  format the code with ruff
-.PHONY: setup demo test test-all check format docs clean
+.PHONY: setup demo test test-unit test-all check format docs clean
 PY := .venv/bin/python
-LANES := -n 2 --dist loadscope --no-loadscope-reorder
 CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
 
 setup: .venv/.ready
@@ -18,7 +18,10 @@ demo: setup
 	$(PY) -m areal_lora.launch $(CONFIGS) $(ARGS)
 
 test: check
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(LANES) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+test-unit: setup
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not slow" tests/unit tests/repository tests/examples $(ARGS)
 
 test-all: export AREAL_LORA_NIGHTLY = 1
 test-all: test

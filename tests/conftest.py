@@ -1,4 +1,4 @@
-"""What all tests share: lanes, a tiny model, a server that serves it. torch and vLLM are imported on first use."""
+"""What all tests share: a tiny model, a server that serves it. torch and vLLM are imported on first use."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from xdist.remote import Producer
-
-from tests.support.lanes import Lanes
 
 if TYPE_CHECKING:
     from tests.support.engine.vllm_ext.serving import RunningServer
     from tests.support.launcher.driven import Run
     from tests.support.rollout.running import Running
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
-    return Lanes(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -51,15 +50,12 @@ def _server(argv: list[str], folder: Path, life: int) -> int:
 
 
 def _trainer(argv: list[str], folder: Path, life: int) -> int:
-    from areal_lora.algorithms import alignment
     from areal_lora.checkpoint.files import Disk
     from areal_lora.rollout.channel.client import ControllerClient
     from areal_lora.trainer import loop, main, publishing, waits
-    from areal_lora.trainer.learn import ALIGNMENT_LIMITS
-    from areal_lora.weight_sync import probe
+    from tests.support.e2e.lenient_trainer import lift_checks
 
-    # The stand-in's log-probabilities are made up: they follow neither the policy nor the way it moves.
-    ALIGNMENT_LIMITS["float32"] = alignment.SHIFTED = probe.SHARE = math.inf
+    lift_checks()
     diary = Diary(folder, life)
     collate, learn, announce = waits.collate, loop.learn, ControllerClient.announce
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
