@@ -1,4 +1,4 @@
-"""The configuration reference, generated from the models.
+"""Generate the configuration reference from the models.
 
 ``python -m areal_lora.config.docs`` rewrites docs/en/configuration.md; a test fails when the
 file is out of date.
@@ -33,36 +33,36 @@ A run is one tree of keys. Unknown keys are errors, and the error names the near
 python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 adapters.0.rank=16
 ```
 
-- Several `--config` files are merged in order. Maps merge key by key. Other lists replace.
-- Entries of `adapters` merge by `name`. One entry merges with one entry, whatever its name.
-- A section that is chosen by `kind` is replaced as a whole when an overlay changes the kind.
+- Several `--config` files are merged in order. Maps merge key by key. Lists other than `adapters` are replaced.
+- Entries of `adapters` merge by `name`. If both files have exactly one entry, these merge, whatever their names.
+- A section selected by `kind` is replaced as a whole when an overlay changes the kind.
 - `a.b=c` sets one key after all files. Address an adapter by number or by name: `adapters.0.rank=8`.
 - Relative paths of models, adapters, data files and user code are looked up next to the YAML file that sets them,
   then in the working folder. `~` is the home folder.
-- `model.path` is a folder if there is one of this name, else a hub name if it reads `org/name`; see below.
+- `model.path` is a folder if a folder of this name exists, else a hub name if it has the form `org/name`; see below.
 - `run.root` is relative to the working folder.
 - `target_modules` and `exclude_modules` take names, scopes, dotted paths and wildcards; see below.
 - With `rollout.port` set, server number i listens on `rollout.port + i`.
-- A run in the run folder is resumed. With `--fresh` its folder is moved to `<name>.1`, `<name>.2`, and so on, and a new
-  run begins. Nothing is deleted.
+- A run in the run folder is resumed. With `--fresh` the launcher moves the folder to `<name>.1`, `<name>.2`, and so
+  on, and begins a new run. Nothing is deleted.
 
 ## Models from the hub
 
-A start resolves a hub name to the commit that `model.revision` is at that moment, and downloads the files that the
-cache lacks: configuration, tokenizer and safetensors, nothing else. The cache and the hub are huggingface_hub's:
-`HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` have its meaning. Where the hub does not
-answer, or gives no access, a complete snapshot in the cache is used. A snapshot is complete if every shard that
-`model.safetensors.index.json` lists is there.
+A start resolves a hub name to the current commit of `model.revision`, and downloads the files that the cache lacks:
+configuration, tokenizer and safetensors only. Cache and hub follow huggingface_hub's variables `HF_HOME`,
+`HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`. If the hub does not answer or denies access, a complete
+snapshot in the cache is used. A snapshot is complete if every shard that `model.safetensors.index.json` lists exists.
 
 `config.json` of the run records `model.commit` and `model.snapshot`. All processes read this folder. A resumed run
 keeps its commit, also if the branch has moved. Another commit is refused like another model.
 The exported adapter names the model by its hub name, with the commit as `revision`.
 
-`--dry-run` and `--explain-resume` ask no hub and download nothing.
+`--dry-run` and `--explain-resume` neither contact the hub nor download files.
 
 ## Targets
 
-`target_modules` says what LoRA sits on, `exclude_modules` what of it is left out. Both take, also with `*`:
+`target_modules` selects the modules that get LoRA, `exclude_modules` removes modules from them. Both accept these
+spellings, also with `*`:
 
 | spelling | examples |
 |---|---|
@@ -73,36 +73,36 @@ The exported adapter names the model by its hub name, with the commit as `revisi
 | scope and name | `experts.linear_fc1`, `shared_expert.down_proj` |
 | dotted paths | `*.mlp.experts.*`, `decoder.layers.*.self_attention.linear_qkv` |
 
-Megatron keeps q, k and v in one layer with one lora_A, and gate and up in another. They are adapted as a whole:
-naming all parts is the same as naming the layer, and naming only some is refused.
-An adapter sits on all layers and all experts. A path that means only some of them is refused.
+Megatron keeps q, k and v in one layer with one lora_A, and gate and up in another. Such a layer is adapted as a whole:
+naming all its parts is the same as naming the layer, and naming only some parts is refused.
+An adapter covers all layers and all experts. A path that selects only some of them is refused.
 Router, embeddings and output layer are never part of `all-linear`. Naming them is refused: they can be neither
 trained nor served.
 
-The run uses the canonical form, which `config.json` in the run folder shows: `linear_fc1` if every place that has it is
-meant, else `expert.linear_fc1`, `mlp.linear_fc1` or `shared_expert.linear_fc1`.
+The run uses the canonical form, which `config.json` in the run folder shows: `linear_fc1` if all its occurrences are
+selected, else `expert.linear_fc1`, `mlp.linear_fc1` or `shared_expert.linear_fc1`.
 
 ## Checks
 
-Before anything starts, the launcher checks the configuration against the model and the machine.
-Each problem is one line. The exit code is then 64, or 69 where something that is needed cannot be had.
+Before it starts any process, the launcher checks the configuration against the model and the machine.
+It reports each problem in one line. The exit code is then 64, or 69 if a requirement is not available.
 
 | exit code | meaning |
 |---|---|
-| 0 | the run is done, or was done before |
-| 1 | an error that nobody expected; a traceback was printed |
+| 0 | all steps are done |
+| 1 | an unexpected error; a traceback was printed |
 | 64 | the input is wrong |
-| 65 | the data break a contract: parity, staleness, alignment, a broken adapter |
-| 69 | a program, package, device or model that is needed cannot be had |
-| 70 | a component failed and its restarts are used up; its last log lines were printed |
-| 74 | checkpoints or records cannot be written, or no checkpoint that exists can be read |
-| 75 | of a component only: another process or the network was in the way |
+| 65 | the data violate a contract: parity, staleness, alignment, a broken adapter |
+| 69 | a required program, package, device or model is not available |
+| 70 | a component failed and has no restarts remaining; its last log lines were printed |
+| 74 | checkpoints or records cannot be written, or none of the existing checkpoints can be read |
+| 75 | of a component only: a temporary failure of another process or the network |
 | 130 | interrupted |
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
     return INTRO + "".join(_section(Config, "")) + "\n"
 
 
@@ -122,7 +122,7 @@ def _section(section: type[Section], prefix: str) -> Iterator[str]:
 
 
 def _chosen_by(section: type[Section]) -> str:
-    """A ``kind`` that names its section has exactly one possible value."""
+    """Return the suffix of a section's title: its ``kind``, if only one value is possible."""
     kind = section.model_fields.get("kind")
     return f" with `kind: {kind.default}`" if kind is not None and len(get_args(kind.annotation)) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""What the guardrails need to know about the world outside the configuration."""
+"""Facts outside the configuration that the guardrails check it against: model, adapters, user code, machine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ from areal_lora.families.shape import read_hf_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The model and the machine.
+    """The model, the adapters and the machine.
 
-    ``hf_config`` is the model's config.json, None where there is none; ``model_problem`` says
-    why. ``model_is_local`` is False for a hub name of which files have to be downloaded.
-    ``peft_folders`` describes each folder of ``init_from`` that can be read, ``peft_problems`` says
-    what is wrong with the others; ``code_problems`` what is wrong with user code that is named.
-    ``address_problem`` is why no address of this machine fits ``cluster``. ``devices``
-    is the number of accelerators seen here, None where that does not matter
-    (CPU, or a cluster). ``memory_bytes`` is None where unknown.
+    ``hf_config`` is the model's config.json; if it is None, ``model_problem`` is the reason. ``model_is_local`` is
+    False for a hub name with files to download. ``peft_folders`` describes each readable folder of ``init_from``,
+    ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of named user code.
+    ``address_problem`` is the reason why no address of this machine matches ``cluster``. ``devices`` is the number of
+    visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is None if unknown.
     """
 
     hf_config: Mapping[str, Any] | None
@@ -52,7 +50,7 @@ class Facts:
 
 
 def gather_facts(config: Config, *, runs_here: bool) -> Facts:
-    """Look at the model folder and, where the run would start on this machine, its ports and devices."""
+    """Inspect the model folder, adapters and user code; if ``runs_here``, also this machine's ports and devices."""
     hf_config, problem, is_local = _read_model(config.model)
     peft_folders, peft_problems = _read_adapters(config)
     return Facts(
@@ -70,12 +68,12 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
 
 
 def server_ports(config: Config) -> list[int]:
-    """The fixed data-plane port of each server (consecutive from ``rollout.port``); empty if the system chooses."""
+    """Return the data-plane port of each server, consecutive from ``rollout.port``; empty if the system chooses."""
     return [config.rollout.port + i for i in range(config.rollout.servers)] if config.rollout.port else []
 
 
 def _read_model(model: ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
-    """Of a model whose hub name has been looked up (``launcher.hub``)."""
+    """Return (config.json, problem, is local). ``launcher.hub`` has resolved a hub name before."""
     folder = Path(model.folder)
     if not folder.is_dir():
         known = known_config(model.path)
@@ -100,7 +98,7 @@ def _read_adapters(config: Config) -> tuple[dict[str, PeftFolder], dict[str, str
 
 
 def _code_problems(config: Config) -> Iterator[ConfigError]:
-    """User code that is not there, or not callable as a reward. Nothing of it is run."""
+    """Yield the faults of named user code: missing, or not callable as a reward. No user code runs."""
     for i, adapter in enumerate(config.adapters):
         reward, workflow, at = adapter.reward, adapter.workflow, f"adapters.{i}"
         named: dict[str, str] = {}
@@ -112,7 +110,7 @@ def _code_problems(config: Config) -> Iterator[ConfigError]:
             named[f"{at}.workflow.path"] = workflow.path
         for key, text in named.items():
             try:
-                # Another interpreter may have modules that this one lacks.
+                # Modules of another interpreter cannot be checked here.
                 if config.rollout.python is None or parse_import_path(text, key).file is not None:
                     check_import_path(text, key)
             except ConfigError as error:
@@ -131,7 +129,7 @@ def _ports_in_use(config: Config) -> frozenset[int]:
     used = set()
     for port in server_ports(config):
         with socket.socket(socket.AF_INET6 if ":" in config.cluster.bind else socket.AF_INET) as probe:
-            # A port in TIME_WAIT can be bound by the server, so it must not count as used.
+            # The server can bind a port in TIME_WAIT, so such a port must not count as used.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((config.cluster.bind, port))

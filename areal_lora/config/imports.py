@@ -1,8 +1,8 @@
-"""User code named in a configuration: ``package.module:name`` or ``file.py:name``.
+"""Check user code named in a configuration (``package.module:name`` or ``file.py:name``) without running it.
 
-Checked without running it: a module is searched for and its source parsed, never imported, so that a
-misspelt name is found before anything starts, on a machine that may lack what the code itself imports.
-`areal_lora.tasks.loading` imports it, in the process that uses it.
+The module's source is located and parsed, never imported. A misspelt name is thus reported before any process starts,
+also on a machine that lacks the imports of the user code. `areal_lora.tasks.loading` imports the code later, in the
+process that uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPELLING = "write package.module:name or file.py:name"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPath:
-    """``file`` is set for ``file.py:name``, else ``module``."""
+    """A parsed import path. ``file`` is set for ``file.py:name``, else ``module``."""
 
     name: str
     module: str = ""
@@ -32,7 +32,7 @@ class ImportPath:
 
 
 def parse_import_path(text: str, config_key: str) -> ImportPath:
-    """Raises ConfigError for anything but the two spellings."""
+    """Parse ``text``. Raises ConfigError if it has neither of the two spellings."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ConfigError(config_key, f"{text!r} names no object of a module or file", SPELLING)
@@ -44,10 +44,9 @@ def parse_import_path(text: str, config_key: str) -> ImportPath:
 
 
 def check_import_path(text: str, config_key: str) -> None:
-    """Find the module or file and the name in it without importing either. Raises ConfigError.
+    """Find the module or file and the name in it without an import. Raises ConfigError.
 
-    A name that only running the module can tell (``from x import *``, ``__getattr__``, a compiled
-    module) counts as there.
+    A name that only exists at run time (``from x import *``, ``__getattr__``, a compiled module) counts as found.
     """
     path = parse_import_path(text, config_key)
     source = _file(path.file, config_key) if path.file is not None else _module_file(path.module, config_key)
@@ -71,7 +70,7 @@ def _file(path: Path, config_key: str) -> Path:
 
 
 def _module_file(module: str, config_key: str) -> Path | None:
-    """The module's source; None where it is a compiled or frozen module. Parent packages are not imported."""
+    """Find the module's source without importing parent packages; None for a compiled or frozen module."""
     found: ModuleSpec | None = None
     locations: Sequence[str] | None = None
     parts = module.split(".")
@@ -96,14 +95,14 @@ def _module_file(module: str, config_key: str) -> Path | None:
 def _find(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
     if locations is not None:
         return _find_below(name, locations)
-    # A top-level name: all finders, those of editable installs too; none of them imports the module.
+    # For a top-level name use all finders, including those of editable installs; none of them imports the module.
     if name in sys.modules and sys.modules[name].__spec__ is None:
         return PathFinder.find_spec(name)
     return importlib.util.find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])
 
 
 def _find_below(name: str, locations: Sequence[str]) -> ModuleSpec | None:
-    """As ``PathFinder.find_spec``, which cannot describe a folder without ``__init__.py`` in one not imported."""
+    """Like ``PathFinder.find_spec``, but also find namespace packages inside a package that is not imported."""
     folders: list[str] = []
     for location in locations:
         finder = pkgutil.get_importer(location)
@@ -119,7 +118,7 @@ def _find_below(name: str, locations: Sequence[str]) -> ModuleSpec | None:
 
 
 def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that a module's statements bind; those of branches, ``try`` and ``with`` too."""
+    """Yield the names that a module's statements bind, including those in branches, ``try`` and ``with``."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,7 +1,7 @@
 """The configuration tree. Unknown keys are errors; this package imports no torch, vLLM or Megatron.
 
-A list ``adapters`` owns everything that belongs to one adapter (rank, task, reward,
-algorithm, optimizer, sampling), so that several adapters are only more entries.
+Each entry of ``adapters`` holds all settings of one adapter (rank, task, reward, algorithm, optimizer, sampling), so
+a further adapter is a further entry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NonNegFloat = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, unknown keys rejected."""
+    """Base class of all sections: immutable, unknown keys rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,27 +29,31 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Run name; also the folder below `root`.")
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
-    steps: PositiveInt = Field(description="Training steps: each trains on one batch and publishes one version.")
+    steps: PositiveInt = Field(
+        description="Number of training steps; each trains on one batch and publishes one version."
+    )
     stop_grace_s: Annotated[float, Field(gt=0, le=8)] = Field(
-        8.0, description="Seconds between a polite stop and a kill; at most 8, so that a stop takes less than 10."
+        8.0, description="Seconds between SIGTERM and SIGKILL; at most 8, so that a stop takes less than 10."
     )
     max_restarts: NonNegInt = Field(
-        3, description="How often the trainer and the controller each are started again after a failure."
+        3, description="Restarts after a failure, for the trainer and for the controller each."
     )
     stall_s: PositiveFloat = Field(
         900.0,
-        description="Trainer rank 0, the controller's event loop or a server's engine is stuck if it does not "
-        "get on for so long: stacks are written, it restarts.",
+        description="Seconds without progress after which trainer rank 0, the controller's event loop or a server's "
+        "engine counts as stuck: the stacks are written and it is restarted.",
     )
     heartbeat_timeout_s: PositiveFloat = Field(
         45.0,
-        description="A controller or server without a heartbeat for so long is stopped or dead: it restarts. "
-        "Heartbeats come once a second, however long a step takes.",
+        description="Seconds without a heartbeat after which a controller or server is restarted. "
+        "A heartbeat is written once a second, however long a step takes.",
     )
 
 
 class ModelConfig(Section):
-    path: str = Field(description="Hugging Face model folder, or hub name `org/name`; a folder that exists wins.")
+    path: str = Field(
+        description="Hugging Face model folder, or hub name `org/name`; an existing folder takes precedence."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub name; its main branch if unset.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of the frozen base weights.")
     commit: str | None = Field(None, description="Written by the launcher: the commit of a hub name that the run uses.")
@@ -57,7 +61,7 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> str:
-        """Where the files are. ``path`` is how the user and the exported adapter call the model."""
+        """The folder with the model files. ``path`` is the model's name for the user and in the exported adapter."""
         return self.snapshot or self.path
 
 
@@ -72,7 +76,7 @@ class Gsm8kTask(Section):
     kind: Literal["gsm8k"] = "gsm8k"
     train: str = Field("openai/gsm8k", description="JSONL file of question/answer rows, or a hub data set name.")
     eval: str = Field("openai/gsm8k", description="Held-out JSONL file, or a hub data set name (its test split).")
-    n_eval: PositiveInt = Field(1319, description="How many held-out problems an evaluation uses.")
+    n_eval: PositiveInt = Field(1319, description="Held-out problems of one evaluation.")
     prompt_template: str = Field(
         "Question: {question}\nAnswer:", description="`{question}` is replaced; end answers with `#### n`."
     )
@@ -82,11 +86,13 @@ TaskConfig = Annotated[WordProblemsTask | Gsm8kTask, Field(discriminator="kind")
 
 
 class ScorerLimits(Section):
-    """What every kind of reward has: scorers are killable child processes without a network."""
+    """Settings of every kind of reward: scorers are killable child processes without network access."""
 
-    timeout_s: PositiveFloat = Field(5.0, description="One answer that takes longer is a `timeout`, never reward 0.")
+    timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
     workers: PositiveInt = Field(1, description="Scorer processes.")
-    memory_mib: PositiveInt = Field(1024, description="Address space of a scorer process beyond what it starts with.")
+    memory_mib: PositiveInt = Field(
+        1024, description="Address space of a scorer process, MiB beyond its size after loading."
+    )
 
 
 class NumericMatchReward(ScorerLimits):
@@ -106,8 +112,8 @@ class FunctionReward(ScorerLimits):
     correct_threshold: float | None = Field(
         None,
         allow_inf_nan=False,
-        description="A reward from here on means a correct answer, where the function does not say so itself; "
-        "without either an evaluation has a mean reward and no accuracy.",
+        description="Smallest reward of a correct answer, where the function does not return `correct` itself; "
+        "without either, an evaluation has a mean reward and no accuracy.",
     )
 
 
@@ -122,8 +128,10 @@ class MultiTurnWorkflowConfig(Section):
     kind: Literal["multi_turn"] = "multi_turn"
     environment: str = Field(description="`package.module:name` or `file.py:name` of an Environment class or factory.")
     arguments: Arguments = Field(default_factory=dict, description="Keyword arguments of the environment.")
-    max_turns: PositiveInt = Field(8, description="Turns of the model; an episode that needs more ends there.")
-    stop: list[str] = Field(default_factory=list, description="Texts that end an answer, such as a tool call's end.")
+    max_turns: PositiveInt = Field(8, description="Largest number of model turns; a longer episode is cut there.")
+    stop: list[str] = Field(
+        default_factory=list, description="Texts that end an answer, for example the end of a tool call."
+    )
 
 
 class CustomWorkflowConfig(Section):
@@ -138,7 +146,7 @@ class AgentWorkflowConfig(Section):
     kind: Literal["agent"] = "agent"
     path: str = Field(
         description="`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, "
-        "which talks to the OpenAI endpoint and key it is given."
+        "which calls the OpenAI endpoint in `task` with the key in `task`."
     )
 
 
@@ -149,17 +157,17 @@ WorkflowConfig = Annotated[
 
 
 class PolicyLoss(Section):
-    """Decoupled PPO: behaviour (rollout), proximal (start of step) and current log-probabilities."""
+    """Decoupled PPO over behaviour (rollout), proximal (start of step) and current log-probabilities."""
 
     eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio current/proximal.")
     eps_clip_high: PositiveFloat | None = Field(None, description="Upper clip; `eps_clip` if unset.")
     behaviour_cap: PositiveFloat = Field(
-        5.0, description="Tokens with proximal/behaviour above this are masked out of the loss."
+        5.0, description="Tokens with a larger ratio proximal/behaviour are masked out of the loss."
     )
-    kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL to the base with the adapter off.")
+    kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the base model (adapter off).")
     entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
     reduction: Literal["token", "sequence", "constant"] = Field(
-        "token", description="Loss denominator: tokens of the minibatch, sequences, or sequences x max_new_tokens."
+        "token", description="Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."
     )
 
 
@@ -182,11 +190,11 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
-    warmup_steps: NonNegInt = Field(0, description="Training steps in which the learning rate rises linearly to `lr`.")
+    warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Learning rate from the end of the warm-up to `run.steps`, by training steps."
+        "constant", description="Learning-rate schedule from the end of the warm-up to `run.steps`."
     )
-    min_lr_ratio: NonNegFloat = Field(0.0, description="Where the schedule ends, as a fraction of `lr`.")
+    min_lr_ratio: NonNegFloat = Field(0.0, description="Final learning rate as a fraction of `lr`.")
 
 
 class SamplingConfig(Section):
@@ -194,14 +202,14 @@ class SamplingConfig(Section):
     n_samples: PositiveInt = Field(description="Answers per prompt (the group size).")
     max_new_tokens: PositiveInt
     temperature: Annotated[float, Field(ge=0.01)] = Field(
-        1.0, description="Divides the logits, on the servers and in the trainer; vLLM samples at no less than 0.01."
+        1.0, description="Divides the logits, on the servers and in the trainer; vLLM's minimum is 0.01."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Below 1 sampling leaves out the tail, log-probabilities do not: a bias, see algorithms.md."
+        1.0, description="Below 1 sampling omits the tail, but log-probabilities do not: a bias, see algorithms.md."
     )
-    timeout_s: PositiveFloat = Field(600.0, description="A rollout that takes longer is a `timeout`.")
+    timeout_s: PositiveFloat = Field(600.0, description="Seconds for one rollout; after that it is a `timeout`.")
     drop_uniform: bool = Field(
-        False, description="Drop groups whose answers all have the same reward, and issue further prompts instead."
+        False, description="Drop groups in which all answers have the same reward, and issue further prompts instead."
     )
 
 
@@ -212,18 +220,18 @@ class AdapterConfig(Section):
     rank: PositiveInt = Field(description="Inner size of the low-rank product.")
     alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank.")
     target_modules: list[str] = Field(
-        min_length=1, description="What LoRA sits on: names, scopes, paths, wildcards or all-linear (see the top)."
+        min_length=1, description="Modules with LoRA: names, scopes, paths, wildcards or all-linear (see the top)."
     )
     exclude_modules: list[str] = Field(
-        default_factory=list, description="What of `target_modules` it does not sit on; same spellings."
+        default_factory=list, description="Modules removed from `target_modules`; same spellings."
     )
     expert_layout: ExpertLayout = Field(
         ExpertLayout.PER_EXPERT, description="One adapter per expert, or one shared by a layer's experts."
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapter's input.")
-    init_from: str | None = Field(None, description="PEFT LoRA folder whose adapter is version 0; a new one if unset.")
+    init_from: str | None = Field(None, description="PEFT LoRA folder to load as version 0; a new adapter if unset.")
     minibatches: PositiveInt = Field(
-        1, description="Optimizer steps per training step: parts of the batch, all at one learning rate."
+        1, description="Optimizer steps per training step, one per part of the batch, all at one learning rate."
     )
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflowConfig()
@@ -252,10 +260,10 @@ class TrainerConfig(Section):
     ep: PositiveInt = Field(1, description="Expert parallel size.")
     etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
     pp_layers: list[PositiveInt] | None = Field(
-        None, description="Layers of each pipeline stage; spread evenly, earlier stages first, if unset."
+        None, description="Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."
     )
     moe_grouped_gemm: bool = Field(
-        False, description="A rank's experts of a layer as one grouped module instead of one module each."
+        False, description="Use one grouped module for a rank's experts of a layer instead of one module each."
     )
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
@@ -267,15 +275,16 @@ class RolloutConfig(Section):
     servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
     tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
     expert_parallel: bool = Field(
-        False, description="The workers of a replica share out whole experts instead of cutting each one."
+        False, description="Distribute whole experts over the workers of a replica instead of splitting each expert."
     )
-    max_staleness: NonNegInt = Field(2, description="A trained token is at most this many versions old.")
+    max_staleness: NonNegInt = Field(2, description="Largest staleness of a trained token, in versions.")
     in_flight: Literal["finish", "interrupt"] = Field(
         "finish",
-        description="Running sequences finish on the version they began with, or are cut and go on with the newest.",
+        description="At a publish, running sequences finish on their version, or are interrupted and continue on the "
+        "newest one.",
     )
     deterministic: bool = Field(
-        False, description="One sequence at a time and no prefix cache: an answer depends on nothing else that runs."
+        False, description="Run one sequence at a time without prefix cache, so no answer depends on another request."
     )
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
     max_model_len: PositiveInt = 4096
@@ -286,14 +295,14 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     port: NonNegInt = Field(
-        0, description="Data-plane port of server 0, the next ones follow; 0 lets the system choose."
+        0, description="Data-plane port of server 0; server i uses `port + i`. 0: the system chooses."
     )
-    max_restarts: NonNegInt = Field(3, description="How often a server that ended is started again, on this machine.")
+    max_restarts: NonNegInt = Field(3, description="Restarts of each server after a failure (`cluster.kind: local`).")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
     def resident_versions(self) -> int:
-        """Adapter slots that hold versions: every version still trainable, plus the incoming one."""
+        """Adapter slots for versions: every version that is still trainable, plus the incoming one."""
         return self.max_staleness + 2
 
 
@@ -301,11 +310,11 @@ class WeightSyncConfig(Section):
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
     timeout_s: PositiveFloat = Field(
-        30.0, description="Bounds a whole publish: sending, giving up lost servers, sending again."
+        30.0, description="Seconds for a whole publish: transfer, exclusion of lost servers, second transfer."
     )
-    min_servers: PositiveInt = Field(1, description="A publish that fewer servers are left for waits, then fails.")
+    min_servers: PositiveInt = Field(1, description="With fewer members a publish waits for `rejoin_s`, then fails.")
     rejoin_s: NonNegFloat = Field(
-        120.0, description="How long a publish waits for servers to come back while fewer than min_servers are left."
+        120.0, description="Seconds that a publish with fewer than `min_servers` members waits for servers to rejoin."
     )
     probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
     probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
@@ -313,49 +322,51 @@ class WeightSyncConfig(Section):
 
     @property
     def attempt_s(self) -> float:
-        """Deadline of one transfer, on both sides; a second one fits into ``timeout_s`` too."""
+        """Time limit of one transfer, on both sides; a second transfer also fits into ``timeout_s``."""
         return 0.4 * self.timeout_s
 
     @property
     def ping_s(self) -> float:
-        """A server that is silent for this long is taken for dead."""
+        """Silence after which a server counts as dead."""
         return min(2.0, 0.1 * self.timeout_s)
 
     @property
     def answer_s(self) -> float:
-        """How much later than a transfer's end its answer may come: a server's own diagnosis is better than none."""
+        """Largest delay of a server's answer after the end of a transfer, so that its own diagnosis can arrive."""
         return 0.1 * self.attempt_s
 
     @property
     def verdict_s(self) -> float:
-        """What rank 0 may need after ``timeout_s``, by which the last transfer has ended.
+        """Time that rank 0 may need after the last transfer, which has ended by ``timeout_s``.
 
-        The last answers, then pings of those that failed, telling some to end, and the probe (or, instead of the
-        last two, looking for servers to send to).
+        It covers the last answers, then pings of failed servers, stop requests to some, and the probe. Instead of the
+        last two, rank 0 may search for servers to send to.
         """
         return self.answer_s + 3 * self.ping_s
 
     @property
     def publish_s(self) -> float:
-        """No publish takes longer, from its gate on, unless too few servers are left (``rejoin_s``)."""
+        """Largest time of a publish from its gate on, except that with too few members ``rejoin_s`` is added."""
         return self.timeout_s + self.verdict_s
 
 
 class CheckpointConfig(Section):
-    every_steps: PositiveInt = Field(1, description="Save the training state every this many steps, and at the end.")
+    every_steps: PositiveInt = Field(1, description="Steps between two checkpoints; the last step is always saved.")
     keep_last: Annotated[int, Field(ge=2)] = Field(2, description="Newest checkpoints kept; at least 2.")
-    keep_every: NonNegInt = Field(0, description="Also keep every checkpoint whose version is a multiple; 0: none.")
+    keep_every: NonNegInt = Field(
+        0, description="Also keep checkpoints of versions that are a multiple of this; 0: none."
+    )
     keep_best: bool = Field(
-        True, description="Also keep the checkpoint of the best evaluation: by accuracy, then by mean reward."
+        True, description="Also keep the checkpoint with the best evaluation: by accuracy, then by mean reward."
     )
     max_failures: NonNegInt = Field(
-        3, description="Checkpoints in a row that may fail to be written before the run stops."
+        3, description="Failed checkpoint writes in a row that the run tolerates; the next one stops the run."
     )
 
 
 class EvalConfig(Section):
     every_steps: NonNegInt = Field(
-        20, description="Evaluate the held-out split every this many steps, one at a time; 0: only first and last."
+        20, description="Steps between two evaluations of the held-out split, one at a time; 0: only first and last."
     )
 
 
@@ -375,18 +386,18 @@ class ClusterConfig(Section):
     bind: str = Field(
         "127.0.0.1",
         description="Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address "
-        "that `interface` finds. Other than on loopback, the data plane speaks TLS and needs its key.",
+        "that `interface` finds. Except on loopback, the data plane uses TLS and requires its key.",
     )
     interface: str = Field(
         "auto",
-        description="With `bind: 0.0.0.0` or `::`, which address of a node the others reach: the name of an interface, "
-        "a network such as `10.0.0.0/8`, or `auto`: the one on the route to the other nodes.",
+        description="With `bind: 0.0.0.0` or `::`, the address of a node for the other nodes: the name of an "
+        "interface, a network such as `10.0.0.0/8`, or `auto` for the address on the route to the other nodes.",
     )
     slurm: SlurmConfig = SlurmConfig()
 
 
 class Config(Section):
-    """One run. Several YAML files are merged in order, then dotted overrides."""
+    """The configuration of one run: YAML files merged in order, then dotted overrides."""
 
     run: RunConfig
     model: ModelConfig

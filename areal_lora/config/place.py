@@ -1,4 +1,4 @@
-"""Where a process of a run listens: ``cluster``, with the peers that the run folder knows."""
+"""Resolve the address that a process of a run binds to, from ``cluster`` and the published peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_lora.run_folder.rendezvous import published_hosts
 
 
 def own_place(cluster: ClusterConfig, run_folder: RunFolder) -> Place:
-    """Where this process listens until it exits. Raises ConfigError."""
+    """Return the address that this process binds to until it exits. Raises ConfigError."""
     return _own_place(cluster.bind, cluster.interface, cluster.nodes, run_folder)
 
 

@@ -1,7 +1,7 @@
-"""Where a hub model's files lie on this machine, and whether they are all there. Asks no network.
+"""Locate a hub model in the local cache and check that it is complete. Uses no network.
 
 The layout is huggingface_hub's: ``models--org--name/{blobs,refs,snapshots/<commit>}``, with links from the
-snapshot to the blobs. ``HF_HOME``, ``HF_HUB_CACHE`` and the like have its meaning.
+snapshot to the blobs. Its variables (``HF_HOME``, ``HF_HUB_CACHE`` and others) apply.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from huggingface_hub import try_to_load_from_cache
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""One of these is enough for a tokenizer."""
+"""A tokenizer needs one of these files."""
 _WANTED = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHT_FILE, "model-*.safetensors")
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder of ``revision`` of hub model ``name`` in the cache, complete or not; None where there is none."""
+    """Return the cached folder of ``revision`` of hub model ``name``, complete or not; None if there is none."""
     config = try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(config).absolute().parent if isinstance(config, str) else None
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """The files of a hub model that a run reads: configuration, tokenizer and safetensors, of the top folder."""
+    """Select the files of a hub model that a run reads: configuration, tokenizer and safetensors in the top folder."""
     return [name for name in names if "/" not in name and any(fnmatch(name, pattern) for pattern in _WANTED)]
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a snapshot lacks: shards that its index lists, weights, or a tokenizer. Empty: it is complete."""
+    """Return the missing files of a snapshot: shards in its index, weights, or a tokenizer. Empty: complete."""
     lacks = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / INDEX_FILE
     if index.is_file():
