@@ -1,20 +1,20 @@
-"""The exception tree. Every error names what, why and the fix in one message.
+"""The exception tree. Every error message states the fault, its reason and the fix.
 
 ArealLoraError
-├── ConfigError          wrong input, found before anything starts
-├── ConfigErrors         everything that the guardrails refuse about a configuration
-├── EnvironmentError_    a needed program, package or device is missing
-├── AdapterError         an adapter's tensors, names or files are not what was declared
+├── ConfigError          wrong input, found before any process starts
+├── ConfigErrors         all ConfigErrors of one configuration
+├── EnvironmentError_    a required program, package or device is missing
+├── AdapterError         an adapter's tensors, names or files differ from its declaration
 │   ├── UnknownTensorError
 │   ├── UnknownVersionError  a version that no slot of the server holds
 │   └── ManifestError    a publish was refused; the old version keeps serving
-├── PublishError         a publish did not reach the servers (deadline, dead peer)
+├── PublishError         a publish did not reach the servers (time-out, dead peer)
 ├── ParityError          trainer and server disagree about the policy (C6)
-├── AlignmentError       a batch breaks the alignment contract (C10)
+├── AlignmentError       a batch violates the alignment contract (C10)
 ├── NonFiniteError       gradients were not finite, several steps in a row
 ├── StalenessError       a sample beyond ``max_staleness`` reached the trainer (C7)
 ├── RolloutError         the rollout plane answered with an error
-├── CheckpointError      training states cannot be written, or none that exists can be read
+├── CheckpointError      checkpoints cannot be written, or no existing one can be read
 ├── RecordError          records of the run cannot be written
 ├── ProcessFailed        a supervised process ended
 └── BackgroundFailed     a long-lived thread or task of this process died
@@ -27,29 +27,29 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What processes and the launcher exit with; numbers of sysexits.h where it has one."""
+    """Exit codes of the launcher and its processes; the numbers follow sysexits.h where it defines one."""
 
     DONE = 0
     FAILED = 1
     """An unexpected error: a traceback is in the log."""
     WRONG_INPUT = 64
     CONTRADICTION = 65
-    """The run's data break a contract: parity, staleness, alignment, a broken adapter, gradients not finite."""
+    """The run's data violate a contract: parity, staleness, alignment, a broken adapter, gradients not finite."""
     MISSING = 69
     COMPONENT_FAILED = 70
     DISK = 74
-    """Training states or records cannot be written or read."""
+    """Checkpoints or records cannot be written or read."""
     TEMPORARY = 75
-    """Another process or the network was in the way."""
+    """A temporary failure of another process or the network."""
     INTERRUPTED = 130
 
 
 NON_RETRYABLE = frozenset({ExitCode.WRONG_INPUT, ExitCode.CONTRADICTION, ExitCode.MISSING, ExitCode.DISK})
-"""What exits so would exit so again: it is not restarted, and the launcher exits with the same code."""
+"""Codes that a restart would repeat: the launcher restarts no such process and exits with the same code."""
 
 
 class ArealLoraError(Exception):
-    """Base of all errors raised on purpose. ``exit_code`` is what a process that it ends exits with."""
+    """Base of all errors raised on purpose. ``exit_code`` is the exit code of a process that the error ends."""
 
     exit_code: int = ExitCode.FAILED
 
@@ -65,7 +65,7 @@ class ConfigError(ArealLoraError):
 
 
 class ConfigErrors(ArealLoraError):
-    """All that is wrong with one configuration, a ConfigError for each key."""
+    """All faults of one configuration, one ConfigError for each key."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -75,7 +75,7 @@ class ConfigErrors(ArealLoraError):
 
 
 class EnvironmentError_(ArealLoraError):
-    """Something the run needs is not installed or not reachable on this machine."""
+    """A requirement of the run is not installed or not reachable on this machine."""
 
     exit_code = ExitCode.MISSING
 
@@ -91,7 +91,7 @@ class UnknownTensorError(AdapterError):
 
 
 class UnknownVersionError(AdapterError):
-    """A version that is not resident on this server; never answered by the base model instead."""
+    """A version that is not resident on this server; the base model never answers in its place."""
 
 
 class ManifestError(AdapterError):
@@ -115,19 +115,19 @@ class ParityError(ArealLoraError):
 
 
 class AlignmentError(ArealLoraError):
-    """Per-token arrays of a batch do not line up."""
+    """Per-token arrays of a batch are not aligned."""
 
     exit_code = ExitCode.CONTRADICTION
 
 
 class NonFiniteError(ArealLoraError):
-    """Training steps in a row had gradients that are not finite: the run learns nothing any more."""
+    """Several training steps in a row had gradients that are not finite: the run no longer learns."""
 
     exit_code = ExitCode.CONTRADICTION
 
 
 class StalenessError(ArealLoraError):
-    """A sample older than the budget reached consumption."""
+    """A sample older than ``max_staleness`` reached the trainer."""
 
     exit_code = ExitCode.CONTRADICTION
 
@@ -139,7 +139,7 @@ class RolloutError(ArealLoraError):
 
 
 class CheckpointError(ArealLoraError):
-    """Training states cannot be written, or some were written and none can be read."""
+    """Checkpoints cannot be written, or no existing checkpoint can be read."""
 
     exit_code = ExitCode.DISK
 
@@ -151,13 +151,13 @@ class RecordError(ArealLoraError):
 
 
 class ProcessFailed(ArealLoraError):
-    """A supervised process ended when it should not have."""
+    """A supervised process ended unexpectedly."""
 
     exit_code = ExitCode.COMPONENT_FAILED
 
 
 class BackgroundFailed(ArealLoraError):
-    """A long-lived thread or task died, and its process with it. ``exit_code`` is that of what it died of."""
+    """A long-lived thread or task died and ended its process. ``exit_code`` is that of the causing error."""
 
     def __init__(self, who: str, error: BaseException) -> None:
         self.exit_code = error.exit_code if isinstance(error, ArealLoraError) else ExitCode.FAILED

@@ -1,9 +1,9 @@
-"""The vocabulary of the package: frozen, slotted, keyword-only records.
+"""The shared records of the package: frozen, slotted, keyword-only.
 
 Shapes are written ``[T]`` (tokens of one sequence or of a packed batch) and ``[N]``
-(sequences). Entry ``t`` of every per-token array speaks of token ``t``: ``logprobs[t]`` is
+(sequences). Entry ``t`` of every per-token array describes token ``t``: ``logprobs[t]`` is
 the log-probability of token ``t`` given the tokens before it, so entry 0 of a sequence
-carries nothing and is always masked (contract C10).
+is meaningless and always masked (contract C10).
 
 Example, one trajectory of a prompt of 3 tokens and an answer of 2::
 
@@ -43,7 +43,7 @@ class AdapterRef:
 
 
 class ExpertLayout(StrEnum):
-    """How LoRA sits on MoE experts: one adapter per expert, or one shared by a layer's experts."""
+    """Layout of LoRA on MoE experts: one adapter per expert, or one shared by a layer's experts."""
 
     PER_EXPERT = "per_expert"
     SHARED = "shared"
@@ -51,11 +51,11 @@ class ExpertLayout(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """What an adapter is, apart from its numbers.
+    """Structure of an adapter, without its weights.
 
-    ``target_modules`` are Megatron spellings (``linear_qkv``, ``linear_proj``, ``linear_fc1``,
-    ``linear_fc2``), with a scope in front (``expert.linear_fc1``) where only some places that have
-    the layer are meant (`families.targets`); the effective scale of B A is ``alpha / rank``.
+    ``target_modules`` are Megatron names (``linear_qkv``, ``linear_proj``, ``linear_fc1``,
+    ``linear_fc2``), with a scope prefix (``expert.linear_fc1``) if only some occurrences of the
+    layer are selected (`families.targets`); the effective scale of B A is ``alpha / rank``.
     """
 
     name: str
@@ -72,7 +72,7 @@ class AdapterSpec:
 
 
 class Outcome(StrEnum):
-    """How a rollout ended. Only ``ok`` is trained on (contract C8)."""
+    """End of a rollout. Only ``ok`` is trained on (contract C8)."""
 
     OK = "ok"
     ERROR = "error"
@@ -82,7 +82,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One problem: ``uid`` is stable across runs, ``answer`` is the gold text the reward reads."""
+    """One problem: ``uid`` is stable across runs, ``answer`` is the gold text for the reward."""
 
     uid: str
     prompt: str
@@ -91,7 +91,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What a server returned for one answer. ``versions`` come from the server, token by token."""
+    """A server's result for one answer. The server reports ``versions`` token by token."""
 
     token_ids: list[int]  # [A]
     logprobs: list[float]  # [A]
@@ -102,10 +102,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Prompt, answers and what came between them as one sequence of T tokens, with what happened to it.
+    """Prompt, answers and the text between them as one sequence of T tokens, with reward and outcome.
 
-    ``sample`` says which of the group's ``n_samples`` it belongs to. Several trajectories of one
-    sample (an agent's conversations) carry the same reward.
+    ``sample`` is the index of its sample in the group (0 to ``n_samples`` - 1). Several trajectories of one
+    sample (an agent's conversations) have the same reward.
     """
 
     uid: str
@@ -123,7 +123,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """All trajectories of one (epoch, prompt): the unit of GRPO and of exactly-once."""
+    """All trajectories of one (epoch, prompt): the unit of GRPO and of exactly-once consumption."""
 
     uid: str  # "<epoch>:<sample uid>"
     trajectories: tuple[Trajectory, ...]
@@ -131,11 +131,11 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """N sequences packed one after the other; ``cu_seqlens[i]:cu_seqlens[i+1]`` is sequence i.
+    """N packed sequences; ``cu_seqlens[i]:cu_seqlens[i+1]`` are the tokens of sequence i.
 
-    No padding: that exists only inside an engine (contract C10). ``adapters[i]`` names the
-    adapter of sequence i, ``group_ids[i]`` its prompt group, ``sample_ids[i]`` its sample: sequences
-    with the same one share one reward, and so one advantage.
+    There is no padding outside the engines (contract C10). ``adapters[i]`` names the adapter of
+    sequence i, ``group_ids[i]`` its prompt group, ``sample_ids[i]`` its sample. Sequences of one
+    sample share its reward and thus its advantage.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -162,7 +162,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardManifest:
-    """What a publish announces (contract C3).
+    """Announcement of a publish (contract C3).
 
     ``layout`` is the digest of the ``weight_sync.layout.AdapterLayout`` in use: names, shapes,
     offsets, rank, alpha, targets. The tensors' fingerprints follow them on the wire.
@@ -177,6 +177,6 @@ class ShardManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one optimizer step reports: plain floats, already reduced over ranks."""
+    """Figures of one optimizer step, reduced over all ranks."""
 
     values: dict[str, float]

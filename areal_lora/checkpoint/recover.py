@@ -28,7 +28,7 @@ from areal_lora.weight_sync.digests import base_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """A checkpoint that cannot be used, or the place of one that is missing."""
+    """A checkpoint that cannot be used, or the path of a missing one."""
 
     path: Path
     reason: str
@@ -36,7 +36,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     path: Path
     manifest: Manifest
@@ -51,9 +51,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterResume:
-    """How one adapter resumes: from ``newest``, or from the start (None) if no checkpoint was ever written.
+    """Resume plan of one adapter: from ``newest``, or from the start (None) if no checkpoint was ever written.
 
-    ``broken`` are the newer ones, newest first. ``leftovers`` were being written when a process died.
+    ``broken`` are the newer checkpoints, newest first. ``leftovers`` are unfinished writes of processes that died.
     """
 
     adapter: str
@@ -67,7 +67,7 @@ class AdapterResume:
 
     @property
     def lost(self) -> bool:
-        """Checkpoints were written and none can be used: a resume would silently restart the adapter."""
+        """Whether checkpoints were written and none can be used: a resume would silently restart the adapter."""
         return self.newest is None and bool(self.broken)
 
     def lines(self) -> Iterator[str]:
@@ -79,7 +79,7 @@ class AdapterResume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePlan:
-    """What a start with a run folder and configuration loads, in the order of the adapters."""
+    """Checkpoints that a start loads, in the order of the adapters."""
 
     adapters: tuple[AdapterResume, ...]
 
@@ -95,10 +95,10 @@ class ResumePlan:
 
 
 def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True) -> ResumePlan:
-    """Plan what a start loads, without changing anything. Reads the newest checkpoints in whole.
+    """Plan the checkpoints that a start loads, without any change on the disk. Reads the newest ones completely.
 
-    The base is compared with that of the checkpoints only where ``base_is_here``. Raises ConfigError if ``config``
-    describes another adapter or base than a checkpoint does.
+    The base model is compared with that of the checkpoints only if ``base_is_here``. Raises ConfigError if ``config``
+    describes another adapter or base model than a checkpoint.
     """
     known = {adapter.name for adapter in config.adapters}
     for folder in sorted(run_folder.checkpoints.glob("*")):
@@ -118,7 +118,7 @@ def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True)
 
 
 def find(run_folder: RunFolder, adapter: str) -> AdapterResume:
-    """Find the newest whole checkpoint of ``adapter``, and the newer ones that are broken."""
+    """Find the newest complete checkpoint of ``adapter``, and the newer broken ones."""
     root = run_folder.adapter_checkpoints(adapter)
     broken, newest = _vanished(root), None
     for version in reversed(versions_in(root)):
@@ -140,7 +140,7 @@ def check_present(run_folder: RunFolder, config: Config) -> None:
 
 
 def _steps_without(run_folder: RunFolder, adapter: str) -> list[Broken]:
-    """Why a missing checkpoint is an error: version 0 is written before the first step."""
+    """Return the missing checkpoint of an adapter with steps: version 0 is written before the first step."""
     steps = sum(isinstance(r, StepRecord) and r.adapter == adapter for r in iter_metrics(run_folder))
     if not steps:
         return []
@@ -149,7 +149,7 @@ def _steps_without(run_folder: RunFolder, adapter: str) -> list[Broken]:
 
 
 def _vanished(root: Path) -> list[Broken]:
-    """The checkpoint that was written last, if its folder is gone."""
+    """Return the checkpoint that was written last, if its folder is missing."""
     try:
         text = (root / NEWEST_FILE).read_text(encoding="ascii").strip()
         version = int(text)
@@ -163,9 +163,9 @@ def _vanished(root: Path) -> list[Broken]:
 
 
 def verify(folder: Path, ref: AdapterRef) -> Manifest:
-    """Verify that a checkpoint of ``ref`` is whole, and return its manifest.
+    """Verify that a checkpoint of ``ref`` is complete, and return its manifest.
 
-    Raises CheckpointError with the bare reason.
+    Raises CheckpointError with the reason only, without the path.
     """
     try:
         manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
@@ -194,9 +194,9 @@ def _digest(path: Path) -> str:
 
 
 def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str | None) -> None:
-    """Raise ConfigError if ``found`` is of another adapter (see `adapter_conflict`) or base than is configured.
+    """Raise ConfigError if ``found`` belongs to another adapter (see `adapter_conflict`) or base model than configured.
 
-    ``base`` is the digest of the configured base, None if it is not known here.
+    ``base`` is the digest of the configured base model, None if it is unknown.
     """
     if error := adapter_conflict(found.manifest.spec, adapter, index, str(found.path)):
         raise error
@@ -209,9 +209,9 @@ def check_compatible(found: Found, adapter: AdapterConfig, index: int, base: str
 
 
 def tidy(plan: ResumePlan, disk: Disk) -> None:
-    """Remove leftovers, and rename broken checkpoints so that new ones can have their names.
+    """Remove leftovers, and rename broken checkpoints so that new ones can use their names.
 
-    Raises OSError. To be called by one process, while no other writes.
+    Raises OSError. Only one process may call this, while no other process writes.
     """
     for adapter in plan.adapters:
         for path in adapter.leftovers:

@@ -1,11 +1,11 @@
-"""Writing checkpoints beside the training, one ``Saver`` per trainer rank.
+"""Write checkpoints in the background of training, one ``Saver`` per trainer rank.
 
 main thread                     saver thread of every rank
 copy the state
 save ------------------------>  files -> fsync -> manifest -> rename -> fsync      `Store`
 publish ...                     durable: the publish of this version may begin
 next batch ...                  rank 0: commit the step, delete old checkpoints
-join, before learning again <-  ended
+join before the next learn <--  ended
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Save:
     settled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     failed: bool = False
-    in_doubt: bool = False  # ended before it was known whether it is durable
+    in_doubt: bool = False  # an error ended it, so it is unknown whether it is durable
     write_s: float = 0.0
     nbytes: int = 0
     error: BaseException | None = None
 
     def wait_settled(self) -> None:
-        """Until it is durable, or known not to become so: what is published then can be resumed, or nothing can.
+        """Wait until the checkpoint is durable or has failed; only then may the version be published.
 
-        Raises PublishError where neither is known, because the run is ending (see `Saver.join`).
+        Raises PublishError if it is unknown whether it is durable, because the run is ending (see `Saver.join`).
         """
         _wait(self.settled, f"the checkpoint of {self.ref} to be on the disk")
         if self.in_doubt:
@@ -52,9 +52,9 @@ class Save:
 
 
 class Saver:
-    """Writes one checkpoint at a time. ``committed`` is called where it is given (rank 0) when one is durable.
+    """Write one checkpoint at a time. Rank 0 passes ``committed``, which is called once a checkpoint is durable.
 
-    Its thread alone uses ``store``'s exchange.
+    Only the saver's thread uses the exchange of ``store``.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Saver:
     def join(self, adapter: str) -> Save | None:
         """Wait for the adapter's save in progress, if any, and return it.
 
-        Raises CheckpointError on every rank when more than ``max_failures`` in a row could not be written;
-        and what ended the thread otherwise: PublishError (a rank is gone), RolloutError (the controller is).
+        Raises CheckpointError on every rank when more than ``max_failures`` saves in a row have failed. Raises the
+        error of the saver thread otherwise: PublishError (a rank is lost), RolloutError (the controller is lost).
         """
         job = self._pending.pop(adapter, None)
         if job is None:
@@ -90,7 +90,7 @@ class Saver:
             raise CheckpointError(
                 f"{self._failures[adapter]} checkpoints of {adapter!r} in a row could not be written, "
                 f"checkpoint.max_failures is {self._config.max_failures}; the log has path and reason of each "
-                "(fix: make room or mend the disk, then start the run again)"
+                "(fix: free disk space or repair the disk, then start the run again)"
             )
         return job
 
@@ -106,11 +106,11 @@ class Saver:
             job, snapshot = next_one
             try:
                 self._run(job, snapshot)
-            except Exception as e:  # fault boundary: whatever it was, the main thread raises it  # noqa: BLE001
+            except Exception as e:  # fault boundary: `join` raises it in the main thread  # noqa: BLE001
                 job.error, job.in_doubt = e, not job.settled.is_set()
             job.settled.set()
             job.ended.set()
-            del next_one, snapshot  # as large as the adapter, and the next one may be a while
+            del next_one, snapshot  # free the memory of an adapter state while the thread waits
 
     def _run(self, job: Save, snapshot: Snapshot) -> None:
         adapter = job.ref.name
@@ -119,7 +119,7 @@ class Saver:
             job.nbytes = self._store.write(snapshot)
         except CheckpointError as e:
             job.failed = True
-            log.warning("the checkpoint of %s could not be written: %s; the older ones stay", job.ref, e)
+            log.warning("the checkpoint of %s could not be written: %s; older ones are kept", job.ref, e)
             return
         finally:
             job.write_s = time.monotonic() - began_s

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, as data: one rank's tensors, and the manifest that ties the files together.
+"""Contents of a checkpoint as data: the tensors of each rank, and the manifest of all files.
 
-Tensors go by their wire names, so a checkpoint says nothing about how the trainer was sharded.
+Tensors are stored by wire name, so a checkpoint is independent of the trainer's parallel layout.
 A rank's file is plain safetensors with the names ``<part>/<wire name>``; `PARTS` are the parts.
-The base model is never in it (contract C11): the manifest names it by digest. No torch here.
+A checkpoint never contains the base model (contract C11): the manifest has its digest. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Named = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """The share of an adapter's training state that one rank owns, as copies on the host.
+    """The part of an adapter's training state that one rank owns, copied to the host.
 
-    ``parts`` has one flat fp32 array per name of `PARTS`, in each the tensors of ``shapes`` (by wire
-    name) back to back in that order. ``step`` counts optimizer steps that were taken: Adam's clock.
+    ``parts`` has one flat fp32 array per name of `PARTS`, with the tensors of ``shapes`` (by wire name)
+    concatenated in that order. ``step`` counts the optimizer steps taken, for Adam's bias correction.
     """
 
     step: int
@@ -42,7 +42,7 @@ class AdapterState:
     parts: Named
 
     def tensors(self) -> dict[str, dict[str, np.ndarray]]:
-        """Views: by part, then by wire name."""
+        """Return views of the tensors by part, then by wire name."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         places = list(zip(self.shapes.items(), accumulate([0, *sizes]), sizes, strict=False))
         return {
@@ -52,7 +52,7 @@ class AdapterState:
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of a checkpoint and what it must hold."""
+    """One file of a checkpoint, with its size and checksum."""
 
     name: str
     nbytes: int
@@ -60,7 +60,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RankRandom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """States of torch's random number generators on one trainer rank; ``device`` is empty on a CPU."""
+    """States of torch's random number generators on one trainer rank; ``device`` is empty on CPU."""
 
     host: bytes
     device: bytes = b""
@@ -69,8 +69,8 @@ class RankRandom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Clock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Step count and settings of an adapter's optimizer; ``settings`` are the values of `OptimizerConfig`.
 
-    ``step`` counts the optimizer steps that were taken, ``total_steps`` the training steps of the run, which have
-    one or several. The learning rate follows from the version alone.
+    ``step`` counts the optimizer steps taken, ``total_steps`` the training steps of the run; a training step has one
+    or several optimizer steps. The learning rate depends on the version alone.
     """
 
     step: int
@@ -87,9 +87,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def best_version(evaluations: Mapping[int, Evaluation]) -> int | None:
-    """The version with the highest accuracy, of equals the highest mean reward, of equals the newest.
+    """Return the version with the highest accuracy; ties are broken by mean reward, then by the newest version.
 
-    Only mean rewards are compared if the newest evaluation has no accuracy: the task has no rule for one (any more).
+    If the newest evaluation has no accuracy (the task no longer has a rule for it), only mean rewards are compared.
     """
     if not evaluations:
         return None
@@ -108,12 +108,11 @@ def best_version(evaluations: Mapping[int, Evaluation]) -> int | None:
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``manifest.json`` says of version ``version`` of one adapter.
+    """Content of ``manifest.json`` for version ``version`` of one adapter.
 
-    ``layout`` is the parallel layout that wrote it, for people only. ``ledger`` is the controller's
-    snapshot once the step that made this version is consumed. ``evaluations`` are the held-out
-    ones known so far, by version, ``awaited`` the versions before this one whose evaluation had no answer yet.
-    ``written_s`` is Unix time.
+    ``layout`` is the parallel layout of the writer, for information only. ``ledger`` is the controller's
+    snapshot after the step that produced this version is consumed. ``evaluations`` are the known held-out
+    evaluations by version, ``awaited`` the earlier versions with a pending evaluation. ``written_s`` is Unix time.
     """
 
     format: int = FORMAT
@@ -132,7 +131,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A flipped bit of the manifest itself must show, too."""
+    """The manifest with its checksum, which detects damage to the manifest itself."""
 
     blake2b: str
     manifest: msgspec.Raw
@@ -148,7 +147,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Raises CheckpointError with the bare reason for anything that `encode_manifest` did not write."""
+    """Decode a manifest. Raises CheckpointError, without the path, for data that `encode_manifest` did not write."""
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         body = bytes(envelope.manifest)
@@ -163,7 +162,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def file_parts(state: AdapterState) -> list[bytes | memoryview]:
-    """The content of a rank's file, without a copy of the tensors: header, then one piece per part."""
+    """Return the content of a rank's file without copying the tensors: the header, then one buffer per part."""
     header: dict[str, Any] = {}
     at = 0
     for part in PARTS:
@@ -173,20 +172,20 @@ def file_parts(state: AdapterState) -> list[bytes | memoryview]:
             at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    # An empty array cannot be cast to bytes.
+    # memoryview cannot cast an empty array to bytes.
     flats = [state.parts[part] for part in PARTS if state.parts[part].size]
     return [len(text).to_bytes(8, "little") + text, *(f.data.cast("B") for f in flats)]
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
-    """The tensors of all ranks' files: by part, then by wire name. They are mapped, not read: pages come on use.
+    """Memory-map the tensors of all ranks' files: by part, then by wire name.
 
-    Raises CheckpointError for a file that is not what `file_parts` writes, or a tensor that two files hold.
+    Raises CheckpointError for a file that `file_parts` did not write, or a tensor in two files.
     """
     found: dict[str, dict[str, np.ndarray]] = {part: {} for part in PARTS}
     for path in paths:
         with path.open("rb") as file:
-            # Writable and private: no code writes, but torch warns about read-only memory.
+            # A private writable mapping: no code writes to it, but torch warns about read-only memory.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         length = int.from_bytes(data[:8], "little")
         try:

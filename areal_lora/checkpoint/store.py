@@ -1,13 +1,13 @@
-"""Writing checkpoints: which folder, in which order, and which old ones go.
+"""Write checkpoints: folders, order of the writes, deletion of old checkpoints.
 
     <run folder>/checkpoints/<adapter>/
         v000012/  rank-0000.safetensors  rank-0001.safetensors  manifest.json
         v000013/  ...
-        newest                  the version last written whole, so that a folder that vanished is missed
-        .v000014.4f1c9a2b/      being written, or left by a crash: removed at the next start
-        broken-v000013/         found damaged at a start that fell back to an older one
+        newest                  the last complete version, so that the loss of its folder is detected
+        .v000014.4f1c9a2b/      in progress, or a crash leftover: removed at the next start
+        broken-v000013/         damaged; a start set it aside and used an older checkpoint
 
-A checkpoint has its name only once everything in it is on the disk. It is never changed afterwards.
+A checkpoint gets its name only when all its files are durable. It is never changed afterwards.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def version_folder(root: Path, version: int) -> Path:
 
 
 def versions_in(root: Path) -> list[int]:
-    """Versions that have a folder below an adapter's, whole or not, ascending."""
+    """Return the versions with a folder below ``root``, complete or not, ascending."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _VERSION.fullmatch(name)))
 
 
 def leftovers_in(root: Path) -> list[Path]:
-    """What a process that died was writing."""
+    """Return the unfinished files and folders of processes that died."""
     return sorted(root.glob(".*")) if root.is_dir() else []
 
 
@@ -72,7 +72,7 @@ def note_newest(disk: Disk, root: Path, version: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One rank's copy of what is to be written. ``manifest`` lacks files and random states; rank 0's counts."""
+    """One rank's data of a checkpoint. ``manifest`` lacks files and random states; that of rank 0 is used."""
 
     ref: AdapterRef
     state: AdapterState
@@ -80,15 +80,15 @@ class Snapshot:
     manifest: Manifest
 
 
-class _Said(msgspec.Struct, frozen=True):
-    """Rank 0 to all: where to write, or why it will not be."""
+class _Rank0Report(msgspec.Struct, frozen=True):
+    """Broadcast of rank 0 to all ranks: the folder to write to, or the reason of a failure."""
 
     folder: str = ""
     failure: str = ""
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What a rank has written; ``entry`` is None for a rank that owns nothing."""
+    """The file that a rank has written; ``entry`` is None for a rank without tensors."""
 
     entry: FileEntry | None
     random: RankRandom
@@ -96,18 +96,18 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """One rank's part in writing the checkpoints of a run. Not for several threads at once."""
+    """One rank's part in writing the checkpoints of a run. Not thread-safe."""
 
     def __init__(self, run_folder: RunFolder, exchange: Exchange, disk: Disk) -> None:
         self._run_folder, self._exchange, self._disk = run_folder, exchange, disk
 
     def write(self, snapshot: Snapshot) -> int:
-        """Write one checkpoint; it is durable when this returns its size in bytes. Collective over all ranks.
+        """Write one durable checkpoint and return its size in bytes. Collective over all ranks.
 
         Raises CheckpointError on every rank, with path and reason, if a rank could not write; PublishError
-        if a rank is gone.
+        if a rank is lost.
         """
-        opened = self._told(self._open(snapshot) if self._exchange.rank == 0 else None)
+        opened = self._broadcast(self._open(snapshot) if self._exchange.rank == 0 else None)
         if opened.failure:
             raise CheckpointError(opened.failure)
         scratch = Path(opened.folder)
@@ -115,16 +115,16 @@ class Store:
             msgspec.msgpack.decode(raw, type=_Part)
             for raw in self._exchange.all_gather_bytes(msgspec.msgpack.encode(self._write_own(snapshot, scratch)))
         ]
-        closed = self._told(self._close(snapshot, scratch, parts) if self._exchange.rank == 0 else None)
+        closed = self._broadcast(self._close(snapshot, scratch, parts) if self._exchange.rank == 0 else None)
         if closed.failure:
             raise CheckpointError(closed.failure)
         return sum(part.entry.nbytes for part in parts if part.entry is not None)
 
-    def _told(self, mine: _Said | None) -> _Said:
+    def _broadcast(self, mine: _Rank0Report | None) -> _Rank0Report:
         raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))
-        return msgspec.msgpack.decode(raw, type=_Said)
+        return msgspec.msgpack.decode(raw, type=_Rank0Report)
 
-    def _open(self, snapshot: Snapshot) -> _Said:
+    def _open(self, snapshot: Snapshot) -> _Rank0Report:
         root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
         scratch = root / f".{version_folder(root, snapshot.ref.version).name}.{secrets.token_hex(4)}"
         try:
@@ -134,8 +134,8 @@ class Store:
                     self._disk.fsync_folder(folder.parent)
             self._disk.make_folder(scratch)
         except OSError as e:
-            return _Said(failure=_reason(e, scratch))
-        return _Said(folder=str(scratch))
+            return _Rank0Report(failure=_reason(e, scratch))
+        return _Rank0Report(folder=str(scratch))
 
     def _write_own(self, snapshot: Snapshot, scratch: Path) -> _Part:
         if not snapshot.state.shapes:
@@ -147,8 +147,8 @@ class Store:
             return _Part(entry=None, random=snapshot.random, failure=_reason(e, path))
         return _Part(entry=entry, random=snapshot.random)
 
-    def _close(self, snapshot: Snapshot, scratch: Path, parts: list[_Part]) -> _Said:
-        """Rank 0: the manifest, then the name."""
+    def _close(self, snapshot: Snapshot, scratch: Path, parts: list[_Part]) -> _Rank0Report:
+        """Write the manifest, then rename the folder (rank 0)."""
         failures = [part.failure for part in parts if part.failure]
         root = scratch.parent
         try:
@@ -171,16 +171,16 @@ class Store:
             failures = [_reason(e, scratch)]
         if failures:
             self._clear(scratch)
-        return _Said(failure="; ".join(failures))
+        return _Rank0Report(failure="; ".join(failures))
 
     def _clear(self, scratch: Path) -> None:
         try:
             self._disk.remove(scratch)
         except OSError:
-            return  # it is a leftover now, removed at the next start
+            return  # the next start removes it as a leftover
 
     def delete_old(self, snapshot: Snapshot, config: CheckpointConfig) -> list[int]:
-        """Apply `plan_deletions` to what is on the disk, after writing ``snapshot`` (rank 0). Raises OSError."""
+        """Delete what `plan_deletions` selects, after ``snapshot`` is written (rank 0). Raises OSError."""
         root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
         present = versions_in(root)
         sound: list[int] = []
@@ -203,11 +203,11 @@ def plan_deletions(
     evaluations: Mapping[int, Evaluation],
     awaited: Collection[int],
 ) -> list[int]:
-    """Which of the versions ``present`` go. ``sound`` are the newest ``keep_last`` that look whole, or all there are.
+    """Select the versions of ``present`` to delete. ``sound`` are the newest that look complete, at most ``keep_last``.
 
-    What is kept besides: every ``keep_every``-th, the best of ``evaluations`` (see `best_version`), and those
-    ``awaited``, whose evaluation is not known yet. Nothing goes while fewer than two are sound, and nothing as
-    new as the second newest sound one.
+    Kept in addition: every ``keep_every``-th version, the best of ``evaluations`` (see `best_version`), and the
+    versions ``awaited``, because their evaluation is pending. While fewer than two are sound, nothing is deleted.
+    No version from the second newest sound one on is deleted.
     """
     if len(sound) < 2:
         return []
@@ -226,7 +226,7 @@ def plan_deletions(
 
 
 def looks_whole(folder: Path) -> bool:
-    """Whether the manifest can be read and all files have their sizes. Contents are not read: see `recover.verify`."""
+    """Return whether the manifest is readable and all files have their sizes. `recover.verify` checks the contents."""
     try:
         manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
         return all((folder / entry.name).stat().st_size == entry.nbytes for entry in manifest.files)

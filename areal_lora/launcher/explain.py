@@ -1,4 +1,4 @@
-"""What ``--explain-resume`` says. Reads the run folder; starts and changes nothing."""
+"""Output of ``--explain-resume``. Reads the run folder; starts and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from areal_lora.rollout.ledger.peek import reconciliations
 
 
 def explain_resume(config: Config) -> Iterator[str]:
-    """Line by line what a start with ``config`` would do with its run folder.
+    """Yield, line by line, the effect of a start with ``config`` on its run folder.
 
-    Raises ConfigError where it would be refused, CheckpointError where no checkpoint can be used.
+    Raises ConfigError if the start would be refused, CheckpointError if no checkpoint can be used.
     """
     config = with_absolute_root(config)
     folder, steps = config.run_folder, config.run.steps
@@ -29,15 +29,15 @@ def explain_resume(config: Config) -> Iterator[str]:
     if (error := conflict(earlier.config, config)) is not None:
         raise error
     if earlier.finished(config):
-        yield f"The run in {folder} is done: {earlier.steps_done} steps. A start would only say so."
+        yield f"The run in {folder} is done: {earlier.steps_done} steps. A start would only report that."
         return
     model = Path(config.model.folder)
     base_is_here = model.is_dir() and not (config.model.commit is not None and missing_files(model))
     plan = explain(folder, config, base_is_here=base_is_here)
     plan.check()
-    yield f"The run in {folder} would go on."
+    yield f"The run in {folder} would resume."
     if not base_is_here:
-        yield f"  {config.model.path} is not whole in the hub's cache: a start downloads it and compares it then"
+        yield f"  {config.model.path} is not complete in the hub's cache: a start downloads it and compares it then"
     yield from _changes(earlier.config, config)
     versions = {adapter.adapter: adapter.ref.version for adapter in plan.adapters}
     snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}

@@ -1,4 +1,4 @@
-"""Problems of a task: generated, from a GSM8K JSONL file, or from a hub data set."""
+"""Load the problems of a task: generated, from a GSM8K JSONL file, or from a hub data set."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HUB_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}
 
 
 def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
-    """All problems of one split, in a fixed order with stable uids.
+    """Return all problems of one split, in a fixed order with stable uids.
 
     Raises ConfigError for a missing file, a bad row (``file:line``), a bad template or an
-    answer without a number; EnvironmentError_ if a hub data set is named and cannot be had.
+    answer without a number; EnvironmentError_ if a hub data set is not available.
     """
     match task:
         case WordProblemsTask():
@@ -65,7 +65,7 @@ def _text(row: Any, field: str, place: str) -> str:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """``(file:line, row)`` of every non-empty line."""
+    """Yield ``(file:line, row)`` for every non-empty line."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue

@@ -1,6 +1,6 @@
-"""A deadline that the kernel keeps for this process: SIGKILL by a POSIX timer.
+"""A time limit for this process, enforced by the kernel: SIGKILL by a POSIX timer.
 
-Neither user code that hangs in C with all signals blocked nor a parent that is stopped delays it.
+Neither user code that hangs in C with all signals blocked nor a stopped parent delays it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import os
 import signal
 import struct
 
-# System calls (timer_create, timer_settime): the C library has them under other names from version to version.
+# Numbers of timer_create and timer_settime: their names in the C library differ between versions.
 _CALLS = {"x86_64": (222, 223), "aarch64": (107, 110)}
 _CLOCK_MONOTONIC, _SIGEV_SIGNAL = 1, 0
 
 
 class Deadline:
-    """Ends this process where it takes longer than it may between ``start`` and ``stop``."""
+    """End this process if more than ``seconds`` pass between ``start`` and ``stop``."""
 
     def __init__(self, seconds: float) -> None:
-        """``kept`` is False on a machine without such timers."""
+        """Create the timer. ``kept`` is False on a machine without such timers."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._timer = ctypes.c_int()
         create, self._set = _CALLS.get(os.uname().machine, (-1, -1))

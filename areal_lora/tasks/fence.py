@@ -1,10 +1,10 @@
-"""What a scorer process may not do, whatever its reward function tries.
+"""Restrict a scorer process, whatever its reward function does.
 
-No other process, no signal to one, no socket (:mod:`areal_lora.tasks.seccomp`); no file is written and
-the run folder, with the run secret in it, cannot be read (Landlock); as root, no capability but
-reading files. Both work without privileges and in containers. Where the kernel has one of them not,
-:func:`raise_fence` reports it, and Python's own audit hook still refuses what goes through Python.
-Memory and CPU time are limited per answer by the scorer process itself.
+seccomp (:mod:`areal_lora.tasks.seccomp`) refuses other processes, signals to them, and sockets. Landlock refuses
+writes to files, and reads of the run folder with its secret. As root, the process keeps only the capability to read
+files. Both work without privileges and in containers. If the kernel lacks one of them, :func:`raise_fence` reports
+it, and Python's audit hook still refuses sockets and processes that Python code requests. The scorer process itself
+limits memory and CPU time per answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 38, 24
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAP_DAC_READ_SEARCH = 2
 
-# Landlock (the numbers are the same on every machine): rights by the version that brought them.
+# Landlock (the numbers are the same on every machine): access rights by the ABI version that introduced them.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
@@ -48,14 +48,14 @@ _FORBIDDEN = {
 
 
 def raise_fence(hidden: Path | None, parent_pid: int) -> list[str]:
-    """Fence this process in, for good; it must have one thread. Returns what this machine cannot enforce.
+    """Restrict this process permanently; it must have one thread. Returns the protections that this machine lacks.
 
-    ``hidden`` is a folder that cannot be read any more. The process ends with its parent.
+    The process cannot read the folder ``hidden`` afterwards. It ends with its parent.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        os._exit(0)  # it ended before the line above
+        os._exit(0)  # the parent ended before prctl
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -71,7 +71,7 @@ def raise_fence(hidden: Path | None, parent_pid: int) -> list[str]:
 
 
 def forbid_in_python() -> None:
-    """Refuse sockets and processes where Python asks for them, with words; it cannot be taken off again."""
+    """Add an audit hook that refuses sockets and processes with a clear message. A hook cannot be removed."""
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event in _FORBIDDEN and not (event == "socket.__new__" and arguments[1:2] == (1,)):
@@ -81,7 +81,7 @@ def forbid_in_python() -> None:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """No capability remains (root has them all) but reading what other users own, as code and data may be."""
+    """Drop all capabilities but one: reading files of other users, which may own code and data."""
     number = _SYS_CAPSET.get(os.uname().machine)
     if number is None:
         return
@@ -90,7 +90,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
     header = struct.pack("Ii", 0x20080522, 0)
     kept = 1 << _CAP_DAC_READ_SEARCH
     if libc.syscall(number, header, struct.pack("6I", kept, kept, 0, 0, 0, 0)) != 0:
-        libc.syscall(number, header, struct.pack("6I", 0, 0, 0, 0, 0, 0))  # it did not have that one
+        libc.syscall(number, header, struct.pack("6I", 0, 0, 0, 0, 0, 0))  # the process had no such capability
 
 
 def _forbid_files(libc: ctypes.CDLL, hidden: Path | None) -> bool:
@@ -112,7 +112,7 @@ def _forbid_files(libc: ctypes.CDLL, hidden: Path | None) -> bool:
 
 
 def _all_but(hidden: Path | None) -> Iterator[Path]:
-    """Places that together hold every file there is now, but those below ``hidden``: rules can only allow."""
+    """Yield paths that cover all existing files except those below ``hidden``; Landlock rules can only allow."""
     if hidden is None:
         yield Path("/")
         return
@@ -125,7 +125,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, place: Path, rights: int) -> None:
     try:
         descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # gone since it was listed, or not for this user
+        return  # removed since it was listed, or not permitted for this user
     try:
         libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
     finally:

@@ -1,4 +1,4 @@
-"""Import user code that a configuration names; `areal_lora.config.imports` has checked the name before."""
+"""Import user code named in a configuration; `areal_lora.config.imports` has checked the name before."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from areal_lora.errors import ConfigError
 
 
 def load_import_path(text: str) -> Any:
-    """The object that ``package.module:name`` or ``file.py:name`` means.
+    """Return the object that ``package.module:name`` or ``file.py:name`` names. Raises ConfigError.
 
-    Modules are searched for in the working folder, too, and a file's own folder can be imported from,
-    as that of a script; both after everything that is installed. Raises ConfigError.
+    Modules in the working folder can be imported, and those in the folder of ``file.py``, as for a script. Installed
+    modules take precedence.
     """
     path = parse_import_path(text, text)
     try:
@@ -26,7 +26,7 @@ def load_import_path(text: str) -> Any:
     except Exception as error:  # fault boundary: a user's module may fail in any way while it is imported
         raise ConfigError(text, f"importing it fails: {type(error).__name__}: {error}", "correct the code") from error
     try:
-        return getattr(module, path.name)  # not vars(): a module may make its names when they are asked for
+        return getattr(module, path.name)  # not vars(): a module may define __getattr__
     except AttributeError:
         raise ConfigError(text, f"the imported module has no {path.name!r}", "correct the name") from None
 
@@ -46,7 +46,7 @@ def _load_file(file: Path) -> ModuleType:
         raise ImportError(f"{file} is not a Python file")
     _search(str(file.parent))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up here
+    sys.modules[name] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,8 +1,8 @@
 r"""Equality of mathematical expressions by the package math-verify (sympy).
 
-A text with ``#### x`` states x, as in GSM8K; any other text is searched by math-verify for LaTeX
-(``\boxed{}``, ``$...$``) and numbers. Both sides may be written either way. Time is limited by
-the scorer process, not by math-verify.
+A text with ``#### x`` states x, as in GSM8K; in any other text math-verify searches for LaTeX
+(``\boxed{}``, ``$...$``) and numbers. Both sides may use either form. The scorer process limits
+the time, not math-verify.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
 def math_verify(completion: str, gold: str) -> bool:
-    """Whether both state equal expressions; ValueError if ``gold`` states none that can be read."""
+    """Return whether both state equal expressions. Raises ValueError if ``gold`` states no readable expression."""
     expected = _expressions(gold, whole=True)
     if not expected:
         raise ValueError(f"gold answer states no expression: {gold[-80:]!r}")
@@ -34,7 +34,7 @@ def math_verify(completion: str, gold: str) -> bool:
 
 
 def _expressions(text: str, *, whole: bool) -> list[Any]:
-    """What ``text`` states, as math-verify reads it; ``whole``: all of it may be one bare expression."""
+    """Return the expressions in ``text``, parsed by math-verify. ``whole``: all of it may be one bare expression."""
     _, marker, tail = text.partition("####")
     if marker:
         text, whole = tail.lstrip(" ").partition("\n")[0], True

@@ -1,8 +1,8 @@
 r"""Rewards: the built-in ones by name, and exact numeric match between a completion and a gold answer.
 
 The parser never evaluates text and runs in linear time: a run of characters that starts with a
-digit is consumed once, as a number or as something else. Values are exact fractions, so
-``0.5``, ``1/2`` and ``\frac{1}{2}`` are one number.
+digit is consumed once, as a number or as another token. Values are exact fractions, so
+``0.5``, ``1/2`` and ``\frac{1}{2}`` are equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_lora.tasks.loading import load_import_path
 
 
 class Graded(TypedDict):
-    """What a reward function may return in place of a number: the reward, and whether the answer is correct."""
+    """Return type of a reward function in place of a number: the reward, and whether the answer is correct."""
 
     reward: float
     correct: NotRequired[bool | None]
@@ -63,11 +63,11 @@ _ANSWER_IS = re.compile(r"answer\s*(?:is|:|=)", re.IGNORECASE)
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The number that ``text`` begins with, apart from currency signs, units and words.
+    r"""Parse the first number of ``text``, after any currency signs, units and words.
 
-    Understands thousands commas, signs (unicode minus too), decimals, exponents up to two
+    Accepts thousands commas, signs (also a unicode minus), decimals, exponents up to two
     digits, ``a/b``, ``\frac{a}{b}`` and mixed numbers ``3 1/2``. A percent sign is a unit:
-    ``50%`` is 50. None if the first thing with a digit is malformed (``1,23``, ``10:30``),
+    ``50%`` is 50. Returns None if the first token with a digit is malformed (``1,23``, ``10:30``),
     divides by zero, or is longer than ``MAX_DIGITS``.
     """
     token = _TOKEN.search(_normalize(text))
@@ -75,11 +75,11 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def extract_answer(text: str) -> Fraction | None:
-    r"""The answer a worked solution states.
+    r"""Return the stated answer of a worked solution, or None.
 
-    The first of these that occurs decides: the first ``#### x``, the last ``\boxed{x}``, the
-    last ``answer is x`` (also ``answer: x``); without any of them the last number in the text.
-    A marker that is followed by no number is no answer.
+    The order of precedence is: the first ``#### x``, the last ``\boxed{x}``, the last
+    ``answer is x`` (also ``answer: x``), the last number in the text. A marker without a number
+    after it gives None.
     """
     text = _normalize(text)
     _, marker, tail = text.partition("####")
@@ -97,7 +97,7 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def numeric_match(completion: str, gold: str) -> bool:
-    """Whether both state the same number; ValueError if ``gold`` states none."""
+    """Return whether both state the same number. Raises ValueError if ``gold`` states none."""
     expected = extract_answer(gold)
     if expected is None:
         raise ValueError(f"gold answer states no number: {gold[-80:]!r}")
@@ -113,10 +113,10 @@ class Grade:
 
 
 def grade(value: object, correct_threshold: float | None) -> Grade:
-    """What a reward function has returned, checked; raises TypeError, ValueError, OverflowError.
+    """Check the return value of a reward function. Raises TypeError, ValueError, OverflowError.
 
     A bool states whether the answer is correct, and its reward is 1 or 0. A mapping has a ``reward`` and may have
-    ``correct``. Other rewards are correct from ``correct_threshold`` on, if there is one.
+    ``correct``. Any other reward is correct if it is at least ``correct_threshold``.
     """
     correct: object = None
     if isinstance(value, Mapping):
@@ -127,7 +127,7 @@ def grade(value: object, correct_threshold: float | None) -> Grade:
         value = value["reward"]
         if correct is not None and correct not in (True, False):
             raise ValueError(f"'correct' is {correct!r}, neither true nor false")
-    reward = float(value)  # type: ignore[arg-type]  # a TypeError is what it shall raise
+    reward = float(value)  # type: ignore[arg-type]  # it raises the TypeError
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, not a finite number")
     if correct is None and isinstance(value, bool):
@@ -138,7 +138,7 @@ def grade(value: object, correct_threshold: float | None) -> Grade:
 
 
 def reward_function(kind: str, path: str | None = None) -> RewardFunction:
-    """The reward of a configured ``kind``; ``path`` names the function of kind ``function``, whose code runs.
+    """Return the reward of a configured ``kind``; ``path`` names the function of kind ``function``, which is imported.
 
     Raises EnvironmentError_ if a package is missing, ConfigError if the function cannot be loaded.
     """
@@ -165,7 +165,7 @@ def reward_function(kind: str, path: str | None = None) -> RewardFunction:
     except TypeError as error:
         raise ConfigError(path, f"cannot be called with completion and answer: {error}", fix) from None
     except ValueError:
-        pass  # a compiled function without a signature
+        pass  # compiled functions may have no signature
     return function
 
 
@@ -185,7 +185,7 @@ def _first_line(text: str) -> str:
 
 
 def _braced(text: str) -> str | None:
-    """Content of the brace group at the start of ``text``; None if it never closes."""
+    """Return the content of the brace group at the start of ``text``; None if it has no end."""
     text = text.lstrip()
     depth = 0
     for position, character in enumerate(text):

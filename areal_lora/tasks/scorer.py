@@ -1,12 +1,12 @@
-"""Scoring in killable child processes.
+"""Score answers in killable child processes.
 
-A :class:`ScorerPool` keeps ``workers`` children alive (see :mod:`areal_lora.tasks.scorer_child`).
-An answer whose scoring hangs, crashes, runs out of memory, raises or gives no finite number is
-an ``error`` or a ``timeout`` without a reward (NaN), never reward 0. A child that was hurt by it
-is killed, and a fresh one scores the rest of the batch.
+A :class:`ScorerPool` keeps ``workers`` children (see :mod:`areal_lora.tasks.scorer_child`).
+If the reward of an answer hangs, crashes, runs out of memory, raises or returns no finite number, the
+answer is an ``error`` or a ``timeout`` without a reward (NaN), never reward 0. If the child is damaged, the pool
+kills it, and a new child scores the rest of the batch.
 
-An answer's time runs in the child, which ends itself when it is over. This side's own patience is longer, and
-counts only while its event loop runs: one that stalls, or a process that is stopped, condemns no child.
+The child enforces the time limit of an answer and ends itself. The parent's limit is longer and counts only
+while the parent's event loop runs, so a stalled event loop or a stopped parent never kills a child.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Score", "ScoreItem", "ScorerPool"]
 
 START_DEADLINE_S = 60.0
 END_DEADLINE_S = 1.0
-LATE_S = 1.0  # how much later than a child itself this side gives it up
+LATE_S = 1.0  # the parent's limit exceeds the child's by this time
 LARGEST_REPLY_BYTES = 1 << 16
 PRINTS_LOGGED = 20
 _READY = msgspec.msgpack.Decoder(Ready)
@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` states why it is not.
+    """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` states the reason.
 
-    ``correct`` is None for an answer that was not scored, or by a reward that has no rule for it.
+    ``correct`` is None if the answer was not scored or the reward has no rule for correctness.
     """
 
     reward: float
@@ -63,11 +63,11 @@ class Score:
 
 
 class ScorerPool:
-    """Scores answers in child processes; use it as ``async with``, or call :meth:`close`.
+    """Score answers in child processes; use it with ``async with``, or call :meth:`close`.
 
-    Entering it starts a first child, so that a reward that cannot be loaded is found at once; the
-    others start when first needed. Concurrent calls of :meth:`score` share the children, one call
-    per child at a time. Children cannot read what is in ``hidden`` (the run folder).
+    ``__aenter__`` starts the first child, so that a reward that cannot be loaded is reported at once; the
+    other children start on demand. Concurrent calls of :meth:`score` share the children, one call
+    per child at a time. Children cannot read the folder ``hidden`` (the run folder).
     """
 
     def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
@@ -89,7 +89,7 @@ class ScorerPool:
         self._prints = 0
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """One score per item, in order.
+        """Return one score per item, in order.
 
         Raises RolloutError once closed; EnvironmentError_ if no child can be started; ConfigError if the
         reward function cannot be loaded.
@@ -107,7 +107,7 @@ class ScorerPool:
                     hurt, child = child, None
                     await self._discard(hurt)
         except BaseException:
-            # Replies to a call that was cut short must not be read by the next one.
+            # The next call must not read the replies to an interrupted call.
             if child is not None:
                 hurt, child = child, None
                 await self._discard(hurt)
@@ -117,7 +117,7 @@ class ScorerPool:
         return scores
 
     async def close(self) -> None:
-        """Kills the children and waits for their end. Calls in progress raise RolloutError."""
+        """Kill the children and wait for their end. Calls in progress raise RolloutError."""
         self._closed = True
         for child in tuple(self._children):
             await self._discard(child)
@@ -157,7 +157,7 @@ class ScorerPool:
 
 
 class _Child:
-    """One scorer process and its two pipes. ``spent``: it must be killed, not used again."""
+    """One scorer process and its two pipes. ``spent``: the process must be killed, not used again."""
 
     def __init__(self, process: Process, timeout_s: float, on_print: Callable[[str], None]) -> None:
         assert process.stdin is not None
@@ -181,7 +181,7 @@ class _Child:
         return cls(process, timeout_s, on_print)
 
     async def set_up(self, setup: Setup) -> list[str]:
-        """Protections that are missing. Raises ConfigError, EnvironmentError_."""
+        """Load the reward in the child; return the missing protections. Raises ConfigError, EnvironmentError_."""
         reward = setup.path or setup.kind
         try:
             self._stdin.write(pack_frame(setup))
@@ -202,7 +202,7 @@ class _Child:
         return ready.missing
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """Scores of all items, or of those up to the one after which this child is spent."""
+        """Return the scores of all items, or of those up to the one after which this child is spent."""
         scores: list[Score] = []
         patience_s = self._timeout_s + LATE_S
         began_s = time.monotonic()
@@ -237,7 +237,7 @@ class _Child:
         return _fault(Outcome.TIMEOUT, f"scoring took longer than {self._timeout_s:g} s")
 
     async def _ended(self, began_s: float) -> Score:
-        """What the end of the process means for the answer whose turn began at ``began_s``."""
+        """Return the score of the answer that was in progress since ``began_s`` when the process ended."""
         how = await self._end()
         limits = (-signal.SIGKILL, -signal.SIGXCPU)  # the deadline's, and that of CPU time
         if self._process.returncode in limits and time.monotonic() - began_s >= self._timeout_s:
@@ -245,22 +245,22 @@ class _Child:
         return _fault(Outcome.ERROR, f"scorer process {how}")
 
     async def _end(self) -> str:
-        """How the process ended, once its pipe has; it may have closed the pipe and continue."""
+        """Describe how the process ended after the end of its pipe; it may have closed the pipe and still run."""
         try:
             return f"ended with status {await _patient(self._process.wait(), END_DEADLINE_S)}"
         except TimeoutError:
             return "closed its pipes"
 
     async def kill(self) -> None:
-        """Kills and reaps the process and its group; harmless when it has already ended."""
+        """Kill and reap the process and its group. Idempotent."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it may end on its own between the two lines
+            with contextlib.suppress(ProcessLookupError):  # the process may end after the check
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._stdin.close()
         await self._process.wait()
 
     async def _reply(self) -> bytes:
-        """Raises EOFError (its subclass IncompleteReadError) at the end of the pipe, DecodeError for nonsense."""
+        """Read one reply. Raises EOFError (IncompleteReadError) at the end of the pipe, DecodeError if malformed."""
         size = int.from_bytes(await self._stdout.readexactly(4), "big")
         if size > LARGEST_REPLY_BYTES:
             raise msgspec.DecodeError(f"a reply of {size} bytes")
@@ -268,9 +268,10 @@ class _Child:
 
 
 async def _patient(work: Coroutine[Any, Any, T], patience_s: float) -> T:
-    """The result of ``work``. Raises TimeoutError only if this loop could have seen it for ``patience_s``.
+    """Return the result of ``work``. Raises TimeoutError only if the event loop could receive it for ``patience_s``.
 
-    When the loop has stalled, that time is over and the result has come in the same moment; so one more look.
+    After a stall of the event loop the timeout and the result arrive together. Therefore the result is checked once
+    more after ``LATE_S``.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -290,5 +291,5 @@ def _fault(outcome: Outcome, detail: str) -> Score:
 def _warn_of(missing: tuple[str, ...]) -> None:
     if missing:
         log.warning(
-            "scorer processes are less fenced in than they should be, this machine lacks: %s", "; ".join(missing)
+            "scorer processes have fewer protections than they should, this machine lacks: %s", "; ".join(missing)
         )

@@ -1,13 +1,13 @@
-"""The scorer process: reads batches of answers on stdin, writes one verdict per answer on stdout.
+"""Scorer process: read batches of answers on stdin, write one verdict per answer on stdout.
 
 Started by :mod:`areal_lora.tasks.scorer` as ``python -I -m areal_lora.tasks.scorer_child``. A
 frame is a 4-byte big-endian length and a msgpack message. The first frame in is a
 :class:`Setup`, answered by a :class:`Ready`; every further frame is a list of
 :class:`ScoreItem`, answered by one :class:`ScoreResult` per item, each written as soon as it is known.
 
-A timer of this process's own ends it when an answer takes too long (:mod:`areal_lora.tasks.deadline`): the
-parent may be stalled just then. The parent kills what that timer did not end. The process fences itself in before
-any user code runs (:mod:`areal_lora.tasks.fence`) and limits its own memory.
+A timer in this process ends it when an answer takes too long (:mod:`areal_lora.tasks.deadline`), because the parent
+may be stalled. The parent kills the process if the timer does not. Before any user code runs, the process restricts
+itself (:mod:`areal_lora.tasks.fence`). It limits its own memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PRINTED_CHARACTERS = 2000
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """``path`` is the function of kind ``function``. ``hidden`` is a folder that must not be readable.
+    """First message. ``path`` is the function of kind ``function``, ``hidden`` a folder that must not be readable.
 
-    ``memory_bytes`` is the address space beyond what the process has once the function is loaded.
+    ``memory_bytes`` is the address space beyond the size of the process after loading the function.
     ``correct_threshold`` is the configured one (see `rewards.grade`).
     """
 
@@ -50,9 +50,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """``problem`` states why there is no reward function; ``exit_code`` classifies it.
+    """Answer to `Setup`. ``problem`` states why no reward function was loaded; ``exit_code`` classifies it.
 
-    ``missing`` names protections that this machine has not got.
+    ``missing`` names the protections that this machine lacks.
     """
 
     problem: str = ""
@@ -61,17 +61,17 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion and the gold answer that it is compared with."""
+    """One completion with its gold answer."""
 
     completion: str
     gold: str
 
 
 class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``value`` is the reward; None if it could not be computed, for the reason in ``detail``.
+    """Verdict on one item. ``value`` is the reward; None if it could not be computed, for the reason in ``detail``.
 
-    ``correct`` is None where the task has no rule for it. ``index`` counts the answers of a batch. ``ended_s`` is
-    ``time.monotonic``, which parent and child share. ``tainted``: this process must not score another one.
+    ``correct`` is None if the task has no rule for it. ``index`` counts the answers of a batch. ``ended_s`` is
+    ``time.monotonic``, which parent and child share. ``tainted``: this process must not score another answer.
     """
 
     index: int
@@ -84,7 +84,7 @@ class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Printed(io.TextIOBase):
-    """Stands in for stdout and stderr: keeps the first characters of what an answer's scoring prints."""
+    """Replacement of stdout and stderr that keeps the first characters printed while an answer is scored."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -112,7 +112,7 @@ def pack_frame(message: object) -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next message, or None at the end of the stream."""
+    """Read the next message; None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -152,7 +152,7 @@ def describe(error: Exception) -> str:
 
 
 def threads() -> set[int]:
-    """Those that run Python code."""
+    """Return the ids of threads that run Python code."""
     return set(sys._current_frames())
 
 
@@ -171,14 +171,14 @@ def limit_memory(extra_bytes: int) -> None:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """Time for one more answer, with a margin so that its deadline comes first."""
+    """Allow CPU time for one more answer, with a margin so that the timer of `Deadline` ends first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = math.ceil(used.ru_utime + used.ru_stime + 2 * timeout_s + 2)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
 
 
 def take_over_standard_streams() -> tuple[BinaryIO, BinaryIO, Printed]:
-    """``(requests, replies, printed)``: user code reads an empty stdin and can flood nothing."""
+    """Return ``(requests, replies, printed)``. User code gets an empty stdin and bounded output."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
@@ -190,7 +190,7 @@ def take_over_standard_streams() -> tuple[BinaryIO, BinaryIO, Printed]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
     requests, replies, printed = take_over_standard_streams()
     first = read_frame(requests)
     if first is None:

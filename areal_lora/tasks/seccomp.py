@@ -1,7 +1,7 @@
-"""A filter of system calls for one process: no other process, no socket, no trace of it afterwards.
+"""System call filter for one process: it refuses other processes, sockets and changes that outlive the process.
 
-Needs no privilege and works inside containers. What is refused fails with EPERM, so that a reward
-sees an ordinary PermissionError. The filter is inherited by threads and cannot be taken off again.
+The filter needs no privilege and works inside containers. A refused call fails with EPERM, which a reward
+receives as an ordinary PermissionError. Threads inherit the filter, and it cannot be removed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import struct
 import sys
 
-# Numbers on (x86_64, aarch64); None where the machine has no such call.
+# Numbers on (x86_64, aarch64); None if the machine has no such call.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # other processes: none can be started, none touched
+    # other processes: starting, signalling, tracing
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -96,7 +96,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def program(machine: str, pid: int) -> list[Instruction] | None:
-    """The filter as BPF ``(code, jump if true, jump if false, k)``; None for a machine it has no numbers for."""
+    """Build the filter as BPF ``(code, jump if true, jump if false, k)``; None for a machine without known numbers."""
     if machine not in _MACHINES:
         return None
     column, arch = _MACHINES[machine]
@@ -122,9 +122,9 @@ def program(machine: str, pid: int) -> list[Instruction] | None:
 
 
 def install() -> bool:
-    """Put the filter on this process, which must have one thread; False where the kernel or machine has none.
+    """Install the filter in this process; False if the kernel or machine does not support it.
 
-    PR_SET_NO_NEW_PRIVS must be set.
+    The process must have one thread and PR_SET_NO_NEW_PRIVS set.
     """
     code = program(os.uname().machine, os.getpid())
     if code is None or sys.maxsize < 2**32:

@@ -1,4 +1,4 @@
-"""What the scores of an evaluation add up to."""
+"""Summarize the scores of an evaluation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from areal_lora.types import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Of ``n`` answers ``unscored`` could not be scored and ``ungraded`` have a reward, but no grade.
+    """Summary of ``n`` answers: ``unscored`` could not be scored, ``ungraded`` have a reward but no grade.
 
-    ``accuracy`` is the fraction of all ``n`` that is correct; None while any is ungraded. ``reward_mean`` is over the
-    scored ones; None if there are none.
+    ``accuracy`` is the fraction of all ``n`` answers that are correct; None if any is ungraded. ``reward_mean`` is the
+    mean over the scored answers; None if there are none.
     """
 
     n: int
@@ -25,7 +25,7 @@ class Tally:
 
 
 def tally(scores: Sequence[Score]) -> Tally:
-    """An answer that could not be scored is not correct, and has no reward (contract C8)."""
+    """Summarize ``scores``. An unscored answer is not correct and has no reward (contract C8)."""
     scored = [score for score in scores if score.outcome is Outcome.OK]
     ungraded = sum(score.correct is None for score in scored)
     correct = sum(score.correct is True for score in scored)

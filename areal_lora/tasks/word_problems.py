@@ -1,9 +1,9 @@
-"""Generated two-step word problems in GSM8K format for the embedded run.
+"""Generate two-step word problems in GSM8K format for the embedded run.
 
 A problem is a pure function of ``(seed, split, index)``. Training and held-out problems never
-share their numbers: :func:`split_of` assigns every ``(operation, operation, a, b, c)`` to one
-split by a hash that does not depend on the seed, so a model trained on any amount of training
-text has not seen a held-out calculation.
+share a calculation: :func:`split_of` assigns every ``(operation, operation, a, b, c)`` to one
+split by a hash that does not depend on the seed. No amount of training text contains a held-out
+calculation.
 
 Example::
 
@@ -38,7 +38,7 @@ EVAL_ONE_IN = 4
 
 
 def apply_operation(left: int, operation: Operation, right: int) -> int:
-    """``left operation right`` in whole numbers."""
+    """Return ``left operation right`` in whole numbers."""
     match operation:
         case "+":
             return left + right
@@ -50,7 +50,7 @@ def apply_operation(left: int, operation: Operation, right: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordProblem:
-    """``(a first b) second c`` as a story. ``b`` bags when ``first`` is ``*``."""
+    """``(a first b) second c`` as a story; if ``first`` is ``*``, ``a`` bags of ``b``."""
 
     name: str
     thing: str
@@ -64,7 +64,7 @@ class WordProblem:
 
     @property
     def key(self) -> str:
-        """What makes two problems the same calculation; names and verbs do not count."""
+        """Identity of the calculation, without names and verbs."""
         return f"{self.first}{self.second}:{self.a},{self.b},{self.c}"
 
     @property
@@ -86,13 +86,13 @@ class WordProblem:
 
 
 def split_of(key: str) -> Split:
-    """The split a calculation belongs to: one in ``EVAL_ONE_IN`` is held out, for every seed."""
+    """Return the split of a calculation: one in ``EVAL_ONE_IN`` is held out, for every seed."""
     digest = hashlib.sha256(key.encode()).digest()
     return "eval" if digest[0] % EVAL_ONE_IN == 0 else "train"
 
 
 def _draw(rng: random.Random) -> WordProblem:
-    """One problem of either split with every intermediate result positive."""
+    """Draw one problem of either split; every intermediate result is positive."""
     while True:
         first, second = rng.choice(PLANS)
         largest_a = 5 if first == "*" else 12
@@ -115,7 +115,7 @@ def _draw(rng: random.Random) -> WordProblem:
 
 
 def draw_problem(seed: int, split: Split, index: int) -> WordProblem:
-    """Problem ``index`` of a split; the same arguments give the same problem on every machine."""
+    """Draw problem ``index`` of a split; the same arguments give the same problem on every machine."""
     # A str seed goes through SHA-512, not through the per-process hash().
     rng = random.Random(f"word_problems/{seed}/{split}/{index}")
     while split_of((problem := _draw(rng)).key) != split:
@@ -124,6 +124,6 @@ def draw_problem(seed: int, split: Split, index: int) -> WordProblem:
 
 
 def word_problem(seed: int, split: Split, index: int) -> Sample:
-    """Problem ``index`` of a split as a :class:`Sample`."""
+    """Return problem ``index`` of a split as a :class:`Sample`."""
     problem = draw_problem(seed, split, index)
     return Sample(uid=f"word_problems/{seed}/{split}/{index}", prompt=problem.prompt, answer=problem.answer)

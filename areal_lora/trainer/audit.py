@@ -1,14 +1,14 @@
-"""A few sequences of every batch, scored again by a server under the version that sampled them (contract C10).
+"""Audit a batch: a server scores a few sequences again under the version that sampled them (contract C10).
 
-The server's scores and the recorded log-probabilities come from the same weights at any lag, so they must agree in
-every step, also where no token is fresh. What is compared is the batch as the trainer holds it::
+At any staleness the server's scores and the recorded log-probabilities come from the same weights. They must agree in
+every step, also in one without fresh tokens. The audit compares the batch as the trainer holds it::
 
     step k    begin: choose excerpts ----> thread: ask a server that holds their version
               annotate, learn              compare
-              collect: what is there, else in step k + 1
+              collect: finished audits; an unfinished one is collected in step k + 1
 
-Nothing waits for a server. One that is gone, or has retired the version, leaves an excerpt uncompared, which the
-step's record shows.
+The training step never waits for a server. If a server is lost or has retired the version, the excerpt is not
+compared, and the step's record reports it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from areal_lora.weight_sync.trainer.admin_client import AdminClient
 
 SEQUENCES = 4  # of each batch
 MAX_TOKENS = 1024  # of a sequence, from its beginning; a server computes logits for all of them at once
-FEWEST = 2  # sequences: one alone may have crossed a tie between experts, which rounding decides
-QUIET_STEPS = 10  # without a comparison, before that is worth a warning
+FEWEST = 2  # sequences: a single one may have crossed a tie between experts, which rounding decides
+QUIET_STEPS = 10  # steps without a comparison before a warning
 
 log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ Score = Callable[[AdapterRef, list[list[int]]], list[list[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled there.
+    """The beginning of sequence number ``sequence``, up to the last token that ``ref`` sampled in it.
 
     ``at`` are the positions of those tokens, ``recorded`` [T] the sampler's log-probabilities (0 elsewhere).
     """
@@ -57,11 +57,11 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """``tokens`` were compared, ``gap`` is the mean |recorded - scored| over them.
+    """Result of one audit: ``tokens`` were compared, ``gap`` is the mean |recorded - scored| over them.
 
-    ``error`` says why the batch contradicts the policy that is said to have sampled it, ``missing`` why excerpts
-    could not be compared; empty if there is nothing to say. ``silent_steps`` in a row nothing was compared.
-    ``took_s`` is what it took beside the step.
+    ``error`` states how the batch contradicts its recorded versions, ``missing`` why excerpts could not be compared;
+    both are empty otherwise. ``silent_steps`` counts steps in a row without a comparison. ``took_s`` is the time in
+    the audit thread.
     """
 
     tokens: int = 0
@@ -73,7 +73,7 @@ class Audit:
 
 
 def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS) -> list[Excerpt]:
-    """Excerpts of `SEQUENCES` sequences, one per version in each; a function of batch and ``seed``."""
+    """Choose excerpts of `SEQUENCES` sequences, one per version in each; deterministic in batch and ``seed``."""
     bounds = batch.cu_seqlens.tolist()
     order = random.Random(seed).sample(range(batch.n_sequences), batch.n_sequences)
     found: list[Excerpt] = []
@@ -101,7 +101,7 @@ def choose(batch: TrainBatch, name: str, seed: int, max_tokens: int = MAX_TOKENS
 
 
 def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
-    """Compare. ``limit`` is what rounding explains between two computations of one version's log-probabilities."""
+    """Compare excerpts with scores. ``limit``: largest mean difference of log-probabilities that rounding explains."""
     by_ref: dict[AdapterRef, list[Excerpt]] = {}
     for excerpt in excerpts:
         by_ref.setdefault(excerpt.ref, []).append(excerpt)
@@ -134,7 +134,7 @@ def audit(excerpts: Sequence[Excerpt], score: Score, limit: float) -> Audit:
 
 
 def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int], limit: float) -> str:
-    """What is wrong, if anything. Sequences are counted: a tie between experts spoils single ones."""
+    """Return the fault, or an empty text. It counts sequences, because a tie between experts spoils single ones."""
     if is_shifted(votes):
         return (
             f"rollout logprobs are shifted by one token: scored by the versions that sampled them {votes['late']} "
@@ -153,7 +153,7 @@ def _contradiction(gaps: Mapping[int, Sequence[float]], votes: Mapping[str, int]
 
 
 def _merged(audits: Sequence[Audit]) -> Audit | None:
-    """What several audits say together; the first error."""
+    """Merge several audits into one, with the first error; None for no audits."""
     if not audits:
         return None
     tokens = sum(a.tokens for a in audits)
@@ -169,16 +169,16 @@ def _merged(audits: Sequence[Audit]) -> Audit | None:
 
 
 class Auditor:
-    """Rank 0's: asks whichever of ``servers`` answers, in a thread of its own.
+    """Audit batches on rank 0, in a separate thread, with the first of ``servers`` that answers.
 
-    ``limit``: see `audit`. A server takes sequences of less than ``max_model_len`` tokens.
+    ``limit``: see `audit`. A server accepts sequences of less than ``max_model_len`` tokens.
     """
 
     def __init__(self, secret: str, limit: float, timeout_s: float, max_model_len: int) -> None:
         self._secret, self._limit, self._timeout_s = secret, limit, timeout_s
         self._max_tokens = min(MAX_TOKENS, max_model_len - 1)
         self.servers: tuple[ServerEndpoint, ...] = ()
-        """Who serves the newest version; set from the publisher's thread."""
+        """The servers of the newest version; the publisher's thread sets them."""
         self._clients: dict[ServerEndpoint, AdminClient] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="audit")
         self._running: Future[Audit] | None = None
@@ -186,14 +186,14 @@ class Auditor:
         self._silent_steps = 0
 
     def begin(self, name: str, batch: TrainBatch, seed: int, temperature: float) -> None:
-        """Start to compare ``batch``, sampled at ``temperature``; waits for the one before, if that still runs."""
+        """Start the audit of ``batch``, sampled at ``temperature``, after the end of the previous audit."""
         if self._running is not None:
             self._end(self._running.result())
         excerpts = choose(batch, name, seed, self._max_tokens)
         self._running = self._pool.submit(self._audit, excerpts, temperature)
 
     def collect(self, *, wait: bool = False) -> Audit | None:
-        """What was found since the last call, if anything is ready; with ``wait`` until something is."""
+        """Return the merged audits that ended since the last call, or None; with ``wait``, wait for one in progress."""
         if self._running is not None and (wait or self._running.done()):
             self._end(self._running.result())
         ended, self._ended = self._ended, []

@@ -1,4 +1,4 @@
-"""From a configuration to a trainer rank that is ready to run: engine, adapters, links to the others."""
+"""Build a trainer rank from a configuration: engine, adapters, connections to controller and servers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.role import Follower
 
 STARTUP_TIMEOUT_S = 900.0
-CONTROLLER_START_S = 120.0  # until a restarted controller answers
-CONTROL_TIMEOUT_S = 7200.0  # rank 0 may wait this long for rollouts while the others wait for rank 0
+CONTROLLER_START_S = 120.0  # start of a restarted controller until it answers
+CONTROL_TIMEOUT_S = 7200.0  # longest wait of rank 0 for rollouts, while the other ranks wait for rank 0
 
 
 def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
-    """Collective over all ranks. Rank 0 waits for servers and controller; see its status line."""
+    """Build this rank. Collective over all ranks; rank 0 waits for servers and controller (see its status line)."""
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
     device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -92,9 +92,9 @@ def _connect(
     wait_endpoint(run_folder, "controller", 0, STARTUP_TIMEOUT_S)
 
     def find() -> Endpoint | None:
-        # Called a few times a second while the client waits for the controller.
+        # The client calls this a few times a second while it waits for the controller.
         beat_on(run_folder, "trainer", 0)
-        with suppress(OSError):  # the client calls again at once; its patience bounds how long
+        with suppress(OSError):  # the client calls again at once, until patience_s is over
             return read_endpoint(run_folder, "controller", 0)
         return None
 
@@ -124,19 +124,19 @@ def _rank_0(
 
 
 def controller_patience_s(config: Config) -> float:
-    """How long a controller may be away: its event loop stuck, detected, ended, and restarted."""
+    """Longest wait for a controller whose event loop is stuck: until it is detected, ended and restarted."""
     return config.run.stall_s + config.run.heartbeat_timeout_s + CONTROLLER_START_S
 
 
 def _commit(client: ControllerClient, ref: AdapterRef) -> None:
-    """Commit the step that made ``ref``, whose checkpoint is durable. Version 0 comes from no step."""
+    """Commit the step that produced ``ref``; the checkpoint of ``ref`` is durable. No step produces version 0."""
     if ref.version:
         client.commit(ref.name, ref.version - 1)
         reached("trainer.committed")
 
 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, auditor: Auditor) -> Leader:
-    """Rank 0's part in publishes, which announces to the controller where each version is active."""
+    """Build rank 0's publish role, which announces to the controller the servers of each active version."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     for index in range(config.rollout.servers):

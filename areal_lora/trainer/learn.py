@@ -1,4 +1,4 @@
-"""One training batch to one new version: minibatches, forward-backward, optimizer steps."""
+"""Train one batch into one new version: minibatches, forward-backward, optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from areal_lora.types import TrainBatch
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean |logp - old logp| that rounding explains, by the type of the base weights (contract C10)."""
 
-MAX_SKIPPED = 3  # training steps in a row; one batch can be unlucky, three are a broken run
+MAX_SKIPPED = 3  # training steps in a row; one may be an outlier batch, three mean a broken run
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnReport:
-    """Sums over the batch's trained tokens (``sums``), and the last optimizer step's figures.
+    """Sums over the batch's trained tokens (``sums``) and figures of the last optimizer step.
 
-    ``skipped`` is the fraction of the optimizer steps that were not taken because a gradient was not finite.
+    ``skipped`` is the fraction of optimizer steps that were skipped because a gradient was not finite.
     """
 
     sums: dict[str, float]
@@ -46,9 +46,9 @@ class LearnReport:
 
 
 def annotate(engine: TrainEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
-    """Add proximal and reference log-probabilities [T] where the algorithm needs them, and advantages [T].
+    """Add advantages [T] and, if the algorithm needs them, proximal and reference log-probabilities [T].
 
-    The reference is the base with the adapter off (contract C11). Collective over all ranks.
+    The reference is the base model with the adapter off (contract C11). Collective over all ranks.
     """
     temperature = adapter.config.sampling.temperature
     if adapter.algorithm.needs_prox:
@@ -60,10 +60,10 @@ def annotate(engine: TrainEngine, adapter: Adapter, batch: TrainBatch) -> TrainB
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of training step ``step`` (from 0) of ``total_steps``: linear warm-up, then the schedule.
+    """Return the learning rate of training step ``step`` (from 0) of ``total_steps``: linear warm-up, then schedule.
 
-    A pure function of the version that is trained: it needs no state in a checkpoint, minibatches do not
-    change it, steps that are skipped do not delay it, and a run that is made longer follows the longer schedule.
+    A pure function of the trained version. It needs no state in a checkpoint, minibatches do not change it, skipped
+    steps do not delay it, and a run with a higher ``run.steps`` follows the longer schedule.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -80,7 +80,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def make_loss(adapter: Adapter, version: int) -> LossFn:
-    """The adapter's objective as the engine calls it. ``version`` is the one that is being improved."""
+    """Build the adapter's objective for the engine. ``version`` is the version in training."""
     algorithm, reduction = adapter.algorithm, adapter.config.algorithm.reduction
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
@@ -105,7 +105,7 @@ def make_loss(adapter: Adapter, version: int) -> LossFn:
 
 
 def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Tensor]:
-    """|current - behaviour| split by whether the policy has moved since the token was sampled."""
+    """Sum |current - behaviour| [T] separately over fresh tokens (sampled by ``version``) and stale tokens."""
     gap = (logprobs - micro.rollout_logprobs).abs()
     fresh = micro.loss_mask & (micro.versions == version)
     stale = micro.loss_mask & (micro.versions != version)
@@ -122,12 +122,12 @@ def _mismatch(micro: MicroBatch, logprobs: Tensor, version: int) -> dict[str, Te
 def learn(
     engine: TrainEngine, adapter: Adapter, batch: TrainBatch, *, version: int, base_dtype: str, lr: float
 ) -> LearnReport:
-    """Take the optimizer steps on one annotated batch, all at rate ``lr``, to improve ``version``. Collective.
+    """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
 
     Raises:
-        AlignmentError: the batch's arrays contradict each other, its log-probabilities lie one token beside their
-            tokens, or before any weight has moved they differ from those computed for the same policy by more than
-            rounding (contract C10). No step is taken on what was found wrong.
+        AlignmentError: the batch's arrays contradict each other, its log-probabilities are shifted by one token, or,
+            before any weight has moved, they differ from those of the same policy by more than rounding (contract
+            C10). No optimizer step uses a minibatch with a fault.
     """
     check_batch(batch)
     loss_fn = make_loss(adapter, version)
@@ -158,7 +158,7 @@ def learn(
 
 
 def check_finite(state: TrainingState, report: LearnReport) -> None:
-    """Warn of skipped optimizer steps in the training step that made ``state.version``.
+    """Warn about skipped optimizer steps in the training step that produced ``state.version``.
 
     Raises:
         NonFiniteError: the ``MAX_SKIPPED``-th training step in a row in which every optimizer step was skipped.

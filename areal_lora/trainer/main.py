@@ -1,6 +1,6 @@
-"""One trainer rank: ``RANK=0 WORLD_SIZE=2 python -m areal_lora.trainer.main --run-folder DIR``.
+"""Run one trainer rank: ``RANK=0 WORLD_SIZE=2 python -m areal_lora.trainer.main --run-folder DIR``.
 
-Rank 0 hosts the store that the ranks meet at, on a port the system chooses, and publishes it
+Rank 0 serves the rendezvous store of the ranks on a port that the system chooses, and publishes the port
 as ``trainer-0`` in the run folder.
 """
 
@@ -36,7 +36,7 @@ log = get_logger("areal_lora.trainer.main")  # __name__ is __main__ here
 
 
 def join_world(config: Config, run_folder: RunFolder, rank: int, world_size: int) -> None:
-    """Initialise torch.distributed over a store that asks for the run secret."""
+    """Initialise torch.distributed over a store that requires the run secret."""
     place = own_place(config.cluster, run_folder)
     if warning := set_variables(place):
         log.warning(warning)
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     config = read_config(run_folder)
     torch.set_num_threads(config.trainer.threads)
     set_status(run_folder, ROLE, rank, "importing Megatron")
-    # Heavy imports wait until the arguments are known to be right.
+    # The heavy imports follow the check of the arguments.
     from areal_lora.trainer.build import build_trainer
     from areal_lora.trainer.loop import train
 

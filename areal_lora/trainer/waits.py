@@ -20,9 +20,9 @@ _decoder: msgspec.msgpack.Decoder[list[TrajectoryGroup] | None] = msgspec.msgpac
 
 
 def catch_up(trainer: Trainer) -> None:
-    """Send the newest versions to servers that joined, and exclude servers that fell silent.
+    """Send the newest versions to servers that joined, and exclude servers that do not answer.
 
-    Done while rank 0 waits for the controller: without it no batch or evaluation might ever be ready.
+    Runs while rank 0 waits for the controller, which may need these servers for the next batch or evaluation.
     """
     for state in trainer.states.values():
         join_publish(trainer, state)
@@ -30,12 +30,12 @@ def catch_up(trainer: Trainer) -> None:
 
 
 def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:
-    """Rank 0's; not collective."""
+    """Return the adapter's controller state on rank 0, an empty one elsewhere. Not collective."""
     return trainer.rank_0.controller.state(state.name) if trainer.rank_0 else ControllerState()
 
 
 def evaluated(trainer: Trainer, state: TrainingState) -> bool:
-    """Wait until every evaluation of the adapter has an answer; False if servers joined or fell silent before."""
+    """Wait until every evaluation of the adapter has an answer; False if the servers changed before."""
     changed = trainer.publishing.changed
     done = trainer.rank_0.controller.wait_evals(state.name, changed) if trainer.rank_0 else True
     return bool(trainer.control.broadcast_bytes(bytes([done]) if trainer.control.rank == 0 else None)[0])
@@ -59,17 +59,17 @@ def wait_for_rank_0(trainer: Trainer) -> None:
 
 
 def begin_audit(trainer: Trainer, state: TrainingState, batch: TrainBatch) -> None:
-    """Rank 0 starts to have a server score excerpts of the batch; not collective."""
+    """Start the audit of the batch on rank 0. Not collective."""
     if trainer.rank_0:
         temperature = state.adapter.config.sampling.temperature
         trainer.rank_0.auditor.begin(state.name, batch, state.version, temperature)
 
 
 def collect_audit(trainer: Trainer, *, wait: bool = False) -> Audit | None:
-    """On rank 0 the servers' scores of this batch and the previous one, as far as they are known.
+    """Return the finished audits on rank 0, None elsewhere; they are of this batch or the previous one.
 
     Raises:
-        AlignmentError: the versions that the batch names as its sampler contradict it; on every rank.
+        AlignmentError: a server's scores contradict the batch; on every rank.
     """
     audit = trainer.rank_0.auditor.collect(wait=wait) if trainer.rank_0 else None
     error = trainer.control.broadcast_bytes(
@@ -81,7 +81,7 @@ def collect_audit(trainer: Trainer, *, wait: bool = False) -> Audit | None:
 
 
 def next_batch(trainer: Trainer, state: TrainingState) -> tuple[TrainBatch, dict[int, int]]:
-    """The groups of the next step on every rank, and their staleness histogram in tokens.
+    """Return the batch of the next step on every rank, and its staleness histogram in tokens.
 
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
@@ -98,5 +98,5 @@ def next_batch(trainer: Trainer, state: TrainingState) -> tuple[TrainBatch, dict
 
 
 def share_groups(groups: list[TrajectoryGroup] | None, exchange: Exchange) -> list[TrajectoryGroup] | None:
-    """Broadcast rank 0's groups; None means that servers joined or fell silent and must be handled first."""
+    """Broadcast rank 0's groups. None: servers joined or do not answer, so call `catch_up` first."""
     return _decoder.decode(exchange.broadcast_bytes(_encode(groups) if exchange.rank == 0 else None))

@@ -299,7 +299,7 @@ def test_a_machine_without_protections_is_warned_of_once(monkeypatch):
     for _ in range(3):
         scorer._warn_of(("Landlock", "seccomp"))
         scorer._warn_of(())
-    assert warned == ["scorer processes are less fenced in than they should be, this machine lacks: Landlock; seccomp"]
+    assert warned == ["scorer processes have fewer protections than they should, this machine lacks: Landlock; seccomp"]
     scorer._warn_of.cache_clear()
 
 
