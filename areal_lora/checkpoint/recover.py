@@ -170,7 +170,7 @@ def verify(folder: Path, ref: AdapterRef) -> Manifest:
     try:
         manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
         if (manifest.spec.name, manifest.version) != (ref.name, ref.version):
-            raise CheckpointError(f"the manifest speaks of {manifest.spec.name}@v{manifest.version}")
+            raise CheckpointError(f"the manifest is of {manifest.spec.name}@v{manifest.version}")
         for entry in manifest.files:
             path = folder / entry.name
             size = path.stat().st_size

@@ -81,7 +81,7 @@ def apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], Sou
 
 
 def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
-    """Position of the adapter that ``adapters.<number or name>.rest`` speaks of, and the rest."""
+    """Return the position of the adapter in ``adapters.<number or name>.rest``, and the rest."""
     address = key.removeprefix("adapters.")
     names = [str(entry.get("name")) for entry in adapters if isinstance(entry, dict)]
     for at, name in enumerate(names):

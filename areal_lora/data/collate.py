@@ -97,7 +97,7 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 
 
 def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
-    """Cut a batch into ``n`` parts of whole sequences, sizes differing by at most one; empty parts are left out."""
+    """Cut a batch into ``n`` parts of whole sequences, sizes differing by at most one; empty parts are omitted."""
     if n == 1:
         return [batch]
     total = batch.n_sequences

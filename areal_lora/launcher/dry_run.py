@@ -42,7 +42,7 @@ def _processes(plan: JobPlan) -> Table:
 
 
 def _command(process: ProcessSpec) -> str:
-    """Module and arguments; the run folder, the same for all, is left out."""
+    """Return module and arguments without the run folder, which is the same for all processes."""
     _, _, module, _, _, *rest = process.argv
     return " ".join([module, *rest])
 

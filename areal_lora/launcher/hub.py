@@ -121,7 +121,7 @@ def _plan(name: str, folder: Path) -> Download:
 def download(plan: Download, say: Callable[[str], None]) -> None:
     """Bring the files of ``plan`` into the cache. What an earlier download left half-written is taken up again.
 
-    Ctrl-C ends the process. Raises EnvironmentError_ where not all of them can be had.
+    Ctrl-C ends the process. Raises EnvironmentError_ if not all of them are available.
     """
     say(
         f"Downloading {plan.name} ({len(plan.files)} files, {human_bytes(plan.nbytes)}) from {constants.ENDPOINT} "

@@ -29,7 +29,7 @@ from areal_lora.launcher.plan import ProcessSpec
 
 KILL_WAIT_S = 1.5
 SHARED_LOOKS = 20
-"""How often a name of shared memory is looked at before it is taken for somebody else's."""
+"""Number of checks after which an unclaimed name of shared memory counts as that of another program."""
 KERNEL_S = 60.0
 """A driver may need so long to take the memory of a killed process apart."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -83,7 +83,7 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        # Whoever lives on in this process must not collect the orphans of others.
+        # This process continues after the run and must not adopt orphans of other programs.
         _adopt_orphans(False)
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
@@ -175,10 +175,10 @@ class Supervisor:
         return [process.pid for process in self._descendants()]
 
     def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
-        """Ask every process to end, wait up to ``grace_s``, then kill what is left, grandchildren included.
+        """Ask every process to end, wait up to ``grace_s``, then kill the remaining ones, grandchildren included.
 
         A further signal counted by ``interrupted`` ends the waiting at once. Afterwards no
-        process and no shared memory of the run is left. May be called twice.
+        process and no shared memory of the run remains. May be called twice.
         """
         self.note_shared_memory(sys.maxsize)
         signals_before = interrupted.count if interrupted else 0

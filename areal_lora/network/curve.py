@@ -38,7 +38,7 @@ class OnlyKeyOf:
 def serve_curve(socket: zmq.Socket[Any], secret: str, role: str, max_bytes: int) -> None:
     """Before ``bind``: ``socket`` proves to be ``role`` and drops who sends more than ``max_bytes`` in one message.
 
-    The limit holds before the handshake, too: until then anyone may announce a message of any length.
+    The limit also holds before the handshake, when any peer may announce a message of any length.
     """
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.curve_server = True

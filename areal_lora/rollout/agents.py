@@ -43,7 +43,7 @@ class AgentTask:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One run of an agent: what it has asked, and whether a completion could not be had."""
+    """One run of an agent: its requests, and whether a completion has failed."""
 
     context: WorkflowContext
     ref: AdapterRef

@@ -1,8 +1,8 @@
 """Heartbeats: each process touches ``heartbeats/<role>-<index>`` while it makes progress.
 
 Trainer rank 0 beats in its loop and in its waits: ``beat``. Controller and servers have a ``Heart``, a thread that
-beats however long a step of the model or a piece of user code takes, for as long as each of their parts has got on
-within its own limit. The launcher compares beats with those it saw before, so no two clocks are compared.
+beats during long model steps and long user code. It stops when a part of its process makes no progress within the
+part's limit. The launcher compares each heartbeat with the previous one, so no two clocks are compared.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def set_status(run_folder: RunFolder, role: str, index: int, text: str) -> None:
 def read_statuses(run_folder: RunFolder) -> dict[str, str]:
     """``{"trainer-0": "loading the base model", ...}`` in name order; empty before the first report.
 
-    Unreadable files are left out: callers read statuses again, and no process fails for want of one.
+    Unreadable files are omitted: callers read statuses again, and no process depends on one.
     """
     statuses = {}
     with contextlib.suppress(OSError):

@@ -196,6 +196,6 @@ def _assert_aligned(sums: dict[str, float], limit: float) -> None:
 def _assert_not_shifted(sums: dict[str, float]) -> None:
     if is_shifted(sums):
         raise AlignmentError(
-            f"rollout logprobs are shifted by one token: of the tokens that can tell {sums['late']:.0f} have the "
+            f"rollout logprobs are shifted by one token: of the decisive tokens {sums['late']:.0f} have the "
             f"record of the next one, {sums['early']:.0f} that of the one before, {sums['late_own']:.0f} their own"
         )

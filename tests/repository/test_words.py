@@ -9,14 +9,18 @@ from tests.support.paths import ROOT
 
 GLOSSARY = ROOT / "docs" / "en" / "glossary.md"
 BANNED = {
-    "anew": 2,
-    "learnt": 1,
-    "nobody|everybody|somebody": 10,
-    "under way": 4,
-    "(goes|went|gone) on": 9,
-    "(given|gives|gave) up": 2,
-    "(is|are|was|were|been|be) told": 0,
-    "lives": 2,
+    "anew": 0,
+    "learnt": 0,
+    "nobody|everybody|somebody|anybody": 0,
+    "under way": 0,
+    "(go|goes|went|gone) on": 0,
+    "(given|gives|gave|giving) up": 0,
+    "told|tells": 0,
+    "lives": 0,
+    "(come|comes|came) back": 0,
+    "(is|are|was|were) left": 0,
+    "signs? of life": 0,
+    "(be|been) had": 0,
 }
 """Pattern of whole words, and how many lines may still hold it; a number may only fall."""
 

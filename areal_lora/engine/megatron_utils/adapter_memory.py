@@ -148,7 +148,7 @@ class _Packer:
         return self._bound[at]
 
     def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
-        """See `AdapterMemory.fill_shard`. ``weights`` may be any memory that lives as long as this object."""
+        """See `AdapterMemory.fill_shard`. ``weights`` may be any memory with at least the lifetime of this object."""
         blocks = self._blocks(weights)
         for begin, end in self._ready(weights, groups):
             blocks.copy(0, flat.ctypes.data, tensors=(begin, end))

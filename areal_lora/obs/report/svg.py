@@ -108,8 +108,7 @@ def line_chart(
 
     ``marks`` are x at which something happened to the whole run: thin vertical lines.
 
-    On a logarithmic axis values that are not positive are left out. With no point left the
-    chart says so.
+    A logarithmic axis omits values that are not positive. A chart without any point states that.
     """
     drawn = [(s, [p for p in s.points if math.isfinite(p[1]) and (p[1] > 0 or not log_y)]) for s in series]
     points = [p for _, kept in drawn for p in kept]

@@ -27,7 +27,7 @@ class ControllerClient:
     """Requests of a trainer to the controller that ``find_endpoint`` names (None: there is none now).
 
     All methods may be called from any thread, ``hello`` first. Every method raises RolloutError if
-    the controller refuses the request, stays away for ``patience_s``, or does not accept the
+    the controller refuses the request, does not answer for ``patience_s``, or does not accept the
     run secret.
     """
 

@@ -31,14 +31,14 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """``samples`` and ``token_ids`` [N][P] speak of the same problems; ``left_out`` are the uids of further ones."""
+    """Held-out problems: ``samples`` with their ``token_ids`` [N][P]; ``left_out`` are the uids of omitted ones."""
 
     samples: Sequence[Sample]
     token_ids: Sequence[list[int]]
     left_out: tuple[str, ...] = ()
 
     def note(self) -> str:
-        """One line about the problems that are left out; empty if there are none."""
+        """Return one line about the omitted problems; empty if there are none."""
         if not self.left_out:
             return ""
         named = ", ".join(self.left_out[:N_NAMED]) + (", ..." if len(self.left_out) > N_NAMED else "")

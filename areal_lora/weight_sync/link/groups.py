@@ -233,7 +233,7 @@ def _join(
     device: torch.device,
     closing: Callable[[], None] = lambda: None,
 ) -> BroadcastGroup:
-    """Join at the source's store. ``closing`` is called when the group is left or cannot be formed."""
+    """Join at the source's store. ``closing`` is called on leaving the group, or if it cannot be formed."""
     leave = ExitStack()
     leave.callback(closing)
     try:

@@ -81,7 +81,7 @@ def test_a_manifest_of_another_version_is_not_believed(tmp_path: Path) -> None:
     (root / "v000001").rename(root / "v000007")
     plan = find(RunFolder(tmp_path), SPEC.name)
     assert plan.ref.version == 0
-    assert "speaks of math@v1" in plan.broken[0].reason
+    assert "manifest is of math@v1" in plan.broken[0].reason
 
 
 def test_if_none_is_left_the_start_fails_and_names_them(tmp_path: Path) -> None:
