@@ -1,4 +1,4 @@
-"""What keys the configuration tree has: read from the pydantic models, used by errors, merging and docs."""
+"""Keys of the configuration tree, read from the pydantic models; errors, merging and docs use them."""
 
 from __future__ import annotations
 

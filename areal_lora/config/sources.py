@@ -1,4 +1,4 @@
-"""Where configuration keys come from: files with line numbers, and overrides."""
+"""Sources of configuration keys: files with line numbers, and overrides."""
 
 from __future__ import annotations
 

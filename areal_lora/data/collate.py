@@ -106,7 +106,7 @@ def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
 
 
 def staleness_histogram(batch: TrainBatch, version: int) -> dict[int, int]:
-    """How many trained tokens are how many versions old when consumed at ``version``."""
+    """Return the staleness histogram at ``version``: number of trained tokens by age in versions."""
     ages = version - batch.versions[batch.loss_mask]
     values, counts = torch.unique(ages, return_counts=True)
     return {int(v): int(c) for v, c in zip(values, counts)}

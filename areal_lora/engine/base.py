@@ -32,7 +32,7 @@ MicroBatch = TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """What a loss function returns for one micro-batch: plain sums, no denominators.
+    """Result of a loss function for one micro-batch: plain sums, no denominators.
 
     ``loss`` is a scalar with grad: the SUM over the micro-batch's tokens (the engine never
     divides by anything but ``optim_step``'s denominator). ``stats`` are sums as well; the

@@ -1,4 +1,4 @@
-"""How many numbers an adapter has, calculated from sizes without listing names."""
+"""Number of parameters of an adapter, calculated from sizes without listing names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model family declares: the names of a checkpoint's parts, and where the model differs from Llama.
+"""Declaration of a model family: the names of a checkpoint's parts, and the differences from Llama.
 
 A family is a Hugging Face ``model_type``. All families have RMS norms, rotary positions, query, key, value and
 output projections, and a gated MLP. Sparse layers have a router and experts instead of the MLP, each expert a
@@ -20,7 +20,7 @@ TARGETS = (*ATTENTION_LINEARS, *MLP_LINEARS)
 
 
 class Scope(StrEnum):
-    """Where in a layer an adapted linear sits."""
+    """Position of an adapted linear in a layer."""
 
     ATTENTION = "attention"  # linear_qkv, linear_proj
     MLP = "mlp"  # dense MLP of a layer

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` prints: the resolved plan as tables. Starts and creates nothing."""
+"""Output of ``--dry-run``: the resolved plan as tables. Starts and creates nothing."""
 
 from __future__ import annotations
 

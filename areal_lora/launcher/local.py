@@ -103,7 +103,7 @@ class _Watch:
         return None
 
     def _early_too_long(self, now: float) -> list[Ended]:
-        """Those that ended well ``EARLY_END_S`` ago; trainer rank 0 should have done so too."""
+        """Return processes that exited with 0 over ``EARLY_END_S`` ago, when trainer rank 0 should have ended too."""
         late = [e for at, e in self._early if now - at > EARLY_END_S]
         self._early = [(at, e) for at, e in self._early if now - at <= EARLY_END_S]
         return late

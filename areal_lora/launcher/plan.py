@@ -47,7 +47,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCoordinates:
-    """Where one trainer rank sits in the parallel layout (Megatron's order: tp fastest, then dp, then pp)."""
+    """Position of one trainer rank in the parallel layout (Megatron's order: tp fastest, then dp, then pp)."""
 
     rank: int
     tp: int
@@ -69,7 +69,7 @@ class AdapterEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What the sizes in config.json and the ranks imply."""
+    """Sizes derived from config.json and the ranks."""
 
     base_parameters: int
     base_bytes: int

@@ -26,7 +26,7 @@ from areal_lora.network.addresses import NODES_VARIABLE
 
 _FINAL = " ".join(str(int(code)) for code in sorted({ExitCode.DONE, *NON_RETRYABLE}))
 SIGNAL_LEAD_S = 60
-"""How long before the time limit Slurm signals the script."""
+"""Time between Slurm's signal to the script and the time limit."""
 
 
 def sbatch_script(config: Config, plan: JobPlan) -> str:
@@ -88,7 +88,7 @@ def submit(config: Config, plan: JobPlan, start: RunStart) -> str:
 
 
 def _slurm(program: str, *arguments: str, fix: str, stdin: str | None = None) -> str:
-    """What a command of Slurm prints. Raises EnvironmentError_ where it is not there or fails."""
+    """Return the output of a Slurm command. Raises EnvironmentError_ if the command is missing or fails."""
     try:
         done = subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What is written down when a process of the run is stuck: every stack and what each process was waiting for."""
+"""Record a stall: the stacks of all processes and the status of each."""
 
 from __future__ import annotations
 

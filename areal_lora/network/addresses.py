@@ -28,7 +28,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """One that is up. ``addresses`` in the system's order, without IPv6 zones."""
+    """A network interface that is up. ``addresses`` in the system's order, without IPv6 zones."""
 
     name: str
     addresses: tuple[_Address, ...]
@@ -41,7 +41,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a process listens. ``interface`` is empty where ``cluster.bind`` is a name."""
+    """Address that a process binds to. ``interface`` is empty if ``cluster.bind`` is a name."""
 
     address: str
     interface: str
@@ -96,7 +96,7 @@ def choose(
 def _found(
     wanted: str, interfaces: Sequence[Interface], routes: Sequence[_Address], nodes: int
 ) -> list[tuple[Interface, _Address]]:
-    """What ``wanted`` allows, best first."""
+    """Return the addresses that ``wanted`` allows, best first."""
     usable = [
         (one, address)
         for one in interfaces

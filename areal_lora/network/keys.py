@@ -36,7 +36,7 @@ def derived_key(secret: str, label: str, length: int = 32) -> bytes:
 
 
 def bearer_key(secret: str, plane: Plane) -> str:
-    """What opens ``plane``, and nothing else."""
+    """Return the bearer key that admits clients to ``plane`` only."""
     return derived_key(secret, f"bearer {plane}").hex()
 
 

@@ -137,7 +137,7 @@ def _issue(
 
 
 def _names(bind: str) -> list[x509.GeneralName]:
-    """What outside clients may call a server bound to ``bind``: they do check names."""
+    """Return the names by which outside clients may address a server bound to ``bind``; these clients check names."""
     addresses, hosts = {"127.0.0.1", "::1"}, {"localhost", socket.gethostname()}
     for text in [bind, *(a.address.partition("%")[0] for nic in psutil.net_if_addrs().values() for a in nic)]:
         try:

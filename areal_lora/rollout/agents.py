@@ -32,7 +32,7 @@ from areal_lora.types import AdapterRef, Sample, Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """What an agent gets: an OpenAI endpoint with a key that works for ``timeout_s`` seconds, and the problem."""
+    """Input of an agent: an OpenAI endpoint with a key that is valid for ``timeout_s`` seconds, and the problem."""
 
     base_url: str  # ends in /v1
     api_key: str

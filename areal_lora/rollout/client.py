@@ -25,7 +25,7 @@ KEEP_ALIVE_S = 4.0
 
 
 class FaultKind(StrEnum):
-    """Why a group was retried or dropped; the words appear in metrics and ledger."""
+    """Reason of a retry or drop of a group; the words appear in metrics and ledger."""
 
     RETIRED = "version_retired"
     CONNECTION = "connection"

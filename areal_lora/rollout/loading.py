@@ -56,7 +56,7 @@ class CheckedWorkflow:
         return checked
 
     async def _checked(self, episode: Episode, prompt: Prompt, ref: AdapterRef) -> Episode:
-        """As it will be read back from the ledger, with rewards that are floats. A wrong type may raise anything."""
+        """Return the episode as the ledger will decode it, with float rewards. A wrong type may raise any exception."""
         graded = tuple(map(_graded, episode.group.trajectories))
         episode = Episode(group=TrajectoryGroup(uid=episode.group.uid, trajectories=graded), texts=tuple(episode.texts))
         episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=Episode)

@@ -23,7 +23,7 @@ def echo_answer(prompt: list[int], sample: int) -> Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What one request gets instead of its answer: a status, a dropped connection, or an edited body."""
+    """Replacement of one answer: a status, a dropped connection, or an edited body."""
 
     status: int = 200
     disconnect: bool = False

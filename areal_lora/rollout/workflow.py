@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Scorer(Protocol):
-    """What workflows need of a scorer pool: one score per item, in order."""
+    """The part of a scorer pool that workflows use: one score per item, in order."""
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowContext:
-    """What a workflow works with. ``client`` samples, ``scorer`` gives the configured reward.
+    """Context of a workflow. ``client`` samples, ``scorer`` returns the configured reward.
 
     ``sampling`` is the adapter's; log-probabilities are trained on at its temperature, so every sampled token has
     to be sampled with it. No sequence may be longer than ``max_model_len`` tokens.
@@ -85,7 +85,7 @@ class WorkflowContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What a workflow returns: the group, and the text of each trajectory's answer for reports."""
+    """Result of a workflow: the group, and the text of each trajectory's answer for reports."""
 
     group: TrajectoryGroup
     texts: tuple[str, ...]

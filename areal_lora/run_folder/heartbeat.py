@@ -97,7 +97,7 @@ class Heart:
         return {part: age for part, age in ages.items() if age > self._limits[part]}
 
     def _where(self) -> str:
-        """What the main thread is at, innermost call last."""
+        """Describe the position of the main thread, innermost call last."""
         frame = sys._current_frames().get(self._main)
         calls = traceback.extract_stack(frame)[-3:] if frame is not None else []
         return ", it is at " + " > ".join(f"{c.name} ({c.filename}:{c.lineno})" for c in calls) if calls else ""

@@ -48,7 +48,7 @@ class JsonlSink:
 
 
 def refused(path: Path | str, error: OSError) -> RecordError:
-    """What to raise where a disk does not take records."""
+    """Build the error for a failed write of records."""
     return RecordError(
         f"{path}: a record cannot be written: {error.strerror} (fix: make room on the disk, or repair it, then start "
         "the same command: it resumes from the newest checkpoint)"

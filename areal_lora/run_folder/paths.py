@@ -133,7 +133,7 @@ class RunFolder:
         return self.path / "stacks"
 
     def stack_dump(self, process: str) -> Path:
-        """Where SIGUSR1 makes ``process`` append the stacks of its threads (``processes.stacks``)."""
+        """File to which ``process`` appends the stacks of its threads on SIGUSR1 (``processes.stacks``)."""
         return self.stacks / f"{process}.txt"
 
     # --- of the launcher

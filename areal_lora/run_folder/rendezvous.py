@@ -31,7 +31,7 @@ READ_TRIES, RETRY_S = 3, 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What one process bound: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``.
+    """Address and ports of one process: ``ports`` by plane, for example ``{"data": 1234, "admin": 1235}``.
 
     ``tls`` are the planes that speak TLS.
     """

@@ -46,7 +46,7 @@ class Adapter:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What training changes besides tensors. The loop calls `advance`; nothing else changes it.
+    """State that training changes besides tensors. Only `advance`, called by the loop, changes it.
 
     ``version`` counts the training steps taken, one batch and one published version each. ``skipped_steps`` counts
     the latest steps in a row whose gradients were not finite.
@@ -72,7 +72,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """What a checkpoint keeps of an adapter for the rollout controller; rank 0's counts, other ranks have an empty one.
+    """The part of an adapter's checkpoint for the rollout controller. Only rank 0 has it; it is empty on other ranks.
 
     ``ledger`` is the controller's snapshot once the step that made the version is consumed. ``evaluations`` are
     held-out figures by version, ``pending`` the versions whose evaluation was requested and has no answer yet.
@@ -85,7 +85,7 @@ class ControllerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a checkpoint gives back besides tensors and random states."""
+    """State restored from a checkpoint besides tensors and random states."""
 
     version: int
     controller: ControllerState

@@ -30,7 +30,7 @@ from areal_lora.trainer.adapter import Adapter
 from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout, plan_buckets
 
 CHUNK_BYTES = 16 << 20
-"""What is sent at once; one tensor may be larger."""
+"""Size of one message; a single tensor may be larger."""
 
 
 def export_adapter(engine: TrainEngine, adapter: Adapter, exchange: Exchange, run_folder: RunFolder) -> Path:

@@ -29,7 +29,7 @@ Scores = list[list[float]]  # log-probabilities of the probe, one row per sequen
 
 @dataclass(slots=True, kw_only=True)
 class _Published:
-    """What is kept of one adapter from publish to publish.
+    """State of one adapter between publishes.
 
     ``base`` are the base's scores of the probe, ``noise`` the largest difference between two computations of them.
     ``scored`` are the trainer's scores of ``newest``, the version published last. ``handle`` is the publish in

@@ -1,4 +1,4 @@
-"""What a trainer rank holds for a whole run."""
+"""State of a trainer rank for a whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areal_lora.trainer.recording import Recorder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank0:
-    """What rank 0 alone holds: its links to the controller, to the records and to a server that scores."""
+    """State of rank 0 only: the controller link, the recorder and the auditor."""
 
     controller: ControllerLink
     recorder: Recorder

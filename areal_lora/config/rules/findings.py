@@ -1,4 +1,4 @@
-"""What a rule finds, and what rules are functions of."""
+"""Inputs and results of a configuration rule."""
 
 from __future__ import annotations
 

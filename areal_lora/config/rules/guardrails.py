@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
-    """What is wrong, errors first; of several findings about one key only the first."""
+    """Return the findings, errors first; of several findings about one key only the first."""
     findings: dict[tuple[str, Severity], Finding] = {}
     for rule in RULES:
         for finding in rule(config, facts):

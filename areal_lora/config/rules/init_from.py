@@ -97,7 +97,7 @@ def _rank(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | None
 
 
 def _distinct(digests: Mapping[str, bytes]) -> dict[tuple[str, str], int]:
-    """How many different lora_A each of Megatron's layers would have to hold."""
+    """Return the number of different lora_A that each of Megatron's layers would have to hold."""
     groups: dict[tuple[str, str], set[bytes]] = {}
     for name, digest in digests.items():
         module, sep, _ = name.rpartition(".lora_A.")

@@ -65,7 +65,7 @@ class AdapterMemory:
         return self._layouts[dtype]
 
     def shard(self, dtype: str) -> ShardLayout | None:
-        """What this rank sends; None for a rank that sends nothing."""
+        """Layout of the shard that this rank sends; None for a rank that is not a source."""
         return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
 
     def fill_shard(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:

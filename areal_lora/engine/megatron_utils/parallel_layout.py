@@ -1,4 +1,4 @@
-"""Where a rank sits and which rank owns what: arithmetic on parallel sizes, no communication.
+"""Position and ownership of each rank: arithmetic on parallel sizes, no communication.
 
 Megatron numbers ranks with tensor parallelism innermost, then data (dense layers) or expert and
 expert-data (experts), then pipeline stages outermost::
@@ -115,7 +115,7 @@ class ParallelLayout:
 
 
 def split_layers(config: TrainerConfig, layers: int) -> tuple[int, ...]:
-    """How many layers each stage gets: ``trainer.pp_layers``, else as even as can be, earlier stages first.
+    """Return the layers of each stage: ``trainer.pp_layers``, else evenly distributed, earlier stages first.
 
     Raises ConfigError for a stage without layers or numbers that do not add up.
     """

@@ -1,4 +1,4 @@
-"""What a restarted controller has to be sent again: the newest versions and the pending evaluations."""
+"""Messages to repeat for a restarted controller: the newest versions and the pending evaluations."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class AdapterFeed:
 
     @property
     def note(self) -> str:
-        """Why groups may not become ready, for a trainer that waits for them."""
+        """Return the reasons why groups may not become ready, for a trainer that waits for them."""
         if self._uniform_in_a_row >= self.budget.prompts_per_step:
             return (
                 f"the last {self._uniform_in_a_row} groups had equal rewards and were dropped; with "

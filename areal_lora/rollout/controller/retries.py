@@ -19,7 +19,7 @@ SAME_ANSWER = (FaultKind.CONNECTION, FaultKind.RETIRED, FaultKind.SERVER_ERROR, 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Why a request of a group failed.
+    """Reason of a failed request of a group.
 
     ``retryable`` is False where the same request would be refused again. ``served`` is False where no server had
     the request. ``resample``: the answer itself was at fault, and a retry with the same seed would fail again.

@@ -38,7 +38,7 @@ class StalenessBudget:
     last_version: int
 
     def capacity(self, *, newest: int, next_version: int, live: int) -> int:
-        """How many groups may be issued now.
+        """Return the number of groups that may be issued now.
 
         ``newest`` is the newest version announced active, ``next_version`` the one at which the
         next batch will be consumed, ``live`` the groups held for that step and later ones.

@@ -34,7 +34,7 @@ class Progress:
 
 
 class Look(Enum):
-    """What follows a look for servers."""
+    """Next action after a search for servers."""
 
     CONNECT = auto()
     LOOK = auto()  # again, after a pause
@@ -43,7 +43,7 @@ class Look(Enum):
 
 
 class Move(Enum):
-    """What follows an attempt."""
+    """Next action after an attempt."""
 
     FINISH = auto()
     AWAIT_SLOT = auto()

@@ -60,7 +60,7 @@ class Formation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known after an attempt: digest of the adapter, answers of the servers, a finding per member."""
+    """Result of an attempt: digest of the adapter, answers of the servers, a finding per member."""
 
     digest: str
     replies: dict[ServerEndpoint, PublishReply]

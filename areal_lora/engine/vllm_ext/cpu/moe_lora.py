@@ -136,7 +136,7 @@ class CellBlock:
     view: tuple[int, int, int]
 
     def add(self, out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """As in ``CellRuns``."""
+        """See ``CellRuns``."""
         low = torch.bmm(self._rows(x), self._weights(a))
         self._rows(out).baddbmm_(low, self._weights(b))
 
