@@ -98,7 +98,7 @@ class Family:
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """Those that models of the family may have, `ALL_EXPERTS` among them."""
+        """Scopes that models of the family may have, including `ALL_EXPERTS`."""
         if self.experts is None:
             return (Scope.ATTENTION, Scope.MLP)
         shared = () if self.experts.shared is None else (Scope.SHARED_EXPERT,)

@@ -44,7 +44,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> int:
         if interrupts.count:
             console.print("Interrupted: stopping (once more to kill at once).", markup=False)
         elif failure is not None:
-            # Said before the stop, which takes seconds and adds the other processes' complaints.
+            # Printed before the stop, which takes seconds and adds errors of the other processes.
             print_failure(failure, console)
         supervisor.stop(interrupted=interrupts)
     if interrupts.count:

@@ -54,7 +54,7 @@ def recorded_model(config: Config) -> ModelConfig | None:
 
 
 def _steps_done(folder: RunFolder) -> int:
-    """Of a run that ended well; 0 for one that did not."""
+    """Return the steps of a run that ended with success, else 0."""
     try:
         return read_summary(folder).steps
     except (FileNotFoundError, msgspec.DecodeError):

@@ -42,7 +42,7 @@ _LIBC = ctypes.CDLL(None)
 class Ended:
     """A process that is over. ``code`` is negative for a signal, as in ``subprocess``.
 
-    ``why`` says it in words where the launcher itself ended it.
+    ``why`` states the reason if the launcher itself ended it.
     """
 
     spec: ProcessSpec
@@ -155,8 +155,8 @@ class Supervisor:
     def note_shared_memory(self, looks: int = SHARED_LOOKS) -> None:
         """Remember which shared memory our processes use, so that it can be removed if they die without doing so.
 
-        Made to be called often: who uses what is looked up while there are names that were looked at
-        fewer than ``looks`` times, which the processes of others have made after that.
+        Cheap enough to be called often: users of shared memory are looked up only while a name was checked fewer
+        than ``looks`` times. A name that is still unclaimed then belongs to another program.
         """
         names = shared_memory.entries() - self._shared_before - self._shared_ours
         if all(self._shared_looks[name] >= looks for name in names):

@@ -1,8 +1,8 @@
 """TLS between the processes of a run: each HTTP plane has a certificate authority made from the run secret.
 
-Whoever has the secret can make the authority again, always with the same bytes, so no file must be
-distributed. A server has a key pair of its own, made when it starts and kept in memory, with a certificate
-that the authority signs. Clients trust that authority and no other::
+Any process with the secret derives the same authority, byte for byte, so no file must be distributed. A server
+generates a key pair at its start and keeps it in memory, with a certificate that the authority signs. Clients trust
+that authority and no other::
 
     run secret -- HKDF --> authority of the plane -- signs --> certificate of one server process
                                |

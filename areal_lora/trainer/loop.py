@@ -83,8 +83,8 @@ def train_step(trainer: Trainer, state: TrainingState) -> None:
 def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     """Begin the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
 
-    Nothing is waited for: the next step joins checkpoint and publish, and the evaluation runs on the servers beside
-    the rollouts once the version is active. The time that this takes counts for the next step.
+    This function does not wait: the next step joins checkpoint and publish, and the evaluation runs on the servers
+    together with the rollouts once the version is active. The time of this function counts for the next step.
     """
     spans = trainer.spans[state.name]
     spans.restart()
