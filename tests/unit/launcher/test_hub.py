@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from areal_lora.weight_sync.digests import base_digest
 from tests.support.launcher.hub_cache import FIRST, NAME, SECOND, fill_cache, sharded, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, TINY_MODEL
 
+HF = quote(str(Path(sys.executable).with_name("hf")))
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -221,7 +223,7 @@ def test_a_partial_snapshot_is_completed(tmp_path: Path, hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("models", "more", "words"),
     [
-        ({}, [], ["model.path", "no folder", "no model of this name", "hf auth login"]),
+        ({}, [], ["model.path", "no folder", "no model of this name", f"{HF} auth login"]),
         (
             {NAME: HubModel(commits={FIRST: tiny_files()}, refs={"main": FIRST}, gated=True)},
             [],

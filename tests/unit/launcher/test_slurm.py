@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -72,7 +73,7 @@ STAND_INS = {
     "squeue": 'cat "$STATE"',
     # Signals every process of the tasks; each task is a process group.
     "scancel": 'echo "$@" >> "$CALLS.scancel"; while read -r group; do kill -TERM -- "-$group"; done < "$CALLS.groups"',
-    "srun": f'exec {sys.executable} -S {SUPPORT / "launcher" / "stand_in_srun.py"} "$@"',
+    "srun": f'exec {quote(sys.executable)} -S {quote(str(SUPPORT / "launcher" / "stand_in_srun.py"))} "$@"',
 }
 
 
