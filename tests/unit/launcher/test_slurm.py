@@ -106,8 +106,9 @@ def run_script(
     )
     own_python = plan.role("controller")[0].argv[0]
     script = tmp_path / "job.sh"
-    text = sbatch_script(config, plan).replace(f" {own_python} ", f" {bin_folder}/controller-python ")
-    script.write_text(text)
+    text = sbatch_script(config, plan)
+    assert text.count(f" {quote(own_python)} ") >= 1
+    script.write_text(text.replace(f" {quote(own_python)} ", f" {bin_folder}/controller-python "))
     plan.run_folder.path.mkdir()
     before(plan.run_folder.path)
     if failures is not None:
