@@ -111,8 +111,9 @@ def whole(shape: ModelShape, rank: int, experts: ExpertLayout) -> dict[str, Tens
 
 
 def lose_a_rank(folder: Path) -> str:
-    """What rank 0 is told when rank 1 ends before it has sent anything."""
+    """What rank 0 reports when rank 1 ends before it has sent anything."""
     exchange = GroupExchange(timeout_s=30.0)
+    dist.barrier()  # rank 1 must not end while rank 0 still connects
     if exchange.rank == 0:
         try:
             exchange.receive(np.empty(1 << 20, dtype=np.uint8), 1)
