@@ -6,7 +6,6 @@ import json
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from tests.support.e2e.metrics import records
-from tests.support.paths import EXAMPLES
+from tests.support.launcher.command import embedded_run
 
 STEPS, PROMPTS, ETA = 30, 16, 2
 VICTIMS = {8: "areal_lora.engine.vllm_ext.server", 15: "areal_lora.rollout.main", 22: "areal_lora.trainer.main"}
@@ -46,21 +45,14 @@ class Run:
 
 
 def go(root: Path, name: str, victims: dict[int, str]) -> Run:
-    command = [
-        sys.executable,
-        "-m",
-        "areal_lora.launch",
-        "--config",
-        str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"),
-        "--config",
-        str(EXAMPLES / "embedded.yaml"),
+    command = embedded_run(
         f"run.root={root}",
         f"run.name={name}",
         f"run.steps={STEPS}",
         "eval.every_steps=0",
         f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}",
         f"rollout.max_staleness={ETA}",
-    ]
+    )
     log = root / f"{name}.log"
     with log.open("w") as out:
         launcher = subprocess.Popen(command, stdout=out, stderr=out)

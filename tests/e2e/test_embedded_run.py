@@ -29,6 +29,7 @@ from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.weight_sync.digests import base_digest
+from tests.support.launcher.command import embedded_run
 from tests.support.launcher.hub_cache import FIRST, NAME, fill_cache, tiny_files
 from tests.support.paths import EXAMPLES, ROOT, SUPPORT, TINY_MODEL
 
@@ -68,14 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("runs with a space")
     snapshot = fill_cache(root / "hub cache", tiny_files())
     environment = {**os.environ, "HF_HUB_CACHE": str(root / "hub cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    command = [
-        sys.executable,
-        "-m",
-        "areal_lora.launch",
-        "--config",
-        str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"),
-        "--config",
-        str(EXAMPLES / "embedded.yaml"),
+    command = embedded_run(
         f"run.root={root}",
         "run.name=short",
         f"model.path={NAME}",
@@ -83,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "eval.every_steps=3",
         "adapters.gsm8k.sampling.prompts_per_step=24",
         "adapters.gsm8k.task.n_eval=64",
-    ]
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
     return Run(folder=root / "short", output=done.stdout + done.stderr, code=done.returncode, snapshot=snapshot)
 

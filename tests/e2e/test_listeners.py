@@ -26,6 +26,7 @@ from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from tests.support.e2e.listeners import Listener
 from tests.support.e2e.metrics import records
+from tests.support.launcher.command import configs, embedded_run
 from tests.support.paths import ROOT
 
 NAMESPACE, ADDRESS = f"al-{os.getpid()}", "10.77.0.1"
@@ -91,18 +92,9 @@ def walk(root: Path, prefix: list[str], *settings: str, goes_on: bool) -> list[L
 
     ``goes_on``: it takes steps, before and after that.
     """
-    examples = ROOT / "examples"
     command = [
         *prefix,
-        sys.executable,
-        "-m",
-        "areal_lora.launch",
-        "--config",
-        str(examples / "math" / "gsm8k_grpo_megatron_lora_moe.yaml"),
-        "--config",
-        str(examples / "math" / "embedded.yaml"),
-        "--config",
-        str(examples / "workflows" / "vote.yaml"),  # agents have an endpoint of their own
+        *embedded_run(*configs("vote", folder=ROOT / "examples" / "workflows")),  # agents have an endpoint of their own
         f"run.root={root}",
         "run.name=listeners",
         "run.steps=500",

@@ -1,4 +1,4 @@
-"""A run stopped in each phase: no process, port or shared memory is left after 10 s.
+"""A run stopped in each phase: no process, port or shared memory remains after 10 s.
 
 Trainer, controller and launcher are real in all cases, the server is vLLM in two. In the others a stand-in answers:
 what a stopped vLLM leaves behind is the same in every phase, and starting it takes most of the time.
@@ -7,7 +7,6 @@ what a stopped vLLM leaves behind is the same in every phase, and starting it ta
 from __future__ import annotations
 
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -19,8 +18,8 @@ import pytest
 
 from areal_lora.engine.vllm_ext import stand_in
 from tests.support.e2e import lenient_trainer
+from tests.support.launcher.command import embedded_run
 from tests.support.launcher.stops import GONE_S, Held, figures, marked, start, stop
-from tests.support.paths import EXAMPLES
 
 AT_ONCE, START_S = 2, 150.0
 
@@ -74,14 +73,7 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
     environment = {"AREAL_LORA_TEST": uuid.uuid4().hex, "OMP_NUM_THREADS": "1"}
     if case.fault:
         environment["AREAL_LORA_FAULT"] = case.fault
-    command = [
-        sys.executable,
-        "-m",
-        "areal_lora.launch",
-        "--config",
-        str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"),
-        "--config",
-        str(EXAMPLES / "embedded.yaml"),
+    command = embedded_run(
         f"run.root={root}",
         f"run.name={name}",
         "run.steps=2",
@@ -89,7 +81,7 @@ def stopped(root: Path, case: Case) -> tuple[float, int]:
         "trainer.ep=1",
         "adapters.gsm8k.sampling.prompts_per_step=8",
         "adapters.gsm8k.task.n_eval=512",
-    ]
+    )
     if not case.vllm:
         command += [
             f"rollout.python={stand_in.interpreter(root / f'{name}.server')}",

@@ -49,7 +49,7 @@ def test_a_stopped_controller_and_a_stopped_server_are_started_again(begin: Call
     )
     run.wait_for(lambda: last_beats(RunFolder(folder)).keys() == set(BOTH), timeout_s=60)
     time.sleep(LIMIT_S + 1.0)
-    assert count_restarts(RunFolder(folder)) == {}, "both beat, although nobody asks anything of them"
+    assert count_restarts(RunFolder(folder)) == {}, "both beat without any request"
     old = {name: pid_of(folder, name) for name in BOTH}
     stopped_at = time.monotonic()
     for pid in old.values():

@@ -149,7 +149,7 @@ def test_a_request_whose_time_has_passed_in_the_queue_is_not_looked_at():
 
     with serve(Busy) as server, Ranks(server, timeout_s=2.0) as ranks:
         assert isinstance(ranks.outcomes(0)[0][0], PublishReport)
-        server._one_publish.acquire()  # by a request of somebody else
+        server._one_publish.acquire()  # by another request
         threading.Timer(4.0, lambda: (server._one_publish.release(), held.set())).start()
         ((answer, _),) = ranks.outcomes(1)
         assert isinstance(answer, PublishError), answer
@@ -188,7 +188,7 @@ def test_rank_0_ends_within_the_budget_of_a_publish_and_the_others_hear_from_it(
         server.path = path
         (first, first_s), (other, other_s) = ranks.outcomes(1)
         assert isinstance(first, PublishError)
-        assert str(other) == str(first), "every rank has the same reason, nobody gave up before"
+        assert str(other) == str(first), "every rank has the same reason, none stopped waiting before"
         assert "gone or late" not in str(first)
         assert max(first_s, other_s) < ranks.config.publish_s + 0.5
 

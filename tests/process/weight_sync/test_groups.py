@@ -119,7 +119,7 @@ def listening():
 
 
 def test_store_and_pairs_listen_on_the_given_address_only():
-    """127.0.0.2 is loopback too, but nobody's default: whoever picks an address by itself shows."""
+    """127.0.0.2 is loopback too, but no default: a member that chooses its own address fails."""
     before = listening()
     groups = meet(2, bind="127.0.0.2")
     opened = listening() - before

@@ -256,7 +256,7 @@ def test_a_server_stopped_during_a_transfer_is_given_up_and_comes_back_when_it_c
     finally:
         os.kill(cluster.servers["server-2"].process.pid, signal.SIGCONT)
     time.sleep(0.5)
-    for seed in range(33, 38):  # it ends its old transfer, which disturbs nobody
+    for seed in range(33, 38):  # it ends its old transfer, which disturbs no other
         report = cluster.next(seed)
         if names(report) == list(WORKERS):
             break

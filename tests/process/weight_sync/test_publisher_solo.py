@@ -289,7 +289,7 @@ def test_an_error_of_packing_reaches_join_and_one_of_the_code_its_caller():
             solo.publisher.publish(ref(0), None, layout, broken(ZeroDivisionError()), BASE, None)
         with pytest.raises(PublishError, match="ZeroDivision"):
             solo.publish(0)  # the one before is joined first
-        assert time.monotonic() - began < 4.0  # nobody waits for a deadline
+        assert time.monotonic() - began < 4.0  # no rank waits for a deadline
         solo.publish(0).wait()
 
 

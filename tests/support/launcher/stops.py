@@ -1,4 +1,4 @@
-"""The five ways a run is stopped, and how to see that nothing of it is left."""
+"""The five ways a run is stopped, and how to verify that nothing of it remains."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Held:
         return words + [f"shared memory {name}" for name in self.shared if (SHARED / name).exists()]
 
     def gone_after_s(self, environment: Mapping[str, str], began_s: float) -> float:
-        """Seconds since ``began_s`` until nothing is left; fails after ``GONE_S``."""
+        """Seconds since ``began_s`` until nothing remains; fails after ``GONE_S``."""
         while left := self.left(environment):
             assert time.monotonic() - began_s < GONE_S, f"left after {GONE_S:.0f} s: {left}"
             time.sleep(0.1)
@@ -96,7 +96,7 @@ def marked(environment: Mapping[str, str]) -> list[psutil.Process]:
 
 
 def listening() -> set[int]:
-    """Ports of this machine that somebody listens on, whoever it is. Connections that linger do not count."""
+    """Ports of this machine with a listener of any process. Connections that linger do not count."""
     lines = [line for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     rows = [line.split() for line in lines]
     return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}

@@ -128,7 +128,7 @@ class Judge:
         self.flushed()
 
     def rebuilt(self, saved: Judge) -> None:
-        """All that is left is the snapshot taken when ``saved`` was."""
+        """All that remains is the snapshot taken when ``saved`` was."""
         self.next_version, self.next_position, self.issued = saved.next_version, saved.next_position, saved.issued
         self.dropped = Counter(saved.dropped)
         self.live = {p: Group(issue=g.issue, stale=g.stale) for p, g in saved.live.items()}

@@ -93,7 +93,7 @@ def export_all(folder: Path, cases: list[tuple[str, ModelShape, dict[str, int], 
         # As after a checkpoint: the plans of the engine exist.
         engine.memory.export(engine.memory.weights, engine._groups)
         dist.barrier()
-        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide what is taken anew
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide new allocations
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_bytes("VmRSS")
         export_adapter(engine, adapter, exchange, RunFolder(folder / name))

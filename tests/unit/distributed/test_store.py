@@ -176,7 +176,7 @@ def test_it_works_over_ipv6():
 
 
 def test_nothing_is_left_after_closing(server):
-    """Threads and descriptors: a trainer connects anew for every change of the servers."""
+    """Threads and descriptors: a trainer reconnects for every change of the servers."""
     process = psutil.Process()
 
     def held():

@@ -1,4 +1,4 @@
-"""Supervision with small real processes: what is reported, what is left behind (nothing)."""
+"""Supervision with small real processes: what is reported, and that nothing remains."""
 
 from __future__ import annotations
 

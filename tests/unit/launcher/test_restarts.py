@@ -176,7 +176,7 @@ def test_time_in_which_the_launcher_did_not_look_is_nobodys_silence(stopped_s: f
         pulse.look(alive, now)
     now += stopped_s
     pulse.look(alive, now)
-    assert pulse.silent(now) == {}, "nobody has had the time to beat"
+    assert pulse.silent(now) == {}, "no process has had the time to beat"
     for second in range(1, 46):
         pulse.look(alive | {"server-0": 1 + second}, now + second)
     assert pulse.silent(now + 45.0).keys() == {"server-1"}, "but one that stays silent is found as late as ever"

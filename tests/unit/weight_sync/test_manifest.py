@@ -56,7 +56,7 @@ def test_encoding_round_trips_and_is_strict(layout):
         data = encode(announcement)
         assert decode(data) == announcement
         sealed = Envelope(announcement.manifest, announcement.layout)
-        for timeout_s in (10.0, 0.25):  # what is left when each server is told
+        for timeout_s in (10.0, 0.25):  # what remains when each server is notified
             want = msgspec.structs.replace(announcement, timeout_s=timeout_s)
             assert sealed.seal(timeout_s) == encode(want)
             assert decode(sealed.seal(timeout_s)) == want

@@ -343,7 +343,7 @@ def test_a_client_that_leaves_during_the_switch_ends_its_request(server: Running
     assert after.aborted - before.aborted == 4 * 16
     last = versions.publish().version
     resident = {AdapterRef.parse(r).version for r in server.admin.info(5.0).refs}
-    assert not resident & set(range(first.version, last - 1)), "nobody holds the old ones any more"
+    assert not resident & set(range(first.version, last - 1)), "no request holds the old ones any more"
 
 
 def test_a_refused_version_cuts_nothing(server: RunningServer, versions: Versions) -> None:

@@ -136,7 +136,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], temperature: floa
 class Source:
     """One trainer rank by hand: a real group, a real admin client, and whatever bytes a test wants to send.
 
-    With the backend ``SOCKETS`` it lets nobody read its memory, as a trainer on another machine.
+    With the backend ``SOCKETS`` no other process may read its memory, as a trainer on another machine.
     """
 
     def __init__(
