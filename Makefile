@@ -21,7 +21,7 @@ test: check
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
 test-unit: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not slow" tests/unit tests/repository tests/examples $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not slow" tests/unit tests/repository tests/examples tests/benchmarks $(ARGS)
 
 test-all: export AREAL_LORA_NIGHTLY = 1
 test-all: test

@@ -1,0 +1,99 @@
+"""What ``train_speed.py`` trains: models, batches, the share of a machine's peak. Pure, without Megatron and PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from cpu_moe_lora import MODEL
+
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.types import TrainBatch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
+CONFIGS = (EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml")
+ADAPTER_STD = 0.1  # of lora_A and lora_B: log-probabilities move by 0.1 and more, and no gradient is zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model and the batch of one step. ``groups`` prompts have ``samples`` answers each.
+
+    ``tokens`` are the shortest and the longest sequence. ``name`` is a model of `CASES`.
+    """
+
+    name: str
+    groups: int
+    samples: int
+    tokens: tuple[int, int]
+
+    def config(self, folder: Path) -> Config:
+        """The demo's configuration with one rank; ``folder`` is the model."""
+        return load_config(CONFIGS, ["trainer.world_size=1", "trainer.ep=1", f"model.path={json.dumps(str(folder))}"])
+
+
+TINY = Case(name="tiny, 8 experts", groups=64, samples=8, tokens=(46, 60))
+WIDE = Case(name="154 M, 128 experts", groups=4, samples=8, tokens=(64, 192))
+CASES = {case.name: case for case in (TINY, WIDE)}
+
+
+def make_model(case: Case, folder: Path) -> Path:
+    """The folder of the case's model, written into ``folder`` with random weights where none is checked in."""
+    if case.name == TINY.name:
+        return EXAMPLES / "tiny_model"
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{k: v for k, v in MODEL.items() if k != "architectures"})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "wide")
+    return folder / "wide"
+
+
+def make_batch(case: Case, vocabulary: int, adapter: str) -> TrainBatch:
+    """Random tokens; the second half of each sequence is trained on, with an advantage of 1 or -1.
+
+    ``rollout_logprobs`` are 0 until a side has scored the batch.
+    """
+    random = Random(0)
+    lengths = [random.randint(*case.tokens) for _ in range(case.groups * case.samples)]
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(n) >= n // 2 for n in lengths])
+    signs = torch.tensor([random.choice((-1.0, 1.0)) for _ in lengths])
+    return TrainBatch(
+        token_ids=torch.tensor(random.choices(range(2, vocabulary), k=total)),
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)]),
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(total),
+        versions=torch.where(mask, 0, -1),
+        rewards=signs,
+        group_ids=torch.arange(len(lengths)) // case.samples,
+        sample_ids=torch.arange(len(lengths)),
+        adapters=(adapter,) * len(lengths),
+        advantages=torch.repeat_interleave(signs, torch.tensor(lengths)) * mask,
+    )
+
+
+def step_flops(model: Mapping[str, Any], rank: int, lengths: Sequence[int]) -> float:
+    """Useful floating point operations of a training step: what any implementation has to compute.
+
+    Per token twice the weights it meets forward and twice backward, for the gradient of its input; three times twice
+    an adapter's weights, which have gradients themselves; causal attention forward and twice that backward.
+    ``model`` is a Hugging Face configuration; one lora_A serves q, k, v and one serves gate and up.
+    """
+    hidden, inter, layers = model["hidden_size"], model["moe_intermediate_size"], model["num_hidden_layers"]
+    q = model["head_dim"] * model["num_attention_heads"]
+    kv = model["head_dim"] * model["num_key_value_heads"]
+    chosen = model["num_experts_per_tok"]
+    experts = model.get("num_experts") or model["num_local_experts"]
+    base = hidden * (2 * q + 2 * kv) + hidden * experts + chosen * 3 * hidden * inter
+    adapter = rank * ((hidden + q + 2 * kv) + (q + hidden) + chosen * ((hidden + 2 * inter) + (inter + hidden)))
+    linear = layers * (4 * base + 6 * adapter) + 4 * hidden * model["vocab_size"]
+    attention = layers * 3 * 4 * q / 2
+    return sum(n * linear + n * n * attention for n in lengths)
