@@ -278,6 +278,11 @@ class RolloutConfig(Section):
         False, description="Distribute whole experts over the workers of a replica instead of splitting each expert."
     )
     max_staleness: NonNegInt = Field(2, description="Largest staleness of a trained token, in versions.")
+    pacing: Literal["fresh", "full"] = Field(
+        "fresh",
+        description="`fresh`: groups are sampled as late as the trainer allows, so that it need not wait. `full`: as "
+        "early as `max_staleness` allows.",
+    )
     in_flight: Literal["finish", "interrupt"] = Field(
         "finish",
         description="At a publish, running sequences finish on their version, or are interrupted and continue on the "

@@ -27,6 +27,7 @@ from areal_lora.obs.metrics.records import (
     ResumeRecord,
     RolloutSampleRecord,
     StepRecord,
+    mean_lag,
 )
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
@@ -260,7 +261,9 @@ class LiveConsole:
         rewards = [s.reward_mean for s in self.view.steps if s.reward_mean is not None]
         rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
         rows.add_row("loss", f"{number(last.loss)}   grad {number(last.grad_norm)}   lr {number(last.lr)}")
-        rows.add_row("staleness", _histogram(self.view.staleness))
+        rows.add_row(
+            "staleness", f"{_histogram(self.view.staleness)}   mean {number(mean_lag(self.view.staleness), 2)}"
+        )
         rows.add_row("rollout", f"{number(last.rollout_tokens_per_s, 0)} tokens/s   {last.groups_ready} groups ready")
         rows.add_row("step", f"{last.step_s:.2f} s: wait {last.wait_batch_s:.2f}  train {last.train_s:.2f}")
 

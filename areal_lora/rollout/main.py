@@ -192,6 +192,7 @@ def build_runtime(
             prompts_per_step=sampling.prompts_per_step,
             last_version=config.run.steps - 1,
         ),
+        pacing=config.rollout.pacing,
         prompts=data.prompts,
         ledger=ledger,
         max_running=max(1, math.ceil(sequences / (sampling.n_samples * len(config.adapters)))),

@@ -7,6 +7,7 @@ read as None.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,11 +16,20 @@ SEQUENCE = ("wire", "verify", "write", "commit_wait")
 """Sequential phases of a publish on the slowest server; ``wire`` includes waiting for the trainer to pack."""
 
 
+def mean_lag(staleness: Mapping[int, int]) -> float | None:
+    """Return the mean of a staleness histogram (tokens by versions of lag); None if it is empty."""
+    tokens = sum(staleness.values())
+    return sum(lag * n for lag, n in staleness.items()) / tokens if tokens else None
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
     """One optimizer step of one adapter. Fractions are in [0, 1], log-probabilities in nats.
 
     ``version`` is the version the step started from.
     ``staleness`` counts trained tokens by ``version - token version``.
+    ``groups_ahead`` is the number of groups that pacing allows before the version that would make them fresher.
+    ``batch_spare_s`` is how long the batch was whole before it was asked for (negative: the trainer waited);
+    with ``pacing_margin_s`` or less its groups count as late.
     ``behaviour_mean_abs`` is mean |prox - rollout| logprob over trained tokens; ``mismatch_fresh`` is the same over
     tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
     ``time_s`` is the wall time since the start of the run. ``step_s`` starts with the previous version and includes
@@ -64,6 +74,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     groups_leased: int = 0
     groups_issued: int = 0
     groups_consumed: int = 0
+    groups_ahead: int = 0
+    pacing_margin_s: float = 0.0
+    batch_spare_s: float | None = None
     dropped: dict[str, int] = {}
     retried: dict[str, int] = {}
     reissued: int = 0
@@ -73,6 +86,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     audit_gap: float | None = None
     unaudited_steps: int = 0
     extra: dict[str, float | None] = {}
+
+    @property
+    def mean_lag(self) -> float | None:
+        """Mean staleness of the trained tokens, in versions."""
+        return mean_lag(self.staleness)
 
     @property
     def trainer_idle(self) -> float | None:

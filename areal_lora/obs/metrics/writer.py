@@ -80,6 +80,7 @@ def _scalars(record: Record) -> dict[str, float | None]:
                     is_time = name.endswith("_s") and not name.endswith("_per_s")
                     values[f"{'time' if is_time else 'train'}/{name}"] = value
             values["train/max_staleness"] = max(record.staleness, default=None)
+            values["train/mean_lag"] = record.mean_lag
             values["train/trainer_idle"] = record.trainer_idle
             values |= {f"dropped/{reason}": n for reason, n in record.dropped.items()}
             values |= {f"retried/{kind}": n for kind, n in record.retried.items()}

@@ -21,6 +21,7 @@ from areal_lora.obs.metrics.records import (
     ResumeRecord,
     RolloutSampleRecord,
     StepRecord,
+    mean_lag,
 )
 from areal_lora.run_folder.paths import RunFolder
 
@@ -64,6 +65,10 @@ class Figures:
     @property
     def max_staleness(self) -> int | None:
         return max((lag for lag, n in self.staleness.items() if n), default=None)
+
+    @property
+    def mean_lag(self) -> float | None:
+        return mean_lag(self.staleness)
 
     def add(self, record: Record) -> None:
         match record:

@@ -98,9 +98,13 @@ def _headlines(metrics: Figures) -> list[tuple[str, str]]:
         ("wall time", duration(last.time_s) if last else "-"),
         ("publish, median", f"{statistics.median(totals):.1f} ms" if totals else "-"),
         ("largest mean probe error, nats", number(metrics.probe_mean_abs, 2)),
-        ("largest staleness, versions", str(metrics.max_staleness) if metrics.max_staleness is not None else "-"),
+        ("staleness, versions: mean, largest", _staleness(metrics)),
         ("rollout, median", f"{svg.label(round(statistics.median(speeds)))} tok/s" if speeds else "-"),
     ]
+
+
+def _staleness(metrics: Figures) -> str:
+    return "-" if metrics.max_staleness is None else f"{number(metrics.mean_lag, 2)}, {metrics.max_staleness}"
 
 
 def _course(values: Iterable[float | None]) -> str:

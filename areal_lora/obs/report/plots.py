@@ -106,6 +106,7 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
             lambda: lines([eval_reward], y_range=_unit_range([eval_reward]))(),
         ),
         ("Staleness", "trained tokens by versions of lag", _staleness(steps)),
+        ("Mean lag", "versions, trained tokens", lines([_over(steps, "", lambda s: s.mean_lag, 2)], floor=0)),
         (
             "Logprob mismatch",
             "mean |trainer - rollout|, nats",
@@ -174,6 +175,16 @@ def _groups(steps: Feed[StepRecord], lines: Callable[..., Chart]) -> list[Later]
                     _over(steps, "leased", lambda s: s.groups_leased, 4),
                 ],
                 floor=0,
+            ),
+        ),
+        (
+            "Pacing",
+            "seconds from a whole batch to its request, below 0: waited for; and the margin",
+            lines(
+                [
+                    _over(steps, "spare", lambda s: s.batch_spare_s, 2),
+                    _over(steps, "margin", lambda s: s.pacing_margin_s, 3),
+                ]
             ),
         ),
         ("Groups dropped", "by reason, since the start", lambda: lines(dropped.series(), floor=0)()),

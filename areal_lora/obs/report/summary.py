@@ -31,7 +31,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     and over-long prompts.
     ``probe_*_abs_dlogp`` are the largest values over all probed publishes of the probe's largest and mean
     |logp trainer - logp server|.
-    ``staleness_histogram`` counts trained tokens by versions of lag; ``max_staleness`` is the largest lag.
+    ``staleness_histogram`` counts trained tokens by versions of lag; ``max_staleness`` is the largest lag,
+    ``mean_lag`` the mean.
     ``restarts`` counts restarts by process; ``trainer`` stands for all ranks together.
     """
 
@@ -54,6 +55,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     probe_mean_abs_dlogp: float | None
     staleness_histogram: dict[int, int]
     max_staleness: int | None
+    mean_lag: float | None = None
     max_staleness_allowed: int
     dropped: dict[str, int]
     restarts: dict[str, int] = {}
@@ -89,6 +91,7 @@ def write_summary(run_folder: RunFolder, *, wall_s: float, adapter_path: Path | 
         probe_mean_abs_dlogp=figures.probe_mean_abs,
         staleness_histogram=dict(sorted(figures.staleness.items())),
         max_staleness=figures.max_staleness,
+        mean_lag=None if figures.mean_lag is None else round(figures.mean_lag, 4),
         max_staleness_allowed=config.rollout.max_staleness,
         dropped=dict(sorted(dropped.items())),
         restarts=count_restarts(run_folder),

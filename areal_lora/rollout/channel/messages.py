@@ -13,7 +13,7 @@ import msgspec
 
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -152,6 +152,9 @@ class Stats(ChannelMessage, frozen=True):
     tokens_generated: int
     idle_s: float  # nothing in flight
     generation_s: float  # summed over finished groups
+    ahead: int  # this and the next two: see `controller.pacing.PacingStatus`
+    margin_s: float
+    spare_s: float | None
 
 
 class RolloutSample(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.messages import Stats
 from areal_lora.rollout.controller import retries, statistics
 from areal_lora.rollout.controller.groups import Finished, Lease, Ticket
+from areal_lora.rollout.controller.pacing import Pacer, Pacing
 from areal_lora.rollout.controller.pool import GroupPool
 from areal_lora.rollout.controller.retries import FailureStreak, RequestFailure
 from areal_lora.rollout.controller.staleness import Freshness, StalenessBudget
@@ -50,6 +51,7 @@ class AdapterFeed:
         name: str,
         *,
         budget: StalenessBudget,
+        pacing: Pacing,
         prompts: PromptStream,
         ledger: Ledger,
         max_running: int,
@@ -62,6 +64,7 @@ class AdapterFeed:
         self.newest = NO_VERSION  # the newest version announced
         self.groups = GroupPool(prompts, ledger, on_expire=on_expire, clock=clock)
         self.failures = FailureStreak()
+        self.pacer = Pacer(pacing, budget, clock)
         self._ledger, self._clock = ledger, clock
         self._lease_s, self._drop_uniform = lease_s, drop_uniform
         self._uniform_in_a_row = 0
@@ -76,6 +79,7 @@ class AdapterFeed:
         Raises RolloutError if neither ledger nor snapshot knows what was consumed before ``version``.
         """
         self.newest = NO_VERSION
+        self.pacer.new_session()
         head = self._ledger.head
         # The last batch may have been leased without reaching the trainer.
         known = head.trainer == trainer and head.next_version in (version, version + 1)
@@ -115,14 +119,17 @@ class AdapterFeed:
     # ------------------------------------------------------------ issuing
 
     def admit(self) -> Ticket | None:
-        """The next group to request, if budget and concurrency allow one."""
+        """The next group to request, if pacing, budget and concurrency allow one.
+
+        A prompt that came too late has long answers: it waits for a version announced since the last hand-over,
+        which gives it a step more than the version before.
+        """
         groups, next_version = self.groups, self._ledger.head.next_version
         if self.newest == NO_VERSION or len(groups.running) >= self.max_running:
             return None
-        live = len(groups.running) + len(groups.ready)
-        if not self.budget.capacity(newest=self.newest, next_version=next_version, live=live):
+        if not self.pacer.capacity(newest=self.newest, next_version=next_version, live=groups.live):
             return None
-        return groups.start()
+        return groups.start(also_stale=self.newest >= next_version - 1)
 
     def begin(self, ticket: Ticket) -> AdapterRef | None:
         """The version to request now; None while no version is announced."""
@@ -154,7 +161,9 @@ class AdapterFeed:
         counters.tokens += sum(sum(t.loss_mask) for t in episode.group.trajectories)
         counters.generation_s += self._clock() - ticket.begun_s
         versions = [v for t in episode.group.trajectories for v in t.versions if v >= 0]
-        finished = Finished(ticket=live, episode=episode, oldest=min(versions), newest=max(versions))
+        finished = Finished(
+            ticket=live, episode=episode, oldest=min(versions), newest=max(versions), ready_s=self._clock()
+        )
         next_version = self._ledger.head.next_version
         freshness = self.budget.freshness(oldest=finished.oldest, consume_version=next_version)
         if finished.newest > next_version:
@@ -206,10 +215,11 @@ class AdapterFeed:
     # ------------------------------------------------------------ handing over
 
     def take(self, step: int, version: int) -> Lease | None:
-        """The groups of ``step``, or None while fewer than a batch are ready.
+        """The groups of ``step``, oldest issue first, or None while fewer than a batch are ready.
 
-        A step that is not committed is served again unchanged. Raises StalenessError if a group
-        beyond the budget would be handed over.
+        Groups of the oldest versions are chosen, because they would be too old first. The choice does not change the
+        mean lag: a group that stays waits as many versions as another one would. A step that is not committed is
+        served again unchanged. Raises StalenessError if a group beyond the budget would be handed over.
         """
         groups, next_version = self.groups, self._ledger.head.next_version
         chosen = groups.leased(step)
@@ -217,19 +227,24 @@ class AdapterFeed:
             check_fresh(chosen, version, self.budget)
         elif (step, version) != (next_version, next_version):
             raise RolloutError(f"{self.name}: step {step} at v{version} asked, but step {next_version} is next")
-        elif len(groups.ready) < self.budget.prompts_per_step:
-            return None
         else:
-            chosen = [groups.ready[seq] for seq in sorted(groups.ready)[: self.budget.prompts_per_step]]
+            self.pacer.requested((finished.ready_s for finished in groups.ready.values()), live=groups.live)
+            if len(groups.ready) < self.budget.prompts_per_step:
+                return None
+            chosen = groups.oldest_ready(self.budget.prompts_per_step)
             check_fresh(chosen, version, self.budget)
-            groups.lease(chosen, step)
-            for finished in chosen:
-                statistics.count(self._ledger.head.counters.staleness, version - finished.oldest)
-            self._ledger.head.next_version = version + 1
-            self._drop_stale()
-            groups.check_and_flush()
-            reached("controller.leased")
+            self._hand_over(chosen, step)
+            self.pacer.taken()
         return Lease(step=step, finished=tuple(chosen), snapshot=take_snapshot(self._ledger, step + 1))
+
+    def _hand_over(self, chosen: list[Finished], step: int) -> None:
+        self.groups.lease(chosen, step)
+        for finished in chosen:
+            statistics.count(self._ledger.head.counters.staleness, step - finished.oldest)
+        self._ledger.head.next_version = step + 1
+        self._drop_stale()
+        self.groups.check_and_flush()
+        reached("controller.leased")
 
     def commit(self, step: int) -> None:
         """``step`` and all steps before it are in a durable checkpoint. Idempotent."""
@@ -265,7 +280,7 @@ class AdapterFeed:
         return f"last fault: {self.failures.last}" if self.failures.last else ""
 
     def stats(self) -> Stats:
-        return statistics.stats_of(self.groups, self.newest)
+        return statistics.stats_of(self.groups, self.newest, self.pacer.status)
 
 
 def check_fresh(chosen: list[Finished], version: int, budget: StalenessBudget) -> None:

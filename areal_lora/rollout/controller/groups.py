@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from areal_lora.data.prompts import Prompt
@@ -30,12 +31,13 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A scored group; ``oldest`` and ``newest`` are the versions of its tokens."""
+    """A scored group, ready since ``ready_s``; ``oldest`` and ``newest`` are the versions of its tokens."""
 
     ticket: Ticket
     episode: Episode
     oldest: int
     newest: int
+    ready_s: float = -math.inf  # before this process
 
     @property
     def uniform(self) -> bool:

@@ -102,9 +102,13 @@ class GroupPool:
 
     # ------------------------------------------------------------ issued and running
 
-    def start(self) -> Ticket:
-        """The oldest waiting issue, or a new one, now counted as running."""
-        ticket = self.waiting.pop(0) if self.waiting else self._issue_next()
+    def start(self, *, also_stale: bool) -> Ticket:
+        """The oldest waiting issue, or a new one, now counted as running.
+
+        Prompts whose last issue came too late are among them only if ``also_stale``.
+        """
+        chosen = next((i for i, ticket in enumerate(self.waiting) if also_stale or not ticket.stale), None)
+        ticket = self._issue_next() if chosen is None else self.waiting.pop(chosen)
         self.ledger.head.counters.idle_s += self.idle.end()
         self.running[ticket.seq] = ticket
         return ticket
@@ -151,6 +155,16 @@ class GroupPool:
         self.waiting.append(Ticket(seq=seq, prompt=ticket.prompt, issue=ticket.issue + 1, stale=stale))
 
     # ------------------------------------------------------------ done and leased
+
+    @property
+    def live(self) -> int:
+        """The number of groups held for the next step and later ones."""
+        return len(self.running) + len(self.ready)
+
+    def oldest_ready(self, n: int) -> list[Finished]:
+        """The ``n`` ready groups of the oldest versions, oldest issue first."""
+        by_age = sorted(self.ready, key=lambda seq: (self.ready[seq].oldest, seq))
+        return [self.ready[seq] for seq in sorted(by_age[:n])]
 
     def finish(self, finished: Finished) -> None:
         seq = finished.ticket.seq

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from areal_lora.rollout.channel.messages import Stats
+from areal_lora.rollout.controller.pacing import PacingStatus
 from areal_lora.rollout.controller.pool import GroupPool
 from areal_lora.rollout.controller.staleness import Freshness
 from areal_lora.rollout.ledger.reconcile import ROLLED_BACK
@@ -18,7 +19,7 @@ def count(counts: dict[K, int], key: K) -> None:
     counts[key] = counts.get(key, 0) + 1
 
 
-def stats_of(pool: GroupPool, newest_version: int) -> Stats:
+def stats_of(pool: GroupPool, newest_version: int, pacing: PacingStatus) -> Stats:
     """Counts of the ledger and of the groups held now; see :class:`Stats`."""
     ledger = pool.ledger
     counts, dropped, counters = ledger.counts, dict(ledger.drop_reasons), ledger.head.counters
@@ -40,4 +41,7 @@ def stats_of(pool: GroupPool, newest_version: int) -> Stats:
         tokens_generated=counters.tokens,
         idle_s=counters.idle_s + pool.idle.so_far_s,
         generation_s=counters.generation_s,
+        ahead=pacing.ahead,
+        margin_s=pacing.margin_s,
+        spare_s=pacing.spare_s,
     )

@@ -107,6 +107,9 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
             retried={"connection": step // 4, "scorer": 1},
             reissued=step // 7,
             late=step // 15,
+            groups_ahead=4,
+            pacing_margin_s=0.1,
+            batch_spare_s=rng.gauss(0.3, 0.2),
             servers_idle=abs(rng.gauss(0.15, 0.05)),
         )
     )

@@ -11,6 +11,7 @@ from areal_lora.config.models import Config, SamplingConfig
 from areal_lora.data.prompts import Prompt, PromptStream
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
+from areal_lora.rollout.controller.pacing import Pacing
 from areal_lora.rollout.controller.staleness import StalenessBudget
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
@@ -61,6 +62,7 @@ def feed(
     prompts: PromptStream | None = None,
     version: int | None = 0,
     file: LedgerFile | None = None,
+    pacing: Pacing = "full",
     drop_uniform: bool = False,
     lease_s: float = 3600.0,
     on_expire: Callable[[Ticket], None] | None = None,
@@ -72,6 +74,7 @@ def feed(
     made = AdapterFeed(
         NAME,
         budget=StalenessBudget(max_staleness=eta, prompts_per_step=b, last_version=steps - 1),
+        pacing=pacing,
         prompts=prompts,
         ledger=ledger,
         max_running=max_running,

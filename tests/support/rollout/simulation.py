@@ -285,6 +285,7 @@ class Simulation:
             prompts=PROMPTS,
             version=None,
             file=self.file,
+            pacing=self.rng.choice(["fresh", "full"]),
             drop_uniform=True,
             on_expire=lambda ticket: self.gone.add(id(ticket)),
         )

@@ -45,6 +45,7 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     assert seen["toy/train/rollout_tokens_per_s"] == [(3, 4000.0)]
     assert seen["toy/time/train_s"] == [(3, pytest.approx(0.8))]
     assert seen["toy/train/max_staleness"] == [(3, 2.0)]
+    assert seen["toy/train/mean_lag"] == [(3, 0.25)]
     assert seen["toy/extra/capped_fraction"] == [(3, 0.25)]
     assert seen["toy/publish/total_ms"] == [(4, 20.0)]
     assert seen["toy/publish/wire_ms"] == [(4, 2.5)]

@@ -46,7 +46,7 @@ class Page(HTMLParser):
 def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
     page = Page(html)
-    assert page.tags.count("svg") == 17
+    assert page.tags.count("svg") == 19
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
     assert "url(" not in html
@@ -85,7 +85,7 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(make_config().model_dump_json())
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert page.text.count("nothing recorded") == 17
+    assert page.text.count("nothing recorded") == 19
     assert "None recorded." in page.text
 
 

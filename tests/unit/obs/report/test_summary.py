@@ -76,6 +76,7 @@ def test_figures(tmp_path: Path) -> None:
         "probe_mean_abs_dlogp": 3e-7,
         "staleness_histogram": {"0": 10, "1": 4, "2": 0},
         "max_staleness": 1,
+        "mean_lag": 0.2857,
         "max_staleness_allowed": 2,
         "dropped": {"stale": 3},
         "restarts": {"server-0": 2, "trainer": 1},

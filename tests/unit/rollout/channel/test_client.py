@@ -39,6 +39,9 @@ STATS = m.Stats(
     tokens_generated=0,
     idle_s=0.0,
     generation_s=0.0,
+    ahead=0,
+    margin_s=0.0,
+    spare_s=None,
 )
 Handler = Callable[[m.Request], Awaitable[m.Reply]]
 

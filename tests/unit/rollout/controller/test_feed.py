@@ -77,6 +77,42 @@ def test_a_prompt_comes_too_late_at_most_so_many_times() -> None:
     assert made.stats().reissued == MAX_STALE - 1
 
 
+def test_a_prompt_that_came_too_late_waits_for_a_version_announced_since_the_hand_over() -> None:
+    made, _, _ = feed(eta=2, b=2, max_running=3)
+    made.announce(0)
+    slow, *quick = admit_all(made)
+    for step in range(3):
+        for ticket in quick:
+            assert ticket.version is not None
+            made.finish(ticket, episode(ticket.prompt, ticket.version))
+        assert made.take(step, step)  # the newest version is that of the step before
+        quick = admit_all(made)
+        if step < 2:
+            made.announce(step)
+            quick += admit_all(made)
+    assert made.stats().dropped == {"stale": 1}
+    assert [(t.version, t.issue) for t in quick] == [(1, 1), (1, 1)], "version 1 is good for one more step"
+    made.announce(2)
+    [again] = admit_all(made)
+    assert (again.prompt.uid, again.issue, again.version) == (slow.prompt.uid, 2, 2)
+
+
+def test_groups_of_the_oldest_versions_are_taken_first() -> None:
+    made, _, _ = feed(eta=2, b=2)
+    made.announce(0)
+    first, second, third, fourth, *rest = admit_all(made)
+    for ticket in (second, third):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    assert made.take(0, 0)
+    made.announce(1)
+    made.finish(first, episode(first.prompt, 1))  # interrupted and continued
+    for ticket in (fourth, rest[0]):
+        made.finish(ticket, episode(ticket.prompt, 0))
+    lease = made.take(1, 1)
+    assert lease is not None
+    assert [finished.ticket.seq for finished in lease.finished] == [fourth.seq, rest[0].seq]
+
+
 def test_a_late_answer_of_an_older_version_is_dropped_on_arrival() -> None:
     made, ledger, _ = feed(eta=0, b=1, version=3)
     made.announce(3)
