@@ -5,6 +5,7 @@ is measured in one run and interleaved; ratios are of medians. While generation 
 has the first half of the cores and the server the rest.
 
 ``--quick``      two minutes: fewer repeats, no growth tables
+``--only PART``  ``publish``, ``generation`` or ``growth`` alone; claims of what was measured
 ``--json FILE``  the figures, with a flat object ``claims`` and ``environment`` beside it
 ``--force``      run although the machine is busy
 """
@@ -47,6 +48,7 @@ from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.seal import trailer_bytes
 from areal_lora.weight_sync.testing import SOCKETS
+from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 
@@ -67,6 +69,7 @@ MANY = Case(name="37k", layers=48, hidden=64, experts=128, ffn=16, heads=4, kv_h
 SMALL = Case(name="decode", layers=4, hidden=512, experts=128, ffn=192, heads=8, kv_heads=4, head_dim=64, rank=16)
 BUCKET_MIB = 16
 BUSY_LIMIT = 0.15
+STEP_S = 1.0
 SHM = Path("/dev/shm")
 OURS_WAY = "receivers read the source's memory"
 SOCKETS_WAY = "ours over sockets (as between machines)"
@@ -157,13 +160,12 @@ class Setup:
             run=self._run, config=config, exchange=SoloExchange(), role=leader, secret=self.secret, backend=backend
         )
 
-    def publish(self, adapter: int = 0, publisher: Publisher | None = None) -> tuple[float, dict[str, float]]:
-        """(milliseconds from before packing to the last acknowledgement, phases)."""
+    def begin(self, adapter: int = 0, publisher: Publisher | None = None) -> PublishHandle:
+        """Pack the next version and begin its publish, as a trainer does at the end of a step."""
         self._versions[adapter] += 1
         name, version = self.specs[adapter].name, self._versions[adapter]
         tensors = self.tensors[adapter]
-        began = time.perf_counter()
-        handle = (publisher or self.publisher).publish(
+        return (publisher or self.publisher).publish(
             ref=AdapterRef(name=name, version=version),
             layout=tensors.layout,
             pack=tensors.pack,
@@ -171,7 +173,11 @@ class Setup:
             base_digest=self._digest,
             probe=None,
         )
-        report = handle.wait()
+
+    def publish(self, adapter: int = 0, publisher: Publisher | None = None) -> tuple[float, dict[str, float]]:
+        """(milliseconds from before packing to the last acknowledgement, phases). Waits, as for a late publish."""
+        began = time.perf_counter()
+        report = self.begin(adapter, publisher).wait()
         return (time.perf_counter() - began) * 1e3, report.phases
 
     def publish_over(self, backend: str) -> tuple[float, dict[str, float]]:
@@ -360,7 +366,8 @@ def compare(case: Case, repeats: int, console: Console) -> dict[str, Any]:
 def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
     """Tokens per second without and with publishes, trainer and server on cores of their own.
 
-    Four windows of ``seconds``: quiet, a publish a second, publishes without a pause, quiet.
+    Four windows of ``seconds``: quiet; a step and a publish a second, which the next step waits for; publishes
+    without a pause, each waited for at once; quiet.
     """
     with running(case, pinned=True) as setup:
         server = setup.servers[0]
@@ -371,13 +378,16 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         server.call("stream", case.sequences, f"{setup.specs[0].name}@v1")
         time.sleep(10.0)  # contexts of all lengths
         marks = [time.monotonic()]
-        publishes = []
-        for pause_s in (None, 1.0, 0.0, None):
-            while (left_s := marks[-1] + seconds - time.monotonic()) > 0:
-                time.sleep(left_s if pause_s is None else min(pause_s, left_s))
-                if pause_s is not None:
-                    publishes.append(setup.publish())
-            marks.append(time.monotonic())
+        time.sleep(seconds)
+        marks.append(time.monotonic())
+        paced, holds = _stepping(setup, seconds)
+        marks.append(time.monotonic())
+        awaited = []
+        while time.monotonic() < marks[-1] + seconds:
+            awaited.append(setup.publish())
+        marks.append(time.monotonic())
+        time.sleep(seconds)
+        marks.append(time.monotonic())
         steps = np.array(server.call("bench_steps"))
         finished = server.call("quiet")
     rates, gaps = [], []
@@ -385,7 +395,8 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         inside = steps[(steps[:, 0] >= begin) & (steps[:, 0] < end)]
         rates.append(inside[:, 1].sum() / (end - begin))
         gaps.append(np.diff(inside[:, 0]) * 1e3)
-    commits = [p["commit"] for _, p in publishes]
+    publishes = [phases for _, phases in awaited] + paced
+    commits = [phases["commit"] for phases in publishes]
     trainer, serving = (len(part) for part in halves(sorted(os.sched_getaffinity(0))))
     table = Table(
         title=f"generation, {case.sequences} sequences, {len(publishes)} publishes; "
@@ -400,9 +411,12 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         spread = " / ".join(f"{x:.1f}" for x in (*np.percentile(gap, [50, 99]), gap.max()))
         table.add_row(name, f"{rate:.0f}", f"{rate / quiet:.2f}", spread)
     console.print(table)
-    total = Spread.of([t for t, _ in publishes])
+    busy, spread = Spread.of([t for t, _ in awaited]), Spread.of([phases["ack"] for phases in paced])
+    hold = Spread.of(holds)
     console.print(
-        f"  publish {total} ms while generating; commit p99 {np.percentile(commits, 99):.2f} ms; "
+        f"  publish while generating {busy} ms where the trainer waits, {spread} ms where it does not; "
+        f"each held a step for {hold} ms\n"
+        f"  commit p99 {np.percentile(commits, 99):.2f} ms; "
         f"finished {finished}; re-prefilled tokens {int(steps[:, 2].sum())}"
     )
     return {
@@ -410,13 +424,29 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         "tokens_per_s": rates,
         "step_gap_ms": [[*np.percentile(g, [50, 99]), g.max()] for g in gaps],
         "publishes": len(publishes),
-        "publish_ms": [total.low, total.middle, total.high],
+        "publish_ms": [busy.low, busy.middle, busy.high],
+        "publish_paced_ms": [spread.low, spread.middle, spread.high],
+        "hold_ms": [hold.low, hold.middle, hold.high],
         "commit_p99_ms": float(np.percentile(commits, 99)),
         "tokens_during_ratio": rates[2] / quiet,
         "tokens_a_publish_a_second_ratio": rates[1] / quiet,
         "aborted": sum(n for reason, n in finished.items() if reason not in ("length", "stop")),
         "reprefilled": int(steps[:, 2].sum()),
     }
+
+
+def _stepping(setup: Setup, seconds: float) -> tuple[list[dict[str, float]], list[float]]:
+    """Steps of ``STEP_S`` for ``seconds``: phases of each publish, and milliseconds that the next step waited."""
+    phases, holds = [], []
+    until, handle = time.monotonic() + seconds, setup.begin()
+    while time.monotonic() < until:
+        time.sleep(STEP_S)
+        began = time.perf_counter()
+        phases.append(handle.wait().phases)
+        holds.append((time.perf_counter() - began) * 1e3)
+        handle = setup.begin()
+    handle.wait()
+    return phases[1:], holds[1:]  # the first one's pace comes from publishes that were waited for
 
 
 def growth(repeats: int, console: Console) -> dict[str, Any]:
@@ -478,6 +508,7 @@ def growth(repeats: int, console: Console) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("publish", "generation", "growth"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--repeats", type=int)
@@ -487,25 +518,34 @@ def main() -> None:
     torch.set_num_threads(1)
     repeats = args.repeats or (7 if args.quick else 15)
     result: dict[str, Any] = {"environment": environment()}
-    result["3k"] = compare(MOE_30B, repeats, console)
-    result["37k"] = compare(MANY, max(3, repeats // 3) if args.quick else repeats, console)
-    result["generation"] = generation(SMALL, 5.0 if args.quick else 15.0, console)
-    if not args.quick:
+    parts = (args.only,) if args.only else ("publish", "generation") + (() if args.quick else ("growth",))
+    claims: dict[str, float] = {}
+    if "publish" in parts:
+        result["3k"] = compare(MOE_30B, repeats, console)
+        result["37k"] = compare(MANY, max(3, repeats // 3) if args.quick else repeats, console)
+        claims |= {
+            # As it runs on this machine (receivers read the source's memory), and as between machines.
+            "publish_vs_raw": min(result["3k"]["of_limit"], result["37k"]["of_limit"]),
+            "publish_vs_raw_sockets": min(result["3k"]["of_limit_sockets"], result["37k"]["of_limit_sockets"]),
+            "vs_usual_3k": result["3k"]["vs_usual"],
+            "vs_usual_37k": result["37k"]["vs_usual"],
+            "vs_file_3k": result["3k"]["vs_file"],
+            "vs_file_37k": result["37k"]["vs_file"],
+        }
+    if "generation" in parts:
+        made = result["generation"] = generation(SMALL, 5.0 if args.quick else 15.0, console)
+        claims |= {
+            "commit_p99_ms": made["commit_p99_ms"],
+            "tokens_during_ratio": made["tokens_during_ratio"],
+            "tokens_a_publish_a_second_ratio": made["tokens_a_publish_a_second_ratio"],
+            "publish_busy_ms": made["publish_ms"][1],
+            "publish_hold_ms": made["hold_ms"][1],
+            "aborted": made["aborted"],
+            "reprefilled": made["reprefilled"],
+        }
+    if "growth" in parts:
         result["growth"] = growth(repeats, console)
-    made = result["generation"]
-    result["claims"] = {
-        # As it runs on this machine (receivers read the source's memory), and as between machines.
-        "publish_vs_raw": min(result["3k"]["of_limit"], result["37k"]["of_limit"]),
-        "publish_vs_raw_sockets": min(result["3k"]["of_limit_sockets"], result["37k"]["of_limit_sockets"]),
-        "vs_usual_3k": result["3k"]["vs_usual"],
-        "vs_usual_37k": result["37k"]["vs_usual"],
-        "vs_file_3k": result["3k"]["vs_file"],
-        "vs_file_37k": result["37k"]["vs_file"],
-        "commit_p99_ms": made["commit_p99_ms"],
-        "tokens_during_ratio": made["tokens_during_ratio"],
-        "aborted": made["aborted"],
-        "reprefilled": made["reprefilled"],
-    }
+    result["claims"] = claims
     for name, value in result["claims"].items():
         console.print(f"  {name:24} {value:.3g}")
     if args.json:

@@ -11,6 +11,7 @@ GET      ``/admin/modules``  none                                    200 ``Modul
 GET      ``/admin/ping``     none                                    200 ``PingReply``, 503 after ``PING_S``
 POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
 POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``PublishReply``
+POST     ``/admin/hurry``    ``HurryRequest``                        200 ``HurryReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
 POST     ``/admin/shutdown`` none                                    200, then the server exits
 =======  ==================  ======================================  =================================
@@ -40,6 +41,7 @@ MODULES_PATH = "/admin/modules"
 PING_PATH = "/admin/ping"
 JOIN_PATH = "/admin/join"
 PUBLISH_PATH = "/admin/publish"
+HURRY_PATH = "/admin/hurry"
 SCORE_PATH = "/admin/score"
 SHUTDOWN_PATH = "/admin/shutdown"
 RESTART_EXIT = 75  # exit code of a server after /admin/shutdown: EX_TEMPFAIL, the launcher restarts it
@@ -161,18 +163,29 @@ class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
     detail: str = ""
     digest: str = ""
     wire_s: float = 0.0
+    rest_s: float = 0.0
     verify_s: float = 0.0
     write_s: float = 0.0
 
 
 class PublishReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify``, ``write``
-    of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, the
+    and ``rest`` of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, the
     pause of generation; ``commit_wait``, ``commit`` including the wait for its turn."""
 
     ref: str
     digest: str
     phases: dict[str, float]
+
+
+class HurryRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The trainer waits for ``ref``, an adapter reference: stage it at full speed, now or when it is announced."""
+
+    ref: str
+
+
+class HurryReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All workers of the server have received the request."""
 
 
 class RefusalReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,18 +9,19 @@ from areal_lora.weight_sync.layout import AdapterLayout, Bucket, ShardLayout, pl
 
 
 class TensorTable:
-    """Offsets (bytes) and sizes (elements) of a shard's tensors, int64 [n], for the compiled loops."""
+    """Offsets and ends (bytes) and sizes (elements) of a shard's tensors, int64 [n], for the compiled loops."""
 
     def __init__(self, shard: ShardLayout, dtype: str) -> None:
         item = ITEM_BYTES[dtype]
         self._dtype = dtype
         self.offsets = np.array([t.offset for t in shard.tensors], dtype=np.int64)
-        ends = np.array([*(t.offset for t in shard.tensors[1:]), shard.nbytes], dtype=np.int64)[: len(self.offsets)]
-        self.sizes = (ends - self.offsets) // item
+        ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes] if shard.tensors else []
+        self.ends = np.array(ends, dtype=np.int64)
+        self.sizes = (self.ends - self.offsets) // item
 
     def end(self, tensors: int) -> int:
         """End of the first ``tensors`` of the shard, bytes."""
-        return 0 if tensors == 0 else int(self.offsets[tensors - 1] + self.sizes[tensors - 1] * ITEM_BYTES[self._dtype])
+        return 0 if tensors == 0 else int(self.ends[tensors - 1])
 
     def marks(self, sums: np.ndarray | None = None) -> Marks:
         """Empty marks for one version; fingerprints are written to ``sums`` (uint64 [n]) if given."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from areal_lora.engine.vllm_ext.worker_channel import Begin, CommandDone, Join, Ping, Staged, WorkerChannel
+from areal_lora.engine.vllm_ext.worker_channel import Begin, CommandDone, Hurry, Join, Ping, Staged, WorkerChannel
 from areal_lora.errors import PublishError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -115,6 +115,10 @@ class ServedAdapters:
     async def ping(self) -> None:
         """Ask every worker's background thread for a sign. Raises PublishError if one does not answer."""
         await self._channel.ask(Ping(), CommandDone, PING_S)
+
+    async def hurry(self, ref: AdapterRef) -> None:
+        """Have all workers write ``ref`` at full speed: its trainer waits. Raises PublishError."""
+        await self._channel.ask(Hurry(ref=str(ref)), CommandDone, PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
         """Have all workers join the trainer's groups. Raises PublishError.

@@ -31,6 +31,7 @@ from areal_lora.network.keys import Plane
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
+    HURRY_PATH,
     INFO_PATH,
     JOIN_PATH,
     MAX_BODY_BYTES,
@@ -40,6 +41,8 @@ from areal_lora.weight_sync.messages import (
     SCORE_PATH,
     SHUTDOWN_PATH,
     AdminMessage,
+    HurryReply,
+    HurryRequest,
     InfoReply,
     JoinReply,
     JoinRequest,
@@ -90,6 +93,7 @@ class AdminPlane:
             Route(PING_PATH, _guarded(self.ping)),
             Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
             Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
+            Route(HURRY_PATH, _guarded(self.hurry), methods=["POST"]),
             Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
             Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
             Route(DRAIN_PATH, self.drain, methods=["POST"]),
@@ -116,6 +120,11 @@ class AdminPlane:
     async def publish(self, request: Request) -> Response:
         came = time.monotonic()
         return _answer(await self._adapters.publish(await request.body(), came))
+
+    async def hurry(self, request: Request) -> Response:
+        want = decode_message(await request.body(), HurryRequest)
+        await self._adapters.hurry(AdapterRef.parse(want.ref))
+        return _answer(HurryReply())
 
     async def score(self, request: Request) -> Response:
         """Return the log-probabilities of given tokens, without cache or sampling, for the probe (contract C6)."""

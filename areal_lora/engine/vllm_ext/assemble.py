@@ -77,8 +77,6 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         if rollout.tp == 1:
             extra["distributed_executor_backend"] = UniProcExecutor  # saves one process and its wake-ups
-    # A sequence that was cut continues before later requests start.
-    extra["scheduling_policy"] = "priority" if rollout.in_flight == "interrupt" else "fcfs"
     # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
     max_loras = n_slots(config) + on_cpu
     return AsyncEngineArgs(
@@ -92,6 +90,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager or on_cpu,
+        scheduling_policy="priority",  # probes first; a sequence that was cut continues before later requests start
         enable_prefix_caching=not rollout.deterministic,
         disable_log_stats=True,
         logprobs_mode="processed_logprobs",

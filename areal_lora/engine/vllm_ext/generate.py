@@ -25,6 +25,10 @@ from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerStats
 
 CUT = "abort"  # vLLM's finish reason of a request that was ended from outside
+PROBE, ROLLOUT = -1, 0
+"""Priorities; the lower one starts first. A probe is a few dozen tokens, and its publish waits for them: behind an
+evaluation's burst of prompts it would wait for the whole burst.
+"""
 FOLLOW_S = 0.25  # until a sequence that was cut requests its rest; the reader of a stream may be slow
 
 log = get_logger(__name__)
@@ -84,7 +88,7 @@ class RequestCounters:
 class EngineRequest:
     """One request to the engine. ``enough``: the answer is complete and the reader has stopped.
 
-    ``arrived_s`` (``time.time``) orders the engine's queue under the priority policy. ``follows`` is the request
+    ``priority`` and then ``arrived_s`` (``time.time``) order the engine's queue. ``follows`` is the request
     that was cut and that this one continues. ``place_free`` is set when the continuation is in the engine's queue,
     or when no continuation will come.
     """
@@ -93,6 +97,7 @@ class EngineRequest:
     ref: AdapterRef | None
     arrived_s: float
     follows: EngineRequest | None = None
+    priority: int = ROLLOUT
     cut: bool = False
     enough: bool = False
     place_free: asyncio.Event = field(default_factory=asyncio.Event)
@@ -134,6 +139,7 @@ class Generator:
                     params,
                     lora_request=lease.lora,
                     arrival_time=request.arrived_s,
+                    priority=request.priority,
                 )
             finally:
                 if request.follows is not None:
@@ -157,12 +163,17 @@ class Generator:
                     await self.engine.abort(queue.request_id, internal=True)
 
     def new_request(
-        self, lease: VersionLease, arrived_s: float | None = None, follows: EngineRequest | None = None
+        self,
+        lease: VersionLease,
+        arrived_s: float | None = None,
+        follows: EngineRequest | None = None,
+        priority: int = ROLLOUT,
     ) -> EngineRequest:
         return EngineRequest(
             request_id=f"{lease.name}-{next(self._ids)}",
             ref=lease.ref,
             follows=follows,
+            priority=priority,
             arrived_s=time.time() if arrived_s is None else arrived_s,
         )
 
@@ -183,16 +194,21 @@ class Generator:
         finally:
             await self.engine.engine_core.abort_requests_async(ended)
 
-    async def final(self, token_ids: list[int], params: SamplingParams, lease: VersionLease) -> RequestOutput:
+    async def final(
+        self, token_ids: list[int], params: SamplingParams, lease: VersionLease, request: EngineRequest | None = None
+    ) -> RequestOutput:
         """Return the finished output of one prompt; ``params.output_kind`` must be FINAL_ONLY."""
-        async with aclosing(self.stream(token_ids, params, lease)) as outputs:
+        async with aclosing(self.stream(token_ids, params, lease, request)) as outputs:
             async for output in outputs:
                 if output.finished:
                     return output
         raise RuntimeError(f"the engine ended a request on {lease.name} without an output")
 
     async def score(self, token_ids: list[int], lease: VersionLease, temperature: float = 1.0) -> list[float]:
-        """Return the log-probability of every token given those before it, at ``temperature``; entry 0 is 0.0. [T]"""
+        """Return the log-probability of every token given those before it, at ``temperature``; entry 0 is 0.0. [T]
+
+        Starts before all waiting requests of the data plane.
+        """
         self.check_prompt(token_ids, 1)
         if not temperature > 0:
             raise BadRequest(f"temperature {temperature:g} is not above 0")
@@ -204,7 +220,8 @@ class Generator:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={SCORE_TEMPERATURE: temperature},
         )
-        return prompt_logprobs(await self.final(token_ids, params, lease))
+        request = self.new_request(lease, priority=PROBE)
+        return prompt_logprobs(await self.final(token_ids, params, lease, request))
 
 
 def prompt_logprobs(output: RequestOutput) -> list[float]:

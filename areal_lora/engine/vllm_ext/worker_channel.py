@@ -57,12 +57,18 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     generating: bool
 
 
+class Hurry(msgspec.Struct, frozen=True, kw_only=True, tag="hurry"):
+    """The trainer waits for ``ref``, which is being staged or will be."""
+
+    ref: str
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     pass
 
 
 class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answer to ``Join`` and ``Ping``; ``error`` is empty on success."""
+    """Answer to ``Join``, ``Hurry`` and ``Ping``; ``error`` is empty on success."""
 
     error: str = ""
 
@@ -73,7 +79,7 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
     result: StageResult
 
 
-Command = Join | Begin | Ping
+Command = Join | Begin | Hurry | Ping
 WorkerAnswer = CommandDone | Staged
 A = TypeVar("A", CommandDone, Staged)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-SEQUENCE = ("wire", "verify", "write", "commit_wait")
+SEQUENCE = ("wire", "rest", "verify", "write", "commit_wait")
 """Sequential phases of a publish on the slowest server; ``wire`` includes waiting for the trainer to pack."""
 
 

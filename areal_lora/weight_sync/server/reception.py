@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -17,43 +16,19 @@ from areal_lora.weight_sync.link.groups import BroadcastGroup
 from areal_lora.weight_sync.messages import StageResult
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.seal import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part
+from areal_lora.weight_sync.server.pace import Pace
 from areal_lora.weight_sync.tables import LayoutTables
 
-OnBucket = Callable[[int, int, int, int, Marks], None]
-"""``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: a bucket has
-arrived; its tensors must be measured into ``marks``."""
-
-
-FREE_S, LONGEST_REST_S = 1e-3, 0.5
-
-
-class Pace:
-    """Rest after each piece of work, so that at most ``share`` of the time goes into work.
-
-    The first ``FREE_S`` of work need no rest, because generation does not notice them. All rests together
-    take at most ``LONGEST_REST_S``: neither a small nor a large version waits without need. Rests get
-    shorter towards ``deadline`` (time.monotonic).
-    """
-
-    def __init__(self, share: float = 1.0, deadline: float = math.inf) -> None:
-        self._rest_per_work, self._free_s, self._left_s = 1.0 / share - 1.0, FREE_S, LONGEST_REST_S
-        self._deadline = deadline
-
-    def rest(self, worked_s: float) -> None:
-        free_s = min(worked_s, self._free_s)
-        self._free_s -= free_s
-        until_s = (self._deadline - time.monotonic()) / 4
-        rest_s = max(min((worked_s - free_s) * self._rest_per_work, self._left_s, until_s), 0.0)
-        self._left_s -= rest_s
-        if rest_s > 0:
-            time.sleep(rest_s)
+OnTensors = Callable[[int, int, int, int, Marks], None]
+"""``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: these tensors, all or
+a part of a bucket, have arrived; they must be measured into ``marks``."""
 
 
 class PhaseTimer:
     """Measure the seconds per phase of one staging."""
 
     def __init__(self) -> None:
-        self._spent = {"wire": 0.0, "verify": 0.0, "write": 0.0}
+        self._spent = {"wire": 0.0, "rest": 0.0, "verify": 0.0, "write": 0.0}
         self._name, self._since = "", 0.0
 
     def phase(self, name: str) -> PhaseTimer:
@@ -77,6 +52,7 @@ class PhaseTimer:
             detail=detail,
             digest=digest,
             wire_s=self._spent["wire"],
+            rest_s=self._spent["rest"],
             verify_s=self._spent["verify"],
             write_s=self._spent["write"],
         )
@@ -88,7 +64,7 @@ class _Source:
     def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, deadline: float) -> None:
         self.index, self.shard = index, tables.layout.shards[index]
         self._layout = tables.layout
-        self.marks = tables.shards[index].marks()
+        self.marks, self.ends = tables.shards[index].marks(), tables.shards[index].ends
         self.trailer = np.empty(0, dtype=np.uint8)
         self._buckets = tables.buckets(index, group.bucket_bytes)
         self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
@@ -141,8 +117,8 @@ class Reception:
         ]
         self._stream = self._arrivals()
 
-    def receive(self, ref: AdapterRef, on_bucket: OnBucket) -> str:
-        """Pass every bucket to ``on_bucket`` once, sources in turn, verify all and return the adapter's digest.
+    def receive(self, ref: AdapterRef, on_tensors: OnTensors) -> str:
+        """Pass all tensors to ``on_tensors`` once, sources in turn, verify all and return the adapter's digest.
 
         Raises ManifestError (``hash``, ``non_finite``) after all bytes are drained, PublishError if the
         transfer breaks or its deadline passes.
@@ -152,15 +128,22 @@ class Reception:
             try:
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
-                began_s = time.perf_counter()
-                with self._timer.phase("write"):
-                    on_bucket(source.index, base, bucket.first, bucket.last, source.marks)
-                self._pace.rest(time.perf_counter() - began_s)
+                self._write(source, bucket, base, on_tensors)
             except Exception:  # fault boundary: other servers may get their bytes through this one
                 self.drain()
                 raise
         with self._timer.phase("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
+
+    def _write(self, source: _Source, bucket: Bucket, base: int, on_tensors: OnTensors) -> None:
+        slices = self._pace.slices(source.ends, bucket)
+        while True:
+            with self._timer.phase("rest"):
+                part = next(slices, None)
+            if part is None:
+                return
+            with self._timer.phase("write"):
+                on_tensors(source.index, base, *part, source.marks)
 
     def check_time(self, ref: AdapterRef) -> None:
         """Raise PublishError after the deadline: the sender has abandoned the version."""

@@ -166,7 +166,8 @@ class PublishTransaction:
     def activated(self, commit: Commit, stall_s: float, now: float) -> PublishReply:
         """Activate the version after the engine has done ``commit``, which stalled generation for ``stall_s``."""
         self._require(_Phase.COMMITTING)
-        phases = {p: 1e3 * max(getattr(r, f"{p}_s") for r in commit.staged) for p in ("wire", "verify", "write")}
+        worked = ("wire", "rest", "verify", "write")
+        phases = {p: 1e3 * max(getattr(r, f"{p}_s") for r in commit.staged) for p in worked}
         phases["stage"], phases["commit"] = 1e3 * (commit.staged_at - self._began), 1e3 * stall_s
         phases["commit_wait"] = 1e3 * (now - commit.staged_at)
         reply = PublishReply(ref=str(self.ref), digest=commit.staged[0].digest, phases=phases)

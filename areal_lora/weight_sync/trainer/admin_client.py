@@ -12,8 +12,10 @@ import msgspec
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
+from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
+    HURRY_PATH,
     INFO_PATH,
     JOIN_PATH,
     MODULES_PATH,
@@ -22,6 +24,8 @@ from areal_lora.weight_sync.messages import (
     PUBLISH_PATH,
     SCORE_PATH,
     SHUTDOWN_PATH,
+    HurryReply,
+    HurryRequest,
     InfoReply,
     JoinReply,
     JoinRequest,
@@ -42,7 +46,7 @@ M = TypeVar("M")
 class AdminClient:
     """Blocking client of one server's admin plane over one persistent connection, one call at a time.
 
-    Thread-safe. ``ping`` uses a connection of its own: it never waits for another call.
+    Thread-safe. ``ping`` and ``hurry`` use a connection of their own: they never wait for another call.
     All methods raise PublishError if the server fails or ``timeout_s`` passes.
     """
 
@@ -78,11 +82,11 @@ class AdminClient:
 
     def ping(self, timeout_s: float = PING_S) -> PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
-        own = AdminClient(self.server, self._secret)
-        try:
-            return own.call("GET", PING_PATH, None, PingReply, timeout_s)
-        finally:
-            own.close()
+        return self._aside("GET", PING_PATH, None, PingReply, timeout_s)
+
+    def hurry(self, ref: AdapterRef, timeout_s: float) -> HurryReply:
+        """Have the server stage ``ref`` at full speed, now or when it is announced: the trainer waits for it."""
+        return self._aside("POST", HURRY_PATH, encode_message(HurryRequest(ref=str(ref))), HurryReply, timeout_s)
 
     def close(self) -> None:
         with self._one_call:
@@ -115,6 +119,14 @@ class AdminClient:
             raise PublishError(f"{method} {path} of server {self.server}: malformed answer: {e}") from e
         text = answer[:300].decode("utf-8", "replace")
         raise PublishError(f"{method} {path} of server {self.server} answered {status}: {text}; see the server's log")
+
+    def _aside(self, method: str, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
+        """``call`` over a connection of its own."""
+        own = AdminClient(self.server, self._secret)
+        try:
+            return own.call(method, path, body, kind, timeout_s)
+        finally:
+            own.close()
 
     def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         """Return (status, body). ``timeout_s`` bounds connecting and every read; an admin answer is a single read."""

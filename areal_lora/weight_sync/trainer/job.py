@@ -14,6 +14,7 @@ from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
+from areal_lora.weight_sync.trainer.spare_time import Timing
 from areal_lora.weight_sync.trainer.steps import Failure
 
 SLACK_S = 10.0
@@ -58,7 +59,8 @@ class Budget:
 class Job:
     """One publish at one rank. ``own`` is set before ``packed`` if packing failed on this rank.
 
-    ``gate`` returns when the transfer may begin; it took ``gate_ms``. ``began_s`` is time.monotonic.
+    ``gate`` returns when the transfer may begin; it took ``gate_ms``. ``began_s`` and ``awaited_s``, when the main
+    thread first waited, are time.monotonic. Servers may take ``pace_s`` for staging, unless the main thread waits.
     """
 
     manifest: ShardManifest
@@ -69,6 +71,10 @@ class Job:
     budget: Budget
     gate: Callable[[], None] | None = None
     gate_ms: float = 0.0
+    pace_s: float = 0.0
+    awaited_s: float | None = None
+    announced_pace_s: float = 0.0
+    pace_lock: threading.Lock = field(default_factory=threading.Lock)
     packed: threading.Event = field(default_factory=threading.Event)
     pack_ms: float = 0.0
     own: Failure | None = None
@@ -79,13 +85,34 @@ class Job:
     def ref(self) -> AdapterRef:
         return self.manifest.ref
 
+    def announce_pace(self) -> float:
+        """Return the seconds for staging to announce now (publisher thread)."""
+        with self.pace_lock:
+            self.announced_pace_s = self.pace_s if self.awaited_s is None else 0.0
+            return self.announced_pace_s
+
+    def await_now(self) -> bool:
+        """Note that the main thread waits from now on, and return whether servers may be resting meanwhile."""
+        with self.pace_lock:
+            if self.awaited_s is None:
+                self.awaited_s = time.monotonic()
+            return self.announced_pace_s > 0 and not self.ended.is_set()
+
+    def timing(self) -> Timing | None:
+        """Return the times of a publish that has ended well and was waited for."""
+        if self.awaited_s is None or not isinstance(self.answer, PublishReport):
+            return None
+        phases = self.answer.phases
+        after_ms = phases["ack"] + phases["probe"] - phases["stage"]
+        return Timing(free_s=self.awaited_s - self.began_s, after_s=after_ms / 1e3)
+
 
 class PublishHandle:
-    """A publish in progress."""
+    """A publish in progress. ``hurry`` has the servers stage a version at full speed."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, hurry: Callable[[AdapterRef], None]) -> None:
         self.ref = job.ref
-        self._job = job
+        self._job, self._hurry = job, hurry
         self.waited = False
         """Whether ``wait`` has reported the outcome."""
 
@@ -99,6 +126,8 @@ class PublishHandle:
         Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot
         serve this layout), PublishError (too few servers remain at the deadline) or ParityError.
         """
+        if self._job.await_now():
+            self._hurry(self.ref)
         self._job.ended.wait()
         self.waited = True
         if isinstance(self._job.answer, PublishReport):

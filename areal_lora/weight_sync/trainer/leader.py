@@ -107,7 +107,10 @@ class Leader:
         self._requests.await_joins()
 
     def announce(self, job: Job, deadline: float) -> None:
-        self._requests.publish(self.roster.members, job.manifest, job.layout, deadline)
+        self._requests.publish(self.roster.members, job.manifest, job.layout, deadline, job.announce_pace())
+
+    def hurry(self, ref: AdapterRef) -> None:
+        self._fleet.hurry(self.roster.members, ref, self._config.ping_s)
 
     def conclude(self, job: Job) -> None:
         """May take as long as ``on_active`` does, which no deadline bounds."""

@@ -39,6 +39,7 @@ from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import Attempted, Begun, Event, Role, Waited
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
+from areal_lora.weight_sync.trainer.spare_time import SpareTime
 from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait, raise_on_all
 
 log = get_logger(__name__)
@@ -71,6 +72,8 @@ class Publisher:
         )
         self._shards: dict[str, PackedShard] = {}
         self._newest: dict[str, Job] = {}
+        self._spare = SpareTime()
+        self._last: Job | None = None  # of ``publish``, not of ``again``
         self._previous: PublishHandle | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = watched_thread("publisher", self._work)
@@ -95,6 +98,9 @@ class Publisher:
         is raised here.
         """
         self._await_previous()
+        timing = self._last.timing() if self._last is not None else None
+        if timing is not None:
+            self._spare.add(timing)
         now = time.monotonic()
         manifest = ShardManifest(
             run=self._run_name, ref=ref, parent=parent, base_digest=base_digest, layout=layout.digest
@@ -111,7 +117,9 @@ class Publisher:
             began_s=now,
             budget=Budget.start(self._config),
             gate=gate,
+            pace_s=self._spare.pace_s(),
         )
+        self._last = job
         handle = self._start(job)
         try:
             shard.pack(ref, pack)
@@ -140,6 +148,9 @@ class Publisher:
                 budget=Budget.start(self._config),
                 gate=None,
                 gate_ms=0.0,
+                pace_s=0.0,
+                awaited_s=None,
+                announced_pace_s=0.0,
                 ended=threading.Event(),
                 answer=None,
             )
@@ -161,7 +172,7 @@ class Publisher:
             self._previous.wait()
 
     def _start(self, job: Job) -> PublishHandle:
-        self._previous = PublishHandle(job)
+        self._previous = PublishHandle(job, self._role.hurry)
         self._jobs.put(job)
         return self._previous
 

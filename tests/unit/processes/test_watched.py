@@ -38,6 +38,7 @@ SHORT = {
     "processes/watched.py:watched_task": "the mechanism itself",
     "weight_sync/trainer/fleet.py:_Line.__init__": "one request at a time; the leader waits for its Future",
     "weight_sync/trainer/fleet.py:Fleet.silent": "one round of pings; the caller waits for their Futures",
+    "weight_sync/trainer/fleet.py:Fleet.hurry": "one request to each server; a lost one leaves the publish paced",
     "weight_sync/testing/memory_server.py:MemoryServer._join": "one join request; the handler waits for its Futures",
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",

@@ -8,6 +8,7 @@ RPC; all other work is a command to a background thread (``worker_channel``)::
     al_setup, al_describe       starts
     Join    ----------------->  thread, low priority: join the trainers' groups
     Begin   ----------------->  thread: receive, write, verify
+    Hurry   ----------------->  the trainer waits: write at full speed
     Ping    ----------------->  at once
     al_commit  ----------------------------------------------> slot becomes a version
     al_retire  ----------------------------------------------> slot is free again
@@ -36,6 +37,7 @@ from areal_lora.engine.vllm_ext.worker_channel import (
     Command,
     CommandDone,
     CommandThread,
+    Hurry,
     Join,
     Ping,
     Respond,
@@ -58,10 +60,6 @@ nothing, because the trainer does not wait for it.
 
 Threads that run Python keep their priority. A thread that holds the GIL and gets no core would make generation
 wait for both.
-"""
-STAGING_SHARE = 0.03
-"""Share of a core's time for writing a version while sequences run, where the model computes on the same cores: no
-caller waits for the version, and a burst would delay the next token. Without sequences the worker writes at once.
 """
 
 
@@ -115,6 +113,9 @@ class _WorkerAdapters:
         match command:
             case Ping():
                 respond(CommandDone())
+            case Hurry(ref=ref):
+                self._receiver.hurry(AdapterRef.parse(ref))
+                respond(CommandDone())
             case Join() if self._joining:
                 respond(CommandDone(error="still joining the groups of the previous request"))
             case Join(request=request):
@@ -135,9 +136,10 @@ class _WorkerAdapters:
         try:
             announcement = decode(command.announcement)
             slot = command.slot if command.slot >= 0 else None
-            share = STAGING_SHARE if command.generating and self.writer.device.type == "cpu" else 1.0
+            # A burst of writing delays the next token only where the model computes on the same cores.
+            pace_s = announcement.pace_s if command.generating and self.writer.device.type == "cpu" else 0.0
             left_s = command.deadline - time.monotonic()
-            self._receiver.begin(announcement.manifest, announcement.layout, slot, left_s, share)
+            self._receiver.begin(announcement.manifest, announcement.layout, slot, left_s, pace_s)
         except ManifestError as e:
             self._answer(_unstaged(command, e.reason, e.detail))
         except PublishError as e:

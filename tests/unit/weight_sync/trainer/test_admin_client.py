@@ -16,7 +16,7 @@ from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Refusal
 from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
-from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
+from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of
 from tests.support.wiretap import Wiretap
 
 
@@ -152,7 +152,11 @@ def test_a_connection_is_kept_and_one_the_server_closed_is_made_anew():
         client.close()
 
 
-def test_a_ping_does_not_wait_for_another_call():
+@pytest.mark.parametrize(
+    "aside",
+    [lambda client: client.ping(5.0) == tp.PingReply(), lambda client: client.hurry(ref(3), 5.0) == tp.HurryReply()],
+)
+def test_a_ping_and_a_request_to_hurry_do_not_wait_for_another_call(aside):
     arrived, go_on = threading.Event(), threading.Event()
 
     def score(model, ids):
@@ -165,7 +169,7 @@ def test_a_ping_does_not_wait_for_another_call():
         busy = threading.Thread(target=client.score, args=(None, [[1, 2]], 10.0))
         busy.start()
         assert arrived.wait(5.0)
-        assert client.ping(2.0) == tp.PingReply()
+        assert aside(client)
         go_on.set()
         busy.join()
 
