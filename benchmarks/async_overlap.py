@@ -7,9 +7,13 @@ variant trains the same tiny model on the same prompts with the same long-tailed
 - ``in turn``: both cores roll out, then both train; two processes of one thread each per role, with
   ``--threads`` also one process of two threads, and then the faster of the two is compared with.
 
+- ``eta 2, full`` is eta 2 without pacing.
+
 First the load is balanced: a run of eta 0 goes through several longest lengths, and the one at which
 rolling out (G) takes as long as training (T) is taken. The rounds then go through the variants one
-after the other; ratios are of the same round. It refuses a busy machine unless ``--force``.
+after the other; ratios are of the same round. At the end the embedded example, whose trainer is the slower side,
+runs with pacing ``fresh`` and ``full`` in turn; ``--pacing`` does only this. It refuses a busy machine unless
+``--force``.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from machine import environment, require_idle
 from overlap_runs import IN_TURN, WARM_UP, WIND_DOWN, Load, Measured, RunFailed, Variant, pinned, run
+from pacing_runs import compare_pacing
 
-SYNC, OVERLAP = pinned(0), pinned(2)
+SYNC, OVERLAP, UNPACED = pinned(0), pinned(2), pinned(2, "full")
 OTHERS = (pinned(1), pinned(4), pinned(8))
 LADDER = (200, 280, 360, 440)
 
@@ -52,8 +58,11 @@ def zero_of(xs: tuple[int, ...], ys: list[float]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="eta 0 and 2 only, one short round without balancing")
+    parser.add_argument(
+        "--quick", action="store_true", help="eta 0, eta 2 and no pacing only, one short round without balancing"
+    )
     parser.add_argument("--threads", action="store_true", help="also take turns with one process of two threads")
+    parser.add_argument("--pacing", action="store_true", help="only the embedded example with both kinds of pacing")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--longest", type=int, help="longest answer in tokens; balanced if not given")
@@ -64,6 +73,22 @@ def main() -> None:
     started_s = time.monotonic()
     root = options.keep or Path(tempfile.mkdtemp(prefix="overlap-"))
     root.mkdir(parents=True, exist_ok=True)
+    rounds = 1 if options.quick else options.rounds
+    steps = 10 if options.quick else options.steps
+    claims, measured = ({}, {}) if options.pacing else overlap(options, rounds, steps, root)
+    more, paced = compare_pacing(root, rounds=rounds, steps=steps)
+    if options.keep is None:
+        shutil.rmtree(root)
+    print(f"{time.monotonic() - started_s:.0f} s")
+    if options.json:
+        result = {"claims": claims | more, "environment": environment(), **measured, "pacing": paced}
+        options.json.write_text(json.dumps(result, indent=1, default=asdict))
+
+
+def overlap(
+    options: argparse.Namespace, n_rounds: int, steps: int, root: Path
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Balance the load and measure the variants; the claims, and what was measured."""
     load = Load()
     if options.longest or options.quick:
         load = replace(load, ladder=(options.longest or load.ladder[0],))
@@ -71,43 +96,32 @@ def main() -> None:
         load = balance(load, 3 * len(LADDER) + WARM_UP + WIND_DOWN, root)
     print(f"load: {load}", flush=True)
     rounds: list[dict[str, Measured]] = []
-    for number in range(1 if options.quick else options.rounds):
-        rounds.append(measure_round(chosen(rounds, options.quick, options.threads), load, number, options, root))
-    if options.keep is None:
-        shutil.rmtree(root)
-    claims = report(rounds)
-    print(f"{time.monotonic() - started_s:.0f} s")
-    if options.json:
-        result = {
-            "claims": claims,
-            "environment": environment(),
-            "load": asdict(load),
-            "rounds": [{name: asdict(m) for name, m in r.items()} for r in rounds],
-        }
-        options.json.write_text(json.dumps(result, indent=1))
+    for number in range(n_rounds):
+        variants = chosen(rounds, options.quick, options.threads)
+        rounds.append(measure_round(variants, load, number, steps, 64 if options.quick else 512, root))
+    return report(rounds), {"load": load, "rounds": rounds}
 
 
 def chosen(rounds: list[dict[str, Measured]], quick: bool, threads: bool) -> tuple[Variant, ...]:
-    """All in the first round; later eta 0, eta 2 and the faster way of taking turns."""
+    """All in the first round; later eta 0, eta 2 with and without pacing, and the faster way of taking turns."""
     if quick:
-        return SYNC, OVERLAP
+        return SYNC, OVERLAP, UNPACED
     if not rounds:
-        return SYNC, OVERLAP, *(IN_TURN if threads else IN_TURN[:1]), *OTHERS
+        return SYNC, OVERLAP, UNPACED, *(IN_TURN if threads else IN_TURN[:1]), *OTHERS
     in_turn = [v for v in IN_TURN if v.name in rounds[0]]
-    return SYNC, OVERLAP, *sorted(in_turn, key=lambda v: -rounds[0][v.name].steps_per_hour)[:1]
+    return SYNC, OVERLAP, UNPACED, *sorted(in_turn, key=lambda v: -rounds[0][v.name].steps_per_hour)[:1]
 
 
 def measure_round(
-    variants: tuple[Variant, ...], load: Load, number: int, options: argparse.Namespace, root: Path
+    variants: tuple[Variant, ...], load: Load, number: int, steps: int, n_eval: int, root: Path
 ) -> dict[str, Measured]:
     results = {}
     for variant in variants:
         name = f"{number}-{variant.name}".replace(",", "").replace(" ", "-")
-        steps = 10 if options.quick else options.steps
         try:
-            results[variant.name] = run(variant, load, steps, 64 if options.quick else 512, root, name)
+            results[variant.name] = run(variant, load, steps, n_eval, root, name)
         except RunFailed as failure:
-            if variant in (SYNC, OVERLAP):
+            if variant in (SYNC, OVERLAP, UNPACED):
                 raise SystemExit(str(failure)) from None
             print(f"round {number}: {failure}; left out", flush=True)
             continue
@@ -136,6 +150,15 @@ def report(rounds: list[dict[str, Measured]]) -> dict[str, float]:
             f"{OVERLAP.name} against the faster of both cores in turn: {claims['overlap_vs_colocated']:.2f} "
             f"({min(ratios):.2f} .. {max(ratios):.2f})"
         )
+    ratios = [r[OVERLAP.name].steps_per_hour / r[UNPACED.name].steps_per_hour for r in rounds]
+    claims["long_tail_steps_vs_full_pacing"] = statistics.median(ratios)
+    for variant, key in ((OVERLAP, "long_tail_stale"), (UNPACED, "long_tail_stale_full_pacing")):
+        claims[key] = statistics.mean(r[variant.name].dropped.get("stale", 0) for r in rounds)
+    print(
+        f"{OVERLAP.name} against {UNPACED.name}: {claims['long_tail_steps_vs_full_pacing']:.2f} ({min(ratios):.2f} .. "
+        f"{max(ratios):.2f}); groups too old {claims['long_tail_stale']:.0f}, "
+        f"{claims['long_tail_stale_full_pacing']:.0f}"
+    )
     final = {n: statistics.mean(r[n].final_accuracy for r in rounds) for n in (SYNC.name, OVERLAP.name)}
     claims["reward_gap"] = abs(final[SYNC.name] - final[OVERLAP.name])
     print(f"final eval: {SYNC.name} {final[SYNC.name]:.3f}, {OVERLAP.name} {final[OVERLAP.name]:.3f}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from areal_lora.errors import ExitCode
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from areal_lora.launcher.run import start
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.obs.metrics.records import RunMetrics
+from areal_lora.obs.metrics.records import RunMetrics, mean_lag
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
 MODEL_LEN, LONGEST = 512, 440
@@ -40,13 +41,13 @@ class Variant:
     at_once: float = 1.0
 
 
-def pinned(eta: int) -> Variant:
+def pinned(eta: int, pacing: str = "fresh") -> Variant:
     """Asynchronous ones do better with half a step at once: what runs later starts with a newer version."""
     return Variant(
-        name=f"eta {eta}",
+        name=f"eta {eta}" if pacing == "fresh" else f"eta {eta}, {pacing}",
         cores={"trainer": (0,), "server": (1,)},
         at_once=0.5 if eta else 1.0,
-        overrides=(f"rollout.max_staleness={eta}", "trainer.world_size=1"),
+        overrides=(f"rollout.max_staleness={eta}", f"rollout.pacing={pacing}", "trainer.world_size=1"),
     )
 
 
@@ -76,7 +77,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of the steps between warm-up and wind-down; ``g_s`` waiting for rollouts, ``t_s`` all else of a step."""
+    """Seconds of the steps between warm-up and wind-down; ``g_s`` waiting for rollouts, ``t_s`` all else of a step.
+
+    ``mean_lag`` is of the trained tokens, in versions. ``dropped`` counts groups of the whole run.
+    """
 
     variant: str
     step_s: list[float]
@@ -85,6 +89,7 @@ class Measured:
     tokens: list[int]
     steps_per_hour: float
     final_accuracy: float
+    mean_lag: float
     dropped: dict[str, int]
     publish_ms: list[float]
 
@@ -95,8 +100,8 @@ class Measured:
         return (
             f"{self.variant:22} {self.steps_per_hour:7.0f} steps/h  step min {ordered[0]:.2f} "
             f"p50 {statistics.median(ordered):.2f} p99 {high:.2f} s  waiting {statistics.mean(self.g_s):.2f} s, "
-            f"training {statistics.mean(self.t_s):.2f} s, {statistics.mean(self.tokens) / 1000:.1f} k tokens; "
-            f"final eval {self.final_accuracy:.3f}; dropped groups: {dropped}"
+            f"training {statistics.mean(self.t_s):.2f} s, {statistics.mean(self.tokens) / 1000:.1f} k tokens, "
+            f"lag {self.mean_lag:.2f}; final eval {self.final_accuracy:.3f}; dropped groups: {dropped}"
         )
 
 
@@ -106,8 +111,13 @@ class RunFailed(Exception):
 
 def run(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name: str) -> Measured:
     """Train ``steps`` steps under the real launcher. Raises RunFailed, SystemExit for an interrupt."""
+    return measure(variant.name, execute(variant, settings(variant, load, steps, n_eval, root, name), root, name))
+
+
+def execute(variant: Variant, overlaid: dict[str, Any], root: Path, name: str) -> RunMetrics:
+    """Run the embedded example with ``overlaid`` on the variant's cores. Raises as :func:`run`."""
     overlay = root / f"{name}.yaml"
-    overlay.write_text(json.dumps(settings(variant, load, steps, n_eval, root, name)), encoding="utf-8")
+    overlay.write_text(json.dumps(overlaid), encoding="utf-8")
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml", overlay], variant.overrides
     )
@@ -122,7 +132,7 @@ def run(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name:
         raise SystemExit(code)
     if code:
         raise RunFailed(f"{variant.name} ended with code {code}; see {log.name} and {config.run_folder}/logs")
-    return measure(variant.name, read_metrics(config.run_folder))
+    return read_metrics(config.run_folder)
 
 
 def settings(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name: str) -> dict[str, Any]:
@@ -173,6 +183,7 @@ def measure(variant: str, metrics: RunMetrics) -> Measured:
         tokens=[s.n_tokens for s in steps],
         steps_per_hour=3600 * len(steps) / (last.time_s - before.time_s),
         final_accuracy=accuracy,
+        mean_lag=mean_lag(sum((Counter(s.staleness) for s in steps), Counter())) or 0.0,
         dropped=dict(metrics.steps[-1].dropped),
         publish_ms=[p.total_ms for p in metrics.publishes[WARM_UP:] if p.total_ms is not None],
     )

@@ -33,11 +33,9 @@ from areal_lora.rollout.controller.staleness import StalenessBudget
 
 Pacing: TypeAlias = Literal["fresh", "full"]
 
-WINDOW = 8
+WINDOW = 5
 """Requests whose largest shortfall is covered."""
-WAIT_WEIGHT = 2.0
-"""Seconds of margin for each second that the trainer waited."""
-DECAY = 0.97
+DECAY = 0.95
 """Of the margin, at a step without a wait."""
 SMALLEST, LARGEST = 0.02, 0.5
 """Of the margin, in steps of the trainer."""
@@ -125,7 +123,7 @@ class Pacer:
 
     def _adapt_margin(self, waited_s: float, step_s: float) -> None:
         late = waited_s > NEGLIGIBLE * step_s
-        margin_s = self._margin_s + WAIT_WEIGHT * waited_s if late else self._margin_s * DECAY
+        margin_s = self._margin_s + waited_s if late else self._margin_s * DECAY
         self._margin_s = min(max(margin_s, SMALLEST * step_s), LARGEST * step_s)
 
     def new_session(self) -> None:
