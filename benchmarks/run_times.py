@@ -122,23 +122,23 @@ class StartWatch:
             looks += 1
 
     def _read_cpu(self) -> None:
-        for process in _tree(self.launcher):
+        for process in process_tree(self.launcher):
             with suppress(psutil.Error):
                 with process.oneshot():
                     used = process.cpu_times()
-                    key, name = (process.pid, process.create_time()), _name(process)
+                    key, name = (process.pid, process.create_time()), process_name(process)
                 # The name of a fork is its parent's until it has one of its own.
                 self._cpu[key] = (name, used.user + used.system)
 
 
-def _tree(pid: int) -> Iterator[psutil.Process]:
+def process_tree(pid: int) -> Iterator[psutil.Process]:
     with suppress(psutil.Error):
         launcher = psutil.Process(pid)
         yield launcher
         yield from launcher.children(recursive=True)
 
 
-def _name(process: psutil.Process) -> str:
+def process_name(process: psutil.Process) -> str:
     """``trainer-0``, ``server EngineCore``; all others by their module, such as ``rollout.main``."""
     command = process.cmdline()
     if command and command[0].startswith("VLLM::"):
