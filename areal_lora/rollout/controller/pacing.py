@@ -37,7 +37,7 @@ WINDOW = 5
 """Requests whose largest shortfall is covered."""
 DECAY = 0.95
 """Of the margin, at a step without a wait."""
-SMALLEST, LARGEST = 0.02, 0.5
+SMALLEST, LARGEST = 0.02, 0.25
 """Of the margin, in steps of the trainer."""
 NEGLIGIBLE = 0.005
 """A wait of this part of a step is none."""
