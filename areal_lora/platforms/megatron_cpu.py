@@ -1,8 +1,8 @@
 """A table of patches that lets Megatron-core 0.16 and Megatron-Bridge 0.3 run without a GPU.
 
 Megatron asks `torch.cuda` for its device, streams and RNG state even where there is no GPU. Each row states
-what is replaced and why. The engine calls `install_cpu_patches` before the first import of `megatron.bridge`,
-and only where the device is cpu.
+what is replaced and why. The engine calls `install_cpu_patches` before the first import of Megatron, and only
+where the device is cpu.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
+import importlib.util
 import pkgutil
 import sys
 import types
@@ -124,10 +125,14 @@ MEGATRON_PATCHES = (
 )
 
 
-BRIDGE_PATCHES = tuple(
-    Patch(f"megatron.bridge.peft.{module}", "HAVE_TE", False, "the stand-in's classes are no layers to match")
-    for module in ("utils", "module_matcher")
+BRIDGE_PATCHES = (
+    Patch("megatron.bridge.peft.utils", "HAVE_TE", False, "the stand-in's classes are no layers to match"),
 )
+
+
+BARE_PACKAGES = ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.peft")
+"""Packages whose own file is not executed: it imports all model families with transformers, and Bridge's training.
+Their modules that areal_lora uses need none of it."""
 
 
 class _StubModule(types.ModuleType):
@@ -159,6 +164,34 @@ def _transformer_engine_stub() -> Iterator[None]:
             del sys.modules[name]
 
 
+@contextlib.contextmanager
+def _plain_functions() -> Iterator[None]:
+    """Make `torch.compile` return its function while Megatron decorates its fused functions.
+
+    The model runs without them (`fused` in `megatron_utils.model`); decorating them would load torch's compiler.
+    """
+
+    def plain(function: Any = None, **_: object) -> Any:
+        return plain if function is None else function
+
+    compiler, torch.compile = torch.compile, plain
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+def _add_bare_packages() -> None:
+    """Register `BARE_PACKAGES` without executing their files; their modules are imported as usual."""
+    for name in BARE_PACKAGES:
+        parent, _, own = name.rpartition(".")
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        setattr(sys.modules[parent], own, sys.modules[name])
+
+
 def _apply(patches: tuple[Patch, ...]) -> None:
     for patch in patches:
         setattr(pkgutil.resolve_name(patch.module), patch.name, patch.value)
@@ -173,9 +206,12 @@ def install_cpu_patches() -> None:
     if _installed:
         return
     _apply(TORCH_PATCHES)
-    _apply(MEGATRON_PATCHES)
-    importlib.import_module("megatron.core.extensions.transformer_engine")
-    with _transformer_engine_stub():
-        importlib.import_module("megatron.bridge")
+    with _plain_functions():
+        _apply(MEGATRON_PATCHES)
+        importlib.import_module("megatron.core.extensions.transformer_engine")
+        _add_bare_packages()
+        with _transformer_engine_stub():
+            importlib.import_module("megatron.bridge.models.gpt_provider")
+            importlib.import_module("megatron.bridge.peft.lora_layers")
     _apply(BRIDGE_PATCHES)
     _installed = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import math
 import signal
 import sys
@@ -19,13 +18,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config
+from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
 from areal_lora.data.prompts import PromptStream, TextTokenizer, tokenize
+from areal_lora.data.tokenizer import load_tokenizer
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes import stacks
+from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agents import Sessions
 from areal_lora.rollout.channel.control import ControlSocket
@@ -50,7 +52,6 @@ from areal_lora.tasks.scorer import ScorerPool
 
 ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
-_PR_SET_PDEATHSIG = 1
 
 log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
 
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     run_folder: RunFolder = parser.parse_args(argv).run_folder
     setup_logging(ROLE, 0)
     stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     try:
         config = read_config(run_folder)
         data = load_data(config, run_folder)
@@ -88,10 +89,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
-    from transformers import AutoTokenizer  # slow to import: only once the arguments are known to be right
-
     set_status(run_folder, ROLE, 0, "reading prompts")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
+    # User code in this process may want transformers' models.
+    user_code = any(not isinstance(adapter.workflow, SingleTurnWorkflowConfig) for adapter in config.adapters)
+    with collector_paused():
+        tokenizer = load_tokenizer(config.model.folder, models=user_code)
     return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
 
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerBase
-
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.data.collate import scoring_batch
+from areal_lora.data.prompts import TextTokenizer
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
+
+TokenRows = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +92,18 @@ class Restored:
     controller: ControllerState
 
 
-def build_adapter(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTokenizerBase) -> Adapter:
+def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> Adapter:
     return Adapter(
         config=adapter,
         spec=adapter.spec(config.model.path),
         algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
-        probe=probe_batch(config, adapter, tokenizer),
+        probe=scoring_batch(probe, adapter.name),
         base_commit=config.model.commit,
     )
 
 
-def probe_batch(config: Config, adapter: AdapterConfig, tokenizer: PreTrainedTokenizerBase) -> TrainBatch:
+def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> TokenRows:
     """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers."""
     sync = config.weight_sync
     samples = load_samples(adapter.task, "eval")[: sync.probe_sequences]
-    rows = [tokenizer.encode(s.prompt + s.answer, add_special_tokens=False)[: sync.probe_tokens] for s in samples]
-    return scoring_batch(rows, adapter.name)
+    return [tokenizer.encode(s.prompt + s.answer, add_special_tokens=False)[: sync.probe_tokens] for s in samples]

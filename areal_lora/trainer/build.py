@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
-from transformers import AutoTokenizer
+import msgspec
 
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
-from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.data.tokenizer import load_tokenizer
+from areal_lora.distributed.exchange import Exchange, GroupExchange
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.platforms.device import own_device, platform_of
 from areal_lora.processes.faults import reached
@@ -24,7 +25,7 @@ from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
 from areal_lora.run_folder.status import set_status
-from areal_lora.trainer.adapter import ControllerState, Restored, TrainingState, build_adapter
+from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.controller_link import ControllerLink
@@ -38,6 +39,8 @@ from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.role import Follower
 
+_encode = msgspec.msgpack.Encoder().encode
+_probe_decoder = msgspec.msgpack.Decoder(dict[str, TokenRows])
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # start of a restarted controller until it answers
 CONTROL_TIMEOUT_S = 7200.0  # longest wait of rank 0 for rollouts, while the other ranks wait for rank 0
@@ -49,11 +52,11 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     set_status(run_folder, "trainer", rank, "loading the base model")
     device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
     engine = MegatronEngine(config.model, config.trainer, device)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
-    adapters = [build_adapter(config, adapter, tokenizer) for adapter in config.adapters]
+    control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
+    probes = _probes(config, control)
+    adapters = [build_adapter(config, adapter, probes[adapter.name]) for adapter in config.adapters]
     for adapter in adapters:
         engine.add_adapter(adapter.spec, adapter.config.optimizer, config.run.seed)
-    control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     restored = resume(engine, adapters, config, run_folder, control)
     versions = {name: found.version for name, found in restored.items()}
     states = {a.name: TrainingState(adapter=a, version=versions.get(a.name, 0)) for a in adapters}
@@ -82,6 +85,15 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         control=control,
         rank_0=rank_0,
     )
+
+
+def _probes(config: Config, control: Exchange) -> dict[str, TokenRows]:
+    """The truth check's sequences by adapter. Rank 0 tokenizes for all ranks: only it imports transformers."""
+    mine = None
+    if control.rank == 0:
+        tokenizer = load_tokenizer(config.model.folder)
+        mine = _encode({adapter.name: probe_rows(config, adapter, tokenizer) for adapter in config.adapters})
+    return _probe_decoder.decode(control.broadcast_bytes(mine))
 
 
 def _connect(

@@ -24,6 +24,7 @@ from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.addresses import set_variables
 from areal_lora.platforms.device import platform_of
 from areal_lora.processes import stacks
+from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret, wait_endpoint
@@ -69,12 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.trainer.threads)
     set_status(run_folder, ROLE, rank, "importing Megatron")
     # The heavy imports follow the check of the arguments.
-    from areal_lora.trainer.build import build_trainer
-    from areal_lora.trainer.loop import train
-
     try:
-        join_world(config, run_folder, rank, world_size)
-        trainer = build_trainer(config, run_folder, rank)
+        with collector_paused():
+            from areal_lora.trainer.build import build_trainer
+            from areal_lora.trainer.loop import train
+
+            join_world(config, run_folder, rank, world_size)
+            trainer = build_trainer(config, run_folder, rank)
         if rank:
             set_status(run_folder, ROLE, rank, "in step with trainer-0")
         train(trainer)

@@ -20,6 +20,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
+from areal_lora.engine.vllm_ext.compat.engine import start_engine
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.generate import Generator, RequestCounters
 from areal_lora.engine.vllm_ext.guards import guarded
@@ -116,7 +117,7 @@ def max_num_seqs(config: Config) -> int:
 async def assemble(config: Config, run_folder: RunFolder, index: int, secret: str, stop: Callable[[], None]) -> Parts:
     """Start the engine and connect all parts; the server can serve when this returns."""
     digest = base_digest(config.model.folder)
-    engine = AsyncLLM.from_engine_args(engine_args(config))
+    engine = start_engine(engine_args(config))
     channel = WorkerChannel(secret)
     setup = WorkerSetup(
         run=config.run.name,

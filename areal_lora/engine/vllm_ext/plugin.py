@@ -6,12 +6,12 @@ other platforms the plugin changes nothing.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 
+from areal_lora.processes.parent import die_with_parent
+
 SERVER_PID = "AREAL_LORA_SERVER_PID"  # set by our server for the processes it has vLLM start
-PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -25,8 +25,3 @@ def register() -> None:
         from areal_lora.engine.vllm_ext.compat.cpu_kernels import install_cpu_lora
 
         install_cpu_lora()
-
-
-def die_with_parent(sig: signal.Signals) -> None:
-    """Have the kernel send ``sig`` to this process when its parent ends in any way (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig)

@@ -35,13 +35,15 @@ from starlette.types import ASGIApp
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.engine.vllm_ext.plugin import SERVER_PID, die_with_parent
+from areal_lora.engine.vllm_ext.plugin import SERVER_PID
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
 from areal_lora.network.keys import Plane
 from areal_lora.network.tls import on_loopback, server_context, write_client_files
 from areal_lora.processes import stacks
+from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
@@ -142,11 +144,15 @@ def set_environment(config: Config) -> None:
 
 async def serve(config: Config, run_folder: RunFolder, index: int, sockets: tuple[socket.socket, socket.socket]) -> int:
     """Serve until a stop is requested; return the exit code. Raises ProcessFailed if the engine ends unasked."""
-    from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
+    set_status(run_folder, ROLE, index, "importing vLLM")
+    with collector_paused():
+        from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
 
     stop = Stop()
     set_status(run_folder, ROLE, index, "loading the model")
     secret = read_secret(run_folder)
+    for sock in sockets:
+        os.register_at_fork(after_in_child=sock.close)  # the engine's processes must not hold the server's ports
     parts = await assemble(config, run_folder, index, secret, stop.restart)
     # Not before: loading the model blocks the event loop, and nothing needs saving until then.
     stop.on_signals()

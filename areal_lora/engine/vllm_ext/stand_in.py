@@ -41,7 +41,6 @@ from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
-from areal_lora.engine.vllm_ext.plugin import die_with_parent
 from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.registry import target_of
@@ -49,6 +48,7 @@ from areal_lora.network.keys import Plane
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
 from areal_lora.run_folder.paths import RunFolder

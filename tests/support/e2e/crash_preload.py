@@ -4,6 +4,7 @@ A trainer rank starts in a second instead of ten, so that a run can be killed tw
 """
 
 import torch
+from transformers import AutoTokenizer  # noqa: F401
 
 import tests.support.distributed.preload  # noqa: F401
 from areal_lora.engine import megatron_engine  # noqa: F401

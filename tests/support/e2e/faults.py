@@ -26,7 +26,7 @@ from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
-from areal_lora.trainer.adapter import Adapter, build_adapter
+from areal_lora.trainer.adapter import Adapter, build_adapter, probe_rows
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.trainer.main import join_world
 from areal_lora.trainer.publishing import AdapterPublishing
@@ -176,7 +176,7 @@ def main(run_folder: Path) -> None:
     join_world(config, RunFolder(run_folder), 0, 1)
     engine = MegatronEngine(config.model, config.trainer, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(config.model.folder)
-    adapter = build_adapter(config, config.adapters[0], tokenizer)
+    adapter = build_adapter(config, config.adapters[0], probe_rows(config, config.adapters[0], tokenizer))
     engine.add_adapter(adapter.spec, adapter.config.optimizer, 1)
     wait_endpoint(RunFolder(run_folder), "server", 0, 120)
     leader = Leader(

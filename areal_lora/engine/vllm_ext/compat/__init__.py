@@ -14,7 +14,9 @@ module           what                           why
                  ``activate``, ``deactivate``   vLLM loads adapters from files only, and evicts them
                                                 without a request to do so
                  ``refuse_files``               the same
-``engine``       ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
+``engine``       ``start_engine``               on CPUs vLLM starts new interpreters, which import
+                                                everything again
+                 ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
                                                 trainer's do neither
 ===============  =============================  =========================================================
 """

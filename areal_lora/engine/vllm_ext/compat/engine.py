@@ -1,18 +1,44 @@
-"""Adapt a vLLM worker's log-probabilities, and find its files in shared memory."""
+"""Start vLLM's engine, adapt a worker's log-probabilities, and find its files in shared memory."""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 from functools import partial
 from typing import Any
 
 import torch
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from areal_lora.errors import AdapterError
+from areal_lora.processes.parent import die_with_parent
 
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 SCORE_TEMPERATURE = "areal_lora_score_temperature"  # in ``SamplingParams.extra_args`` of a request that scores
+
+
+def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
+    """Start the engine's processes as forks of this one, which has imported what they need.
+
+    On CPUs vLLM would start new interpreters, for the sake of OpenMP: a thread pool does not survive a fork. This
+    process has not computed and has no pool. It must not have other threads either. On GPUs vLLM forks by itself
+    unless CUDA is in use. Call this once per process.
+    """
+    config = arguments.create_engine_config()  # sets the variable
+    os.environ[_START_METHOD] = "fork"
+    os.register_at_fork(after_in_child=_leave_server)
+    gc.freeze()  # otherwise the first collection in a fork would copy all memory of Python objects
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
+def _leave_server() -> None:
+    """Cut a forked engine process off from the server: its end, its event loop's signals."""
+    die_with_parent(signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
 
 
 def own_logprobs(worker: Any) -> None:

@@ -489,6 +489,20 @@ def _alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+def test_the_engine_holds_none_of_the_servers_ports(server: RunningServer) -> None:
+    """A fork inherits listening sockets; a server that is restarted on its port would find the port in use."""
+    process = psutil.Process(server.process.pid)
+    ports = set(server.endpoint.ports.values())
+    assert ports <= _listening(process)
+    children = process.children(recursive=True)
+    assert children, "the engine is a child process"
+    assert not any(ports & _listening(child) for child in children)
+
+
+def _listening(process: psutil.Process) -> set[int]:
+    return {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, sig: signal.Signals) -> None:
     shm = shared_memory.names()
