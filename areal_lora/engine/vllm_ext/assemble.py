@@ -21,6 +21,7 @@ from areal_lora.config.place import own_place
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
+from areal_lora.engine.vllm_ext.compat.scheduler import GroupScheduler
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.generate import Generator, RequestCounters
 from areal_lora.engine.vllm_ext.guards import guarded
@@ -74,6 +75,7 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         extra["block_size"] = 32
         # A prompt in two chunks would rewind the request's random generator, which fails on a CPU and ends vLLM.
         extra["enable_chunked_prefill"] = False
+        extra["scheduler_cls"] = GroupScheduler  # not on GPUs: their default schedules ahead of the model
         if rollout.kv_cache_gib is not None:
             extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         if rollout.tp == 1:

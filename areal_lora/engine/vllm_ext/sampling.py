@@ -24,6 +24,7 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
+from areal_lora.engine.vllm_ext.compat.scheduler import WHOLE
 from areal_lora.engine.vllm_ext.generate import CUT, EngineRequest, Generator, prompt_logprobs
 from areal_lora.engine.vllm_ext.text import AnswerText
 from areal_lora.types import AdapterRef
@@ -81,6 +82,8 @@ class Sampler:
             self.check(model, pinned)
             ways = [_nth(params, k) for k in range(params.n)]
             return await _all([self._whole(ids, way, k, model) for ids in prompts for k, way in enumerate(ways)])
+        if not params.detokenize:  # else the server's process must read every token, to find stop strings
+            params.extra_args = (params.extra_args or {}) | {WHOLE: True}
         with self._adapters.lease(model, pinned=pinned) as lease:
             outputs = await _all([self._generator.final(ids, params.clone(), lease) for ids in prompts])
         return [_part(output, sample, lease) for output in outputs for sample in output.outputs]

@@ -8,6 +8,7 @@ module           what                           why
                                                 layers use the same oneDNN kernels
                  ``CpuLoraLinear`` (punica)     vLLM's CPU path is slow, and base tokens (-1) read the
                                                 last slot
+                 ``rms_norm``                   vLLM keeps its C++ norms for GPUs
                  ``hide_llvmlite``              vLLM's scan of all loaded modules fails on numba's
                                                 compiler
 ``slots``        ``bound_matrices``             where a worker keeps the stacked weights of all adapters
@@ -18,5 +19,8 @@ module           what                           why
                                                 everything again
                  ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
                                                 trainer's do neither
+                 ``draw_on_cpu``                vLLM's own draws cost a tensor per row
+``scheduler``    ``GroupScheduler``             vLLM computes a prompt once per sample, and sends every
+                                                token to the server's process
 ===============  =============================  =========================================================
 """

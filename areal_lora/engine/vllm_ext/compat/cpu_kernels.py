@@ -1,4 +1,4 @@
-"""Replace vLLM's experts class and punica wrapper for LoRA on CPUs."""
+"""Replace vLLM's experts class and punica wrapper for LoRA on CPUs, and its norms."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms.cpu import CpuPlatform
 
 from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
@@ -166,14 +167,35 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         )
 
 
+def rms_norm(
+    self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Normalize in one pass with vLLM's C++ kernel, which vLLM itself keeps for GPUs; in place with ``residual``.
+
+    ``x`` [..., H]; the kernel reads rows one after the other.
+    """
+    weight = self.weight.data
+    if self.variance_size_override is not None or not self.has_weight or weight.dtype != x.dtype:
+        return self.forward_native(x, residual)
+    if residual is not None and x.is_contiguous() and residual.is_contiguous():
+        torch.ops._C.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)
+        return x, residual
+    if residual is not None:
+        return self.forward_native(x, residual)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops._C.rms_norm(out, x.contiguous(), weight, self.variance_epsilon)
+    return out
+
+
 def install_cpu_lora() -> None:
-    """Put the two CPU classes in place of vLLM's choices. Idempotent."""
+    """Put these classes and functions in place of vLLM's choices. Idempotent."""
     if oracle.backend_to_kernel_cls is _kernel_classes:
         return
     hide_llvmlite()
     global _vllm_kernel_classes
     _vllm_kernel_classes = oracle.backend_to_kernel_cls
     oracle.backend_to_kernel_cls = _kernel_classes
+    RMSNorm.forward_cpu = rms_norm
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: f"{__name__}.{CpuLoraLinear.__name__}")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -51,7 +53,7 @@ def own_logprobs(worker: Any) -> None:
     if not isinstance(runner, GPUModelRunner):
         raise AdapterError(f"vLLM's model runner is a {type(runner).__name__}; set VLLM_USE_V2_MODEL_RUNNER=0")
     draw = runner.sampler.topk_topp_sampler
-    truncated = draw.forward
+    truncated = draw_on_cpu if draw.forward == draw.forward_cpu else draw.forward
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if k is None and p is None:
@@ -83,6 +85,21 @@ def own_logprobs(worker: Any) -> None:
         return found
 
     runner._get_prompt_logprobs_dict = scores
+
+
+def draw_on_cpu(
+    logits: torch.Tensor, generators: Mapping[int, torch.Generator], k: Any, p: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the tokens that vLLM's ``forward_cpu`` draws from ``logits`` [B, V], and return log-probabilities [B, V].
+
+    ``generators`` are by row. vLLM takes each row's number through a tensor of its own, which costs three times this.
+    """
+    logits = apply_top_k_top_p(logits, k, p).float()
+    seeds = torch.randint(0, 2**31, (len(logits),), dtype=torch.long)
+    rows = seeds.split(1)
+    for row, generator in generators.items():
+        rows[row].random_(0, 2**31, generator=generator)
+    return torch.ops._C.fused_gumbel_argmax(logits, seeds), logits.log_softmax(dim=-1)
 
 
 def _tempered(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""Draws and norms that take the place of vLLM's on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from areal_lora.engine.vllm_ext.compat.cpu_kernels import rms_norm
+from areal_lora.engine.vllm_ext.compat.engine import draw_on_cpu
+
+pytestmark = pytest.mark.slow  # importing vLLM
+
+ROWS, VOCAB, HIDDEN = 12, 50, 128
+
+
+@pytest.mark.parametrize("top_p", [None, 0.7])
+def test_tokens_are_those_that_vllm_draws(top_p: float | None) -> None:
+    """Rows with a generator of their own and rows without, for several steps of the same generators."""
+    p = None if top_p is None else torch.full((ROWS,), top_p)
+    drawn = []
+    for draw in (TopKTopPSampler("processed_logprobs").forward_cpu, draw_on_cpu):
+        generators = {row: torch.Generator().manual_seed(100 + row) for row in (0, 3, 4, 11)}
+        torch.manual_seed(5)
+        numbers = torch.Generator().manual_seed(1)
+        drawn.append([draw(torch.randn(ROWS, VOCAB, generator=numbers), generators, None, p) for _ in range(6)])
+    for (theirs, their_logprobs), (ours, our_logprobs) in zip(*drawn, strict=True):
+        assert theirs.tolist() == ours.tolist()
+        assert torch.equal(their_logprobs, our_logprobs)
+
+
+@pytest.fixture(scope="module")
+def norm() -> RMSNorm:
+    with set_current_vllm_config(VllmConfig()):
+        module = RMSNorm(HIDDEN, eps=1e-6)
+    module.weight.data = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2))
+    return module
+
+
+def normed(x: torch.Tensor, module: RMSNorm) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt() * module.weight.data.double()
+
+
+@pytest.mark.parametrize("shape", [(1, HIDDEN), (7, HIDDEN), (5, 4, HIDDEN)])
+def test_norm_of_rows(norm: RMSNorm, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(rms_norm(norm, x).double(), normed(x, norm), atol=1e-5)
+
+
+def test_norm_of_rows_that_do_not_follow_each_other(norm: RMSNorm) -> None:
+    """Queries are a part of the columns of the projection's result."""
+    x = torch.randn(6, 4 * HIDDEN, generator=torch.Generator().manual_seed(4))[:, HIDDEN : 3 * HIDDEN]
+    heads = x.view(6, 2, HIDDEN)
+    assert not heads.is_contiguous()
+    assert torch.allclose(rms_norm(norm, heads).double(), normed(heads, norm), atol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_norm_of_a_sum(norm: RMSNorm, apart: bool) -> None:
+    """Returns the normed sum and the sum, whether or not the rows follow each other."""
+    numbers = torch.Generator().manual_seed(6)
+    x, residual = (torch.randn(6, HIDDEN * (1 + apart), generator=numbers)[:, :HIDDEN] for _ in range(2))
+    total = x.double() + residual.double()
+    out, kept = rms_norm(norm, x, residual)
+    assert torch.allclose(kept.double(), total, atol=1e-6)
+    assert torch.allclose(out.double(), normed(total, norm), atol=1e-5)

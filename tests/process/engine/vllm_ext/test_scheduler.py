@@ -1,0 +1,52 @@
+"""A group's prompt is computed once, its answers are those of single requests, and each leaves the engine whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.engine.vllm_ext.group_engine import LENGTHS, NEW_TOKENS, N
+from tests.support.paths import EXAMPLES, SUPPORT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    script = [sys.executable, str(SUPPORT / "engine" / "vllm_ext" / "group_engine.py"), str(EXAMPLES)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=220, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_answers_of_a_group_are_those_of_single_requests(results: dict[str, Any], length: int) -> None:
+    group, alone = results[str(length)]["group"], results[str(length)]["alone"]
+    assert group["tokens"][:N] == alone["tokens"]
+    assert len({tuple(answer) for answer in alone["tokens"]}) == N, "the seeds make no difference"
+    for together, single in zip(group["logprobs"], alone["logprobs"], strict=False):
+        assert together == pytest.approx(single, abs=1e-5)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompt_is_computed_once(results: dict[str, Any], length: int) -> None:
+    """The first sample computes it all, the others its last token; every answer its tokens but the last."""
+    decoded = (N + 1) * (NEW_TOKENS - 1)
+    assert results[str(length)]["group"]["computed"] == length + (N - 1) + length + decoded
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_an_answer_leaves_the_engine_whole(results: dict[str, Any], length: int) -> None:
+    """The second request did not ask for that: it is sent token by token."""
+    group = results[str(length)]["group"]
+    assert sorted(group["messages"]) == [1] * NEW_TOKENS + [NEW_TOKENS] * N
+    assert group["unsent"] == 0
+    assert group["free"] == results["free"]
+
+
+def test_a_group_survives_the_abort_of_the_sample_that_computed_the_prompt(results: dict[str, Any]) -> None:
+    assert results["aborted"] == {"done": 2, "unsent": 0, "free": results["free"]}

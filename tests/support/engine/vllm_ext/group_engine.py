@@ -1,0 +1,141 @@
+"""Groups and single requests on one engine in this process; prints what was computed and sampled, as JSON.
+
+``python group_engine.py EXAMPLES``. A test's helper: vLLM's environment must be set before its import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+N, NEW_TOKENS = 4, 12
+LENGTHS = (9, 32, 33, 64, 70)  # of prompts: shorter than a block of 32, whole blocks, one more, between
+
+
+class Watched:
+    """The engine of a run, and what its scheduler let be computed."""
+
+    def __init__(self, examples: Path) -> None:
+        from vllm import LLM, EngineArgs
+
+        from areal_lora.config.load import load_config
+        from areal_lora.engine.vllm_ext.assemble import engine_args
+        from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+
+        config = load_config([examples / "gsm8k_grpo_megatron_lora_moe.yaml", examples / "embedded.yaml"], [])
+        args = engine_args(config)
+        values = {f.name: getattr(args, f.name) for f in fields(EngineArgs)} | {"worker_extension_cls": ""}
+        self.engine = LLM.from_engine_args(EngineArgs(**values)).llm_engine
+        core = self.engine.engine_core.engine_core
+        own_logprobs(core.model_executor.driver_worker.worker)
+        self.scheduler = core.scheduler
+        self.computed = 0
+        self.messages: list[int] = []  # tokens of every output that left the engine
+        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+
+        def counted(*args: Any) -> Any:
+            made = schedule(*args)
+            self.computed += made.total_num_scheduled_tokens
+            return made
+
+        def noted(*args: Any) -> Any:
+            sent = update(*args)
+            self.messages += [len(output.new_token_ids) for message in sent.values() for output in message.outputs]
+            return sent
+
+        self.scheduler.schedule, self.scheduler.update_from_output = counted, noted
+
+    def run(self, asked: list[tuple[list[int], int, int, bool]]) -> dict[str, Any]:
+        """Sample ``(prompt, seed, n, whole)`` at once."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from areal_lora.engine.vllm_ext.compat.scheduler import WHOLE
+
+        self.computed, self.messages = 0, []
+        for i, (prompt, seed, n, whole) in enumerate(asked):
+            params = SamplingParams(
+                n=n,
+                seed=seed,
+                max_tokens=NEW_TOKENS,
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={WHOLE: True} if whole else None,
+            )
+            self.engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        done: dict[int, Any] = {}
+        while self.engine.has_unfinished_requests():
+            done |= {int(output.request_id): output for output in self.engine.step() if output.finished}
+        answers = [answer for _, output in sorted(done.items()) for answer in output.outputs]
+        return {
+            "tokens": [list(answer.token_ids) for answer in answers],
+            "logprobs": [[row[t].logprob for t, row in zip(a.token_ids, a.logprobs, strict=True)] for a in answers],
+            "computed": self.computed,
+            "messages": list(self.messages),
+            "unsent": len(self.scheduler._unsent),
+            "free": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+
+
+def aborted(engine: Watched, prompt: list[int]) -> dict[str, Any]:
+    """A group whose first sample is aborted after the step that computes the prompt."""
+    from vllm import SamplingParams
+
+    from areal_lora.engine.vllm_ext.compat.scheduler import WHOLE
+
+    for i in range(3):
+        params = SamplingParams(seed=i, max_tokens=6, ignore_eos=True, detokenize=False, extra_args={WHOLE: True})
+        engine.engine.add_request(f"a{i}", {"prompt_token_ids": prompt}, params)
+    engine.engine.step()
+    ids = list(engine.scheduler.requests)
+    engine.scheduler.finish_requests(ids[:1], _aborted())
+    done = 0
+    for _ in range(20):
+        done += sum(output.finished for output in engine.engine.step())
+    return {
+        "done": done,
+        "unsent": len(engine.scheduler._unsent),
+        "free": engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+    }
+
+
+def _aborted() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
+
+
+def main(examples: Path) -> None:
+    engine = Watched(examples)
+    results: dict[str, Any] = {"free": engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()}
+    for length in LENGTHS:
+        # A prompt of its own for every way, so that none finds blocks of another in the cache.
+        prompts = [[5 + (7 * j * j + 3 * j + way) % 90 for j in range(length)] for way in range(2)]
+        alone = [engine.run([(prompts[0], 3 + k, 1, False)]) for k in range(N)]
+        engine.scheduler.reset_prefix_cache()
+        results[str(length)] = {
+            "alone": {"tokens": [a["tokens"][0] for a in alone], "logprobs": [a["logprobs"][0] for a in alone]},
+            "group": engine.run([(prompts[0], 3, N, True), (prompts[1], 90, 1, False)]),
+        }
+        engine.scheduler.reset_prefix_cache()
+    results["aborted"] = aborted(engine, [5 + (11 * j) % 90 for j in range(40)])
+    print(json.dumps(results), flush=True)
+    os._exit(0)  # the teardown of torch and vLLM would take seconds
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
