@@ -262,9 +262,6 @@ class TrainerConfig(Section):
     pp_layers: list[PositiveInt] | None = Field(
         None, description="Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."
     )
-    moe_grouped_gemm: bool = Field(
-        False, description="Use one grouped module for a rank's experts of a layer instead of one module each."
-    )
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")

@@ -49,15 +49,40 @@ class _TorchOnCpu(types.ModuleType):
         return torch.ones(*args, **{**kwargs, "device": CPU})
 
 
-class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc]
-    """RMSNorm built the way Megatron builds norms; takes part in sequence parallelism.
+class _Normalize(torch.autograd.Function):  # type: ignore[misc]
+    """``y = x w / rms(x)`` in fp32 with a constant w: torch's own backward pass makes ten passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (dy,), (x, weight, inverse) = grads, ctx.saved_tensors
+        scaled = dy * weight
+        # dx = g / rms - x (g . x) / (n rms^3)
+        along = (scaled * x).sum(-1, keepdim=True).mul_(inverse**3).div_(x.shape[-1])
+        return scaled.mul_(inverse).addcmul_(x, along, value=-1.0), None, None
+
+
+class RmsNorm(torch.nn.Module):  # type: ignore[misc]
+    """RMSNorm with a frozen weight, built the way Megatron builds norms; takes part in sequence parallelism.
 
     Correct under sequence parallelism because the norm is per token and its weight is frozen:
-    no gradient has to be summed over the sequence shards.
+    no gradient has to be summed over the sequence shards. Computed in fp32.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = _Normalize.apply(x.float(), self.weight.detach().float(), self.eps)
+        return normed.to(x.dtype)
 
 
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:

@@ -32,7 +32,8 @@ def architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
         "add_qkv_bias": attention.bias,
         "qk_layernorm": attention.norms,
         "share_embeddings_and_output_weights": shape.tied,
-        "position_embedding_type": "rope",
+        # `attention.PackedAttention` rotates queries and keys: positions restart in every sequence.
+        "position_embedding_type": "none",
         "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
         "rope_scaling": rope.get("rope_type") == "llama3",
         "rope_scaling_factor": rope.get("factor") or 1.0,

@@ -24,8 +24,8 @@ from areal_lora.families.sites import Piece, SiteKey
 _LAYER = re.compile(r"^decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
 _LINEAR = re.compile(
     r"^(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
-    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.(?:local_experts\.(?P<expert>\d+)\.)?)?"
-    r"(?P<mlp>linear_fc[12]))\.(?P<what>weight|bias)(?P<number>\d*)$"
+    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.)?"
+    r"(?P<mlp>linear_fc[12]))\.(?P<what>weight|bias)$"
 )
 
 
@@ -93,14 +93,11 @@ def _read_layer(folder: Folder, model: ShardedModel, rank: int, local: int, rest
     if not found["experts"]:
         scope = Scope.SHARED_EXPERT if found["shared"] else Scope.ATTENTION if found["attention"] else Scope.MLP
         return _read_linear(folder, model, rank, SiteKey(linear=linear, layer=layer, scope=scope), found["what"])
-    mine = model.layout.experts_of(rank)
-    number = found["expert"] or found["number"]  # neither: all of the rank's experts stacked
     keys = [
         SiteKey(linear=linear, layer=layer, scope=Scope.EXPERT, expert=expert)
-        for expert in (mine if not number else [mine[int(number)]])
+        for expert in model.layout.experts_of(rank)
     ]
-    parts = [_read_linear(folder, model, rank, key, found["what"]) for key in keys]
-    return parts[0] if number else torch.stack(parts)
+    return torch.stack([_read_linear(folder, model, rank, key, found["what"]) for key in keys])
 
 
 def _replicated(family: Family) -> dict[str, str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.bridge.peft.utils import get_adapter_attributes_from_linear
 from megatron.core.tensor_parallel.mappings import (
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
-from areal_lora.engine.megatron_utils.arena import Bank, is_routed
-from areal_lora.engine.megatron_utils.grouped import grouped_linear
+from areal_lora.engine.megatron_utils.arena import Bank
+from areal_lora.engine.megatron_utils.experts import GroupedLinear
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import Scope
 
@@ -35,9 +36,7 @@ class ParallelAdapter(nn.Module):  # type: ignore[misc]
 
     Column-parallel base (qkv, fc1): ``lora_A`` [r, in] replicated, ``lora_B`` [out / tp, r] split.
     Row-parallel base (proj, fc2): ``lora_A`` [r, in / tp] split, ``lora_B`` [out, r] replicated.
-    Inside experts the output of a row-parallel layer stays partial, like the base layer's: the
-    token dispatcher sums it. A stack of adapters, [n, ...], serves grouped experts: ``splits`` are
-    the rows of each expert. One adapter without a stack may serve all of them.
+    The adapters of routed experts are part of `experts`.
     """
 
     def __init__(
@@ -47,37 +46,33 @@ class ParallelAdapter(nn.Module):  # type: ignore[misc]
         self.lora_A, self.lora_B, self.scale = lora_a, lora_b, scale
         self._gather, self._scatter = gather, scatter  # over the sequence, before and after lora_A
 
-    def forward(self, x: Tensor, splits: list[int] | None = None) -> Tensor:
+    def add_to(self, output: Tensor, x: Tensor) -> Tensor:
+        """``output`` [..., out] plus the adapter's share for the layer's input ``x`` [..., in]."""
         if self._gather:
             x = gather_from_sequence_parallel_region(x)
-        hidden = _linear(x, self.lora_A, splits)
+        hidden = functional.linear(x, self.lora_A.to(x.dtype))
         if self._scatter:
             hidden = reduce_scatter_to_sequence_parallel_region(hidden)
-        return _linear(hidden, self.lora_B, splits) * self.scale
-
-
-def _linear(x: Tensor, weight: Tensor, splits: list[int] | None) -> Tensor:
-    weight = weight.to(x.dtype)
-    if weight.dim() == 2:
-        return functional.linear(x, weight)
-    assert splits is not None
-    return grouped_linear(x, weight, splits)
+        lora_b = self.lora_B.to(x.dtype).t()
+        return torch.addmm(
+            output.reshape(-1, output.shape[-1]), hidden.reshape(-1, hidden.shape[-1]), lora_b, alpha=self.scale
+        ).view(output.shape)
 
 
 class AdaptedLinear(LoRALinear):  # type: ignore[misc]
-    """Bridge's wrapper, for grouped linear layers too: base and adapter get the same arguments."""
+    """Bridge's wrapper of a linear layer, with the adapter's product added in place of a separate sum."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias, normed = self.base_linear_forward(x, *args, **kwargs)
         if not self._adapter_enabled:
             return output, bias
-        return output + self.adapter(normed.contiguous(), *args, **kwargs).reshape(output.shape), bias
+        return self.adapter.add_to(output, normed.contiguous()), bias
 
 
 _SITE = re.compile(
     r"(?:^|\.)decoder\.layers\.(?P<layer>\d+)\."
     r"(?:self_attention\.(?P<attention>linear_qkv|linear_proj)"
-    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.(?:local_experts\.(?P<expert>\d+)\.)?)?"
+    r"|mlp\.(?:(?P<shared>shared_experts)\.|(?P<experts>experts)\.)?"
     r"(?P<mlp>linear_fc1|linear_fc2))$"
 )
 
@@ -91,7 +86,6 @@ def attach(model: nn.Module, memory: AdapterMemory) -> nn.Module:
         parameter.requires_grad_(False)
     first = memory.model.layout.layers_of(memory.rank).start
     banks = {(bank.layer, bank.scope, bank.linear): bank for bank in memory.arena.banks}
-    shared: dict[tuple[int, Scope, str], ParallelAdapter] = {}  # one adapter of several experts' modules
     found_keys = set()
     for path, module in list(model.named_modules()):
         if (found := _SITE.search(path)) is None:
@@ -106,23 +100,21 @@ def attach(model: nn.Module, memory: AdapterMemory) -> nn.Module:
             if (bank := banks.get(key)) is None:
                 continue
             found_keys.add(key)
-            if bank.experts:
-                adapter = _adapter(memory, bank, module, None if found["expert"] is None else int(found["expert"]))
+            if isinstance(module, GroupedLinear):
+                lora_a, lora_b = memory.parameters(bank, None if bank.experts else 0)
+                module.adapt(lora_a, lora_b, memory.spec.scale)
             else:
-                adapter = shared[key] = shared.get(key) or _adapter(memory, bank, module, 0)
-            _replace(model, path, AdaptedLinear(module, adapter))
+                _replace(model, path, AdaptedLinear(module, _adapter(memory, bank, module)))
     if banks.keys() - found_keys:
         layer, scope, linear = sorted(banks.keys() - found_keys)[0]
         raise UnknownTensorError(f"layer {layer}: the model has no {scope}.{linear} to adapt")
     return model
 
 
-def _adapter(memory: AdapterMemory, bank: Bank, base: nn.Module, index: int | None) -> ParallelAdapter:
-    lora_a, lora_b = memory.parameters(bank, index)
+def _adapter(memory: AdapterMemory, bank: Bank, base: nn.Module) -> ParallelAdapter:
+    lora_a, lora_b = memory.parameters(bank, 0)
     # Bridge also makes Transformer Engine's layers return their normalised input, which lora_A reads.
-    over_sequence = (
-        not is_routed(bank.scope) and not get_adapter_attributes_from_linear(base).disable_sequence_parallel_comm
-    )
+    over_sequence = not get_adapter_attributes_from_linear(base).disable_sequence_parallel_comm
     return ParallelAdapter(
         lora_a,
         lora_b,
@@ -140,7 +132,9 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def set_enabled(model: nn.Module, enabled: bool) -> None:
     """Switch all adapters of this rank on or off; off is the frozen base (contract C11)."""
     for module in model.modules():
-        if isinstance(module, LoRALinear):
+        if isinstance(module, GroupedLinear):
+            module.adapter_enabled = enabled
+        elif isinstance(module, LoRALinear):
             if enabled:
                 module.enable_adapter_layers()
             else:

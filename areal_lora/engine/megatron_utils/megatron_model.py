@@ -1,6 +1,6 @@
-"""This rank's part of the model, run through Megatron's pipeline schedule as rows [b, s].
+"""This rank's part of the model, run through Megatron's pipeline schedule as packed token trees [1, t].
 
-`rows` explains why the results do not depend on the padding. Importing this file imports Megatron: the caller
+`packed` explains why no result depends on the packing. Importing this file imports Megatron: the caller
 must have applied `platforms.megatron_cpu` on a machine without GPU.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import HOST
-from areal_lora.data.packing import plan_microbatches
+from areal_lora.data.packing import find_trees, plan_microbatches
 from areal_lora.engine.base import LossFn
 from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
 from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
@@ -25,7 +26,7 @@ from areal_lora.engine.megatron_utils.initialize import initialize_parallel
 from areal_lora.engine.megatron_utils.lora import attach, set_enabled
 from areal_lora.engine.megatron_utils.model import build_model
 from areal_lora.engine.megatron_utils.optimizer import AdapterOptimizer
-from areal_lora.engine.megatron_utils.rows import Rows, make_rows
+from areal_lora.engine.megatron_utils.packed import Packed, pack
 from areal_lora.engine.megatron_utils.schedule import Result, run_schedule
 from areal_lora.types import TrainBatch
 
@@ -46,7 +47,8 @@ class MegatronModel:
         self.groups = {Range.DENSE_SPLIT: tp_group, Range.EXPERT_SPLIT: etp_group}
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._trainer, self._layout, self._device = trainer, sharded.layout, device
-        self.module: nn.Module = build_model(model, trainer, sharded.layout, hf, device)
+        self.module: nn.Module
+        self.module, self._packing = build_model(model, trainer, sharded.layout, hf, device)
         load_base(self.module, model.folder, sharded, self.rank)
 
     def attach(self, memory: AdapterMemory, optimizer: OptimizerConfig) -> AdapterOptimizer:
@@ -64,10 +66,10 @@ class MegatronModel:
             set_enabled(self.module, True)
         packed = torch.zeros(batch.n_tokens, device=HOST)
         bounds = batch.cu_seqlens.tolist()
-        for rows, values in results:
+        for packed_rows, values in results:
             assert isinstance(values, Tensor)
             at = 0
-            for sequence in rows.sequences:
+            for sequence in packed_rows.sequences:
                 a, b = bounds[sequence], bounds[sequence + 1]
                 packed[a:b] = values[at : at + b - a].cpu()
                 at += b - a
@@ -92,9 +94,11 @@ class MegatronModel:
     ) -> list[Result]:
         """Run every micro-batch through the schedule; the results on the last pipeline stage, else nothing."""
         layout = self._layout
-        lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
+        bounds = batch.cu_seqlens.tolist()
+        trees = find_trees(batch.token_ids.numpy(), bounds, batch.group_ids.tolist())
         plans = plan_microbatches(
-            lengths,
+            trees,
+            [b - a for a, b in pairwise(bounds)],
             dp=layout.dp,
             token_budget=self._trainer.max_tokens_per_microbatch,
             multiple=layout.tp,
@@ -102,12 +106,18 @@ class MegatronModel:
         )
         dp_rank = layout.dp_rank(self.rank)
 
-        def micro_batches() -> Iterator[Rows]:
+        def micro_batches() -> Iterator[Packed]:
             for plan in plans:
-                yield make_rows(batch, plan, dp_rank, self._device)
+                yield pack(batch, plan, dp_rank, self._device)
 
         return run_schedule(
-            self.module, micro_batches(), plans, loss_fn, temperature=temperature, need_entropy=need_entropy
+            self.module,
+            self._packing,
+            micro_batches(),
+            plans,
+            loss_fn,
+            temperature=temperature,
+            need_entropy=need_entropy,
         )
 
     def _reporting_ranks(self) -> set[int]:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import nn
+from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.engine.megatron_utils.architecture import architecture
-from areal_lora.engine.megatron_utils.grouped import ColumnGroupedLinear, RowGroupedLinear
+from areal_lora.engine.megatron_utils.attention import PackedAttention, Packing, Rotary, bind
+from areal_lora.engine.megatron_utils.experts import GroupedExperts
 from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,8 +29,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def build_model(
     model: ModelConfig, trainer: TrainerConfig, layout: ParallelLayout, hf: Mapping[str, Any], device: torch.device
-) -> nn.Module:
-    """This rank's part of the model, weights not loaded. Parallel state must be initialised."""
+) -> tuple[nn.Module, Packing]:
+    """This rank's part of the model, weights not loaded, and its attention plans.
+
+    Parallel state must be initialised.
+    """
     dtype = DTYPES[model.dtype]
     provider = GPTModelProvider(
         **architecture(hf), **_parallel(trainer, layout, dtype), **_numerics(trainer, on_cpu=device.type == "cpu")
@@ -49,7 +52,22 @@ def build_model(
     config: Any = module.config
     config.calculate_per_token_loss = True
     config.variable_seq_lengths = False
-    return module
+    packing = Packing(Rotary(_inverse_frequencies(provider, device), dtype))
+    bind(module, packing)
+    return module, packing
+
+
+def _inverse_frequencies(provider: GPTModelProvider, device: torch.device) -> Tensor:
+    """Megatron's own, with its scaling of long contexts: [head width / 2] fp32."""
+    embedding = RotaryEmbedding(
+        provider.kv_channels,
+        rotary_percent=1.0,
+        rotary_base=provider.rotary_base,
+        rope_scaling=provider.rope_scaling,
+        rope_scaling_factor=provider.rope_scaling_factor,
+        use_cpu_initialization=True,
+    )
+    return embedding.inv_freq.to(device)
 
 
 def _parallel(trainer: TrainerConfig, layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
@@ -79,7 +97,6 @@ def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
         # The router is frozen and no auxiliary loss may leak into the adapters' gradients.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": trainer.moe_grouped_gemm,
         "transformer_layer_spec": _spec_on_cpu if on_cpu else _spec_on_gpu,
         "moe_token_dispatcher_type": "alltoall",
         "moe_permute_fusion": True,
@@ -107,15 +124,18 @@ def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _spec_on_gpu(config: GPTModelProvider) -> Any:
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    return _with_own_layers(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
 
 def _spec_on_cpu(config: GPTModelProvider) -> Any:
-    """Plain torch layers; grouped experts with linear layers of our own, for Megatron's need Transformer Engine."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    return _with_own_layers(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"))
+
+
+def _with_own_layers(block: Any) -> Any:
+    """Attention over packed token trees, and grouped experts with LoRA inside."""
     for layer in block.layer_specs:
-        mlp = layer.submodules.mlp
-        if config.moe_grouped_gemm and "experts" in vars(mlp.submodules):
-            grouped = MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
-            mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
+        parts = layer.submodules
+        parts.self_attention.submodules.core_attention = PackedAttention
+        if "experts" in vars(parts.mlp.submodules):
+            parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     return block

@@ -51,19 +51,17 @@ SPLITS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2, "stages": (1, 3)},
 }
-# Both kinds of expert modules with both expert layouts, each way to split a model.
+# Both expert layouts, each way to split a model.
 VARIANTS = [
-    Case(f"{name}{'_shared' if kind else ''}{'_grouped' if grouped else ''}", 2, f"moe{kind}", grouped=grouped, **split)
+    Case(f"{name}{'_shared' if kind else ''}", 2, f"moe{kind}", **split)
     for name, split in SPLITS.items()
     for kind in ("", SHARED)
-    for grouped in (False, True)
 ]
 CASES = [
     Case("single", 1),
     Case("single_recompute", 1, budget=4096, recompute=True),
-    Case("single_grouped", 1, grouped=True),
     Case("shared", 1, kind="moe+shared"),
-    Case("shared_grouped", 1, kind="moe+shared", grouped=True, recompute=True),
+    Case("shared_recompute", 1, kind="moe+shared", recompute=True),
     Case("dense", 1, kind="dense"),
     Case("llama", 1, kind="llama"),
     Case("qwen2", 1, kind="qwen2"),
@@ -77,13 +75,13 @@ CASES = [
     Case("dense_pp2", 2, kind="dense", pp=2, stages=(3, 1)),
     Case("qwen2_tp2", 2, kind="qwen2", tp=2),
     Case("qwen2_pp2", 2, kind="qwen2", pp=2),
-    Case("mixtral_ep2", 2, kind="mixtral", ep=2, grouped=True),
+    Case("mixtral_ep2", 2, kind="mixtral", ep=2),
     Case("mixtral_etp2", 2, kind="mixtral", etp=2),
     Case("qwen2_moe_ep2", 2, kind="qwen2_moe", ep=2),
-    Case("qwen2_moe_tp2", 2, kind="qwen2_moe", tp=2, grouped=True),
+    Case("qwen2_moe_tp2", 2, kind="qwen2_moe", tp=2),
     Case("pp3", 3, pp=3),
     Case("tp2_ep2", 4, tp=2, ep=2),
-    Case("tp2_ep2_shared", 4, kind="moe+shared", tp=2, ep=2, grouped=True),
+    Case("tp2_ep2_shared", 4, kind="moe+shared", tp=2, ep=2),
     Case("tp2_etp2_dp2", 4, tp=2, etp=2),
     Case("pp2_ep2", 4, pp=2, ep=2),
     Case("ep2_etp2_shared", 4, kind="moe+shared", ep=2, etp=2),

@@ -37,7 +37,6 @@ class Case:
     ep: int = 1
     etp: int = 1
     stages: tuple[int, ...] | None = None
-    grouped: bool = False
     budget: int = 150
     recompute: bool = False
 
@@ -57,17 +56,33 @@ class Case:
             ep=self.ep,
             etp=self.etp,
             pp_layers=list(self.stages) if self.stages else None,
-            moe_grouped_gemm=self.grouped,
             max_tokens_per_microbatch=self.budget,
             recompute=self.recompute,
         )
 
 
 def make_rows(seed: int = 5) -> list[list[int]]:
-    """13 sequences of 2 to 60 tokens: a number no data-parallel size divides."""
+    """13 sequences of 2 to 60 tokens: a number no data-parallel size divides. Some have a common start (`groups_of`).
+
+    Two of them are equal.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = [2, *torch.randint(3, 61, (12,), generator=generator).tolist()]
-    return [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
+    rows = [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
+    for first, others, shared in ((1, (2, 3, 4), 9), (6, (7, 8), 2), (9, (10,), 60)):
+        for i in others:
+            n = min(shared, len(rows[first]), len(rows[i]) - 1)
+            rows[i] = rows[first][:n] + rows[i][n:]
+    rows[11] = list(rows[10])
+    return rows
+
+
+def groups_of(rows: list[list[int]]) -> list[int]:
+    """A number for each row; rows in a row that begin with the same two tokens have the same one."""
+    groups: list[int] = []
+    for i, row in enumerate(rows):
+        groups.append(groups[-1] if i and row[:2] == rows[i - 1][:2] else i)
+    return groups
 
 
 def make_batch(rows: list[list[int]]) -> TrainBatch:
@@ -75,7 +90,8 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
     tokens = torch.tensor([t for row in rows for t in row])
     cu_seqlens = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
     mask = torch.cat([torch.arange(len(r)) >= max(1, 2 * len(r) // 3) for r in rows])
-    weights = torch.randn(tokens.numel(), generator=torch.Generator().manual_seed(17))
+    # A seed whose weights do not cancel: losses are compared relative to their size.
+    weights = torch.randn(tokens.numel(), generator=torch.Generator().manual_seed(18))
     return TrainBatch(
         token_ids=tokens,
         cu_seqlens=cu_seqlens,
@@ -83,7 +99,7 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
         rollout_logprobs=torch.zeros(tokens.numel()),
         versions=torch.zeros(tokens.numel(), dtype=torch.int64),
         rewards=torch.zeros(len(rows)),
-        group_ids=torch.arange(len(rows)),
+        group_ids=torch.tensor(groups_of(rows)),
         sample_ids=torch.arange(len(rows)),
         adapters=("a",) * len(rows),
         advantages=weights,

@@ -171,27 +171,31 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], shar
     from megatron.bridge.peft.lora_layers import LoRALinear
     from megatron.core import parallel_state
 
+    from areal_lora.engine.megatron_utils.experts import GroupedLinear
+
     ep = parallel_state.get_expert_model_parallel_rank()
     each = EXPERTS.get(kind, 0) // parallel_state.get_expert_model_parallel_world_size()
     checked_modules = 0
     for path, found in module.named_modules():
-        if not isinstance(found, LoRALinear):
+        if isinstance(found, LoRALinear):
+            a, b, weight = found.adapter.lora_A, found.adapter.lora_B, found.to_wrap.weight
+        elif isinstance(found, GroupedLinear):
+            assert found.lora_A is not None, path
+            assert found.lora_B is not None, path
+            a, b, weight = found.lora_A, found.lora_B, found.weight
+        else:
             continue
         head, _, rest = path.partition("layers.")
         number, _, _ = rest.partition(".")
         layer = module.get_submodule(f"{head}layers.{number}").layer_number - 1  # Megatron's own global number
-        a, b, weight = found.adapter.lora_A, found.adapter.lora_B, found.to_wrap.weight
         assert (weight.shape[-1], weight.shape[-2]) == (a.shape[-1], b.shape[-2]), path
-        if a.dim() == 3:
-            experts = list(range(ep * each, (ep + 1) * each))
-        elif "local_experts." in path and not shared:
-            experts = [ep * each + int(path.split("local_experts.")[1].split(".")[0])]
-        else:
-            experts = [0]
+        stacked = isinstance(found, GroupedLinear) and not shared
+        assert (a.dim(), b.dim()) == ((3, 3) if stacked else (2, 2)), path
+        experts = list(range(ep * each, (ep + 1) * each)) if stacked else [0]
         for i, expert in enumerate(experts):
             wanted_a, wanted_b = expected_parts(kind, adapter, path, layer, expert)
-            assert torch.equal(a[i] if a.dim() == 3 else a, wanted_a), (path, expert)
-            assert torch.equal(b[i] if b.dim() == 3 else b, wanted_b), (path, expert)
+            assert torch.equal(a[i] if stacked else a, wanted_a), (path, expert)
+            assert torch.equal(b[i] if stacked else b, wanted_b), (path, expert)
         checked_modules += 1
     return checked_modules
 
@@ -199,10 +203,14 @@ def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], shar
 def unwrap(module: nn.Module) -> None:
     from megatron.bridge.peft.lora_layers import LoRALinear
 
+    from areal_lora.engine.megatron_utils.experts import GroupedLinear
+
     for path, found in list(module.named_modules()):
         if isinstance(found, LoRALinear):
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, found.to_wrap)
+        elif isinstance(found, GroupedLinear):
+            found.lora_A = found.lora_B = None
 
 
 def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: AdapterSpec, groups: Any, layers: int) -> str:
@@ -277,9 +285,6 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
                 continue
             if kind in FEWER and index % 8:
                 continue
-            # Both kinds of expert modules, in turn.
-            grouped = (index + (kind == "mixtral")) % 2 == 0
-            config = config.model_copy(update={"moe_grouped_gemm": grouped})
             hf = hf_config(kind, sizes.layers)
             shape = ModelShape.from_hf(hf)
             try:
@@ -288,7 +293,7 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
             except ConfigError as error:
                 refused[f"{kind}, {sizes}"] = f"{error.reason}; Megatron: {megatron_refuses(config, hf)}"
                 continue
-            module = base.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
+            module, _ = base.build_model(ModelConfig(path="", dtype="float32"), config, layout, hf, CPU)
             for parameter in module.parameters():
                 parameter.requires_grad_(False)
             model = ShardedModel(shape=shape, layout=layout)
