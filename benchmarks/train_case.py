@@ -57,17 +57,21 @@ def make_model(case: Case, folder: Path) -> Path:
 
 
 def make_batch(case: Case, vocabulary: int, adapter: str) -> TrainBatch:
-    """Random tokens; the second half of each sequence is trained on, with an advantage of 1 or -1.
+    """Random tokens: a group's prompt, then answers, which are trained on with an advantage of 1 or -1.
 
-    ``rollout_logprobs`` are 0 until a side has scored the batch.
+    A prompt is half as long as the shortest sequence. ``rollout_logprobs`` are 0 until a side has scored the batch.
     """
     random = Random(0)
+    words = range(2, vocabulary)
+    prompt = case.tokens[0] // 2
     lengths = [random.randint(*case.tokens) for _ in range(case.groups * case.samples)]
+    prompts = [random.choices(words, k=prompt) for _ in range(case.groups)]
+    rows = [prompts[i // case.samples] + random.choices(words, k=n - prompt) for i, n in enumerate(lengths)]
     total = sum(lengths)
-    mask = torch.cat([torch.arange(n) >= n // 2 for n in lengths])
+    mask = torch.cat([torch.arange(n) >= prompt for n in lengths])
     signs = torch.tensor([random.choice((-1.0, 1.0)) for _ in lengths])
     return TrainBatch(
-        token_ids=torch.tensor(random.choices(range(2, vocabulary), k=total)),
+        token_ids=torch.tensor([t for row in rows for t in row]),
         cu_seqlens=torch.tensor([0, *accumulate(lengths)]),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(total),
@@ -81,7 +85,7 @@ def make_batch(case: Case, vocabulary: int, adapter: str) -> TrainBatch:
 
 
 def step_flops(model: Mapping[str, Any], rank: int, lengths: Sequence[int]) -> float:
-    """Useful floating point operations of a training step: what any implementation has to compute.
+    """Floating point operations of a training step that computes every sequence by itself.
 
     Per token twice the weights it meets forward and twice backward, for the gradient of its input; three times twice
     an adapter's weights, which have gradients themselves; causal attention forward and twice that backward.

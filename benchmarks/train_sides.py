@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -25,7 +26,7 @@ from train_case import ADAPTER_STD, CASES, Case, make_batch
 from areal_lora.algorithms.losses import decoupled_ppo
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.data.packing import plan_microbatches
+from areal_lora.data.collate import select
 from areal_lora.engine.base import LossFn, LossSums, MicroBatch
 from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.families.targets import resolve
@@ -96,9 +97,6 @@ class Peft:
         from peft.tuners.lora import LoraLayer
         from transformers import AutoModelForCausalLM
 
-        from areal_lora.engine.megatron_utils.rows import make_rows
-
-        self._make_rows = make_rows
         adapter, optimizer = config.adapters[0], config.adapters[0].optimizer
         model = AutoModelForCausalLM.from_pretrained(
             config.model.folder, dtype=config.model.dtype, experts_implementation="grouped_mm"
@@ -140,13 +138,25 @@ class Peft:
     def _run(self, batch: TrainBatch) -> Iterator[tuple[tuple[int, ...], TrainBatch, Tensor]]:
         """Sequence numbers, micro-batch and its log-probabilities [t], with grad. Rows are padded at their end, so
         no token attends to padding and no mask is needed."""
+        for sequences in self._micro_batches(batch):
+            micro = select(batch, sequences)
+            bounds = micro.cu_seqlens.tolist()
+            rows = [micro.token_ids[a:b] for a, b in pairwise(bounds)]
+            token_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [b, s]
+            logits = self._model(input_ids=token_ids, use_cache=False).logits[:, :-1]  # [b, s - 1, vocabulary]
+            values = nn.functional.pad(
+                -cross_entropy(logits.transpose(1, 2), token_ids[:, 1:], reduction="none"), (1, 0)
+            )
+            yield sequences, micro, torch.cat([row[: len(ids)] for row, ids in zip(values, rows, strict=True)])
+
+    def _micro_batches(self, batch: TrainBatch) -> Iterator[tuple[int, ...]]:
+        """Sequences by length, as many as the budget of padded tokens holds."""
         lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
-        for plan in plan_microbatches(lengths, dp=1, token_budget=self._budget):
-            rows = self._make_rows(batch, plan, 0, torch.device("cpu"))
-            assert rows.micro is not None
-            logits = self._model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]  # [b, s - 1, vocabulary]
-            values = -cross_entropy(logits.transpose(1, 2), rows.token_ids[:, 1:], reduction="none")
-            yield rows.sequences, rows.micro, nn.functional.pad(values, (1, 0)).reshape(-1)[rows.index]
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        while order:
+            n = max(self._budget // lengths[order[0]], 1)
+            yield tuple(order[:n])
+            order = order[n:]
 
 
 def set_adapter(module: Any, name: str, rank: int) -> None:
