@@ -65,7 +65,9 @@ class RolloutSide:
         for spec in (*plan.role(SERVER), *plan.role(CONTROLLER)):
             with self.folder.log(spec.name).open("wb") as log:
                 environment = os.environ | spec.env | {"PYTHONPATH": str(self.tree)}
-                self.children.append(subprocess.Popen(spec.argv, stdout=log, stderr=log, env=environment))
+                self.children.append(
+                    subprocess.Popen(spec.argv, stdout=log, stderr=log, env=environment, cwd=self.tree)
+                )
         try:
             self._connect()
         except BaseException:
