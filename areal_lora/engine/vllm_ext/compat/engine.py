@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
+import stat
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -38,9 +40,25 @@ def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 def _leave_server() -> None:
-    """Cut a forked engine process off from the server: its end, its event loop's signals."""
+    """Cut a forked engine process off from the server: its end, its event loop's signals, vLLM's queues of the server.
+
+    The server's own ports close by hooks of their own.
+    """
     die_with_parent(signal.SIGKILL)
     signal.set_wakeup_fd(-1)
+    for name in os.listdir("/proc/self/fd"):
+        if _listens_on_a_path(int(name)):
+            os.close(int(name))  # zmq's, which has no threads here and does not use it
+
+
+def _listens_on_a_path(number: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return False
+    except OSError:  # the descriptor of the listing itself, which is closed by now
+        return False
+    with socket.socket(fileno=os.dup(number)) as copy:
+        return copy.family == socket.AF_UNIX and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
 
 
 def own_logprobs(worker: Any) -> None:
