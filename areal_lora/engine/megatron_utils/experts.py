@@ -184,7 +184,10 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
 
     def __init__(self, num_local_experts: int, config: Any, *_: object, pg_collection: Any, **__: object) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        hidden, (width, rest) = config.hidden_size, divmod(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
+        if rest:
+            size = pg_collection.expt_tp.size()
+            raise ValueError(f"expert tensor parallel size {size} does not divide {config.moe_ffn_hidden_size} columns")
         self.linear_fc1 = GroupedLinear(num_local_experts, hidden, 2 * width, config.params_dtype)
         self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, config.params_dtype)
 

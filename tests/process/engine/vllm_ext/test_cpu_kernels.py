@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -33,8 +35,12 @@ def test_tokens_are_those_that_vllm_draws(top_p: float | None) -> None:
 
 @pytest.fixture(scope="module")
 def norm() -> RMSNorm:
+    before = dict(os.environ)
     with set_current_vllm_config(VllmConfig()):
         module = RMSNorm(HIDDEN, eps=1e-6)
+    # vLLM's configuration preloads libraries into every later child process, which fails in a path with a space.
+    os.environ.clear()
+    os.environ.update(before)
     module.weight.data = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2))
     return module
 

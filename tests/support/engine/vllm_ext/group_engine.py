@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -120,6 +120,7 @@ def _aborted() -> Any:
 
 
 def main(examples: Path) -> None:
+    os.environ.update(ENVIRONMENT)
     engine = Watched(examples)
     results: dict[str, Any] = {"free": engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()}
     for length in LENGTHS:
