@@ -17,12 +17,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import psutil
 
@@ -60,8 +62,48 @@ class StartTimes:
         return sum(self.cpu_s.values())
 
 
+class Watcher:
+    """Runs ``_watch`` in another thread during a ``with`` block; ``_stop`` is set at its end."""
+
+    _stop: threading.Event
+    _thread: threading.Thread
+
+    def __enter__(self) -> Self:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        raise NotImplementedError
+
+
+class CpuByProcess:
+    """The newest CPU seconds of processes, also of those that have ended."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, float], tuple[str, float]] = {}
+
+    def read(self, process: psutil.Process) -> None:
+        used = process.cpu_times()
+        # The name of a fork is its parent's until it has one of its own.
+        self._seen[process.pid, process.create_time()] = process_name(process), used.user + used.system
+
+    def by_name(self) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for name, used_s in self._seen.values():
+            total[name] += used_s
+        return dict(total)
+
+
 @dataclass(slots=True)
-class StartWatch:
+class StartWatch(Watcher):
     """Watches a run from another thread until its first step; leaving the block waits for neither.
 
     ``started_s`` is ``time.monotonic()`` just before ``launcher`` was started. Example::
@@ -77,30 +119,14 @@ class StartWatch:
     folder: RunFolder
     started_s: float
     first_step: threading.Event = field(default_factory=threading.Event)
-    _stop: threading.Event = field(default_factory=threading.Event)
     _statuses: list[Status] = field(default_factory=list)
-    _cpu: dict[tuple[int, float], tuple[str, float]] = field(default_factory=dict)
+    _cpu: CpuByProcess = field(default_factory=CpuByProcess)
     _first_step_s: float | None = None
-    _thread: threading.Thread | None = None
-
-    def __enter__(self) -> StartWatch:
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
 
     @property
     def times(self) -> StartTimes:
-        cpu: dict[str, float] = {}
-        for name, used_s in self._cpu.values():
-            cpu[name] = cpu.get(name, 0.0) + used_s
-        return StartTimes(first_step_s=self._first_step_s, statuses=tuple(self._statuses), cpu_s=cpu)
+        cpu_s = self._cpu.by_name()
+        return StartTimes(first_step_s=self._first_step_s, statuses=tuple(self._statuses), cpu_s=cpu_s)
 
     def _watch(self) -> None:
         tail = MetricsTail(self.folder)
@@ -123,12 +149,8 @@ class StartWatch:
 
     def _read_cpu(self) -> None:
         for process in process_tree(self.launcher):
-            with suppress(psutil.Error):
-                with process.oneshot():
-                    used = process.cpu_times()
-                    key, name = (process.pid, process.create_time()), process_name(process)
-                # The name of a fork is its parent's until it has one of its own.
-                self._cpu[key] = (name, used.user + used.system)
+            with suppress(psutil.Error), process.oneshot():
+                self._cpu.read(process)
 
 
 def process_tree(pid: int) -> Iterator[psutil.Process]:

@@ -213,7 +213,7 @@ def settled(fresh: Outcome, full: Outcome, train_s: float) -> None:
 
 
 def test_lost_groups_dropped_groups_and_other_trainers() -> None:
-    """The judge of exactly once is another test; here the run goes on and stays fresh and fast."""
+    """The judge of exactly once is another test; here the run continues and stays fresh and fast."""
     fresh, full = fresh_and_full(
         steps=120, train_s=lambda _: 6.0, tokens=long_tail, failing=0.1, uniform=0.2, greet_at=(30, 31, 80)
     )
