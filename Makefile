@@ -3,10 +3,13 @@
 # make test    check the code (make check), then run the test suite
 # make test-unit  the tests that start no real Megatron, vLLM or gloo process, two files at a time (some minutes)
 # make test-all  the same with nightly sizes: more seeds, samples and publishes
+# make test-gpu   the tests that need a CUDA GPU (tests/gpu/README.md); each takes at most 10 minutes
 # make check   ruff (format and rules), mypy and import-linter
 # make format  format the code with ruff
-.PHONY: setup demo test test-unit test-all check format docs clean
+# make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden
+.PHONY: setup demo test test-unit test-all test-gpu check format docs golden clean
 PY := .venv/bin/python
+PYTHON ?= $(PY)
 CONFIGS := --config examples/math/gsm8k_grpo_megatron_lora_moe.yaml --config examples/math/embedded.yaml
 
 setup: .venv/.ready
@@ -26,6 +29,9 @@ test-unit: setup
 test-all: export AREAL_LORA_NIGHTLY = 1
 test-all: test
 
+test-gpu:
+	OMP_NUM_THREADS=4 $(PYTHON) -m pytest tests/gpu -v --timeout 600 $(ARGS)
+
 check: setup
 	$(PY) -m ruff format --check areal_lora tests examples benchmarks
 	$(PY) -m ruff check areal_lora tests examples benchmarks
@@ -37,6 +43,9 @@ format: setup
 
 docs: setup
 	$(PY) -m areal_lora.config.docs
+
+golden: setup
+	AREAL_LORA_GOLDEN=1 $(PY) -m pytest -q tests/unit/launcher/test_plan_golden.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

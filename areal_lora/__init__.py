@@ -1,15 +1,14 @@
 """Asynchronous reinforcement learning with LoRA: the names that users of the library import.
 
 >>> import areal_lora
->>> config = areal_lora.load_config(
-...     ["examples/math/gsm8k_grpo_megatron_lora_moe.yaml", "examples/math/embedded.yaml"],
-...     ["run.name=first", "run.steps=2"],
+>>> run = areal_lora.train(
+...     ["gsm8k_grpo_megatron_lora_moe.yaml", "embedded.yaml"],
+...     overrides=["run.name=first", "run.steps=2"],
 ... )
->>> areal_lora.run(config)  # what `python -m areal_lora.launch` does; returns an exit code
-0
->>> metrics = areal_lora.read_metrics(config.run_folder)
->>> [step.reward_mean for step in metrics.steps]
+>>> [step.reward_mean for step in run.steps]
 [0.25, 0.5]
+>>> areal_lora.load_run("runs/first").summary.steps
+2
 
 Names are imported when they are first used, so ``import areal_lora`` loads nothing else.
 """
@@ -22,36 +21,37 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from areal_lora.config.load import load_config
     from areal_lora.config.models import Config
-    from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors, ExitCode
-    from areal_lora.launcher.run import run
-    from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
-    from areal_lora.obs.metrics.records import RunMetrics
-    from areal_lora.obs.report.page import write_report
-    from areal_lora.obs.report.summary import Summary, read_summary
+    from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors, ExitCode, RunFailed, RunInterrupted
+    from areal_lora.library.runs import Run, load_run
+    from areal_lora.library.training import train
+    from areal_lora.obs.metrics.records import EvalRecord, RunMetrics, StepRecord
+    from areal_lora.obs.report.summary import Summary
     from areal_lora.rollout.agents import AgentTask
     from areal_lora.rollout.multi_turn import Environment, Reply
     from areal_lora.rollout.workflow import Episode, Workflow, WorkflowContext
-    from areal_lora.run_folder.paths import RunFolder
     from areal_lora.tasks.rewards import Graded
     from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
+
+__version__ = "0.1.0"
 
 _MODULES = {
     # configure and run
     "load_config": "config.load",
     "Config": "config.models",
-    "run": "launcher.run",
+    "train": "library.training",
     "ExitCode": "errors",
     "ArealLoraError": "errors",
     "ConfigError": "errors",
     "ConfigErrors": "errors",
+    "RunFailed": "errors",
+    "RunInterrupted": "errors",
     # read a run folder
-    "RunFolder": "run_folder.paths",
-    "read_metrics": "obs.metrics.reader",
-    "iter_metrics": "obs.metrics.reader",
+    "load_run": "library.runs",
+    "Run": "library.runs",
     "RunMetrics": "obs.metrics.records",
-    "read_summary": "obs.report.summary",
+    "StepRecord": "obs.metrics.records",
+    "EvalRecord": "obs.metrics.records",
     "Summary": "obs.report.summary",
-    "write_report": "obs.report.page",
     # write a reward, an environment, an agent or a workflow
     "Sample": "types",
     "Graded": "tasks.rewards",
@@ -76,25 +76,26 @@ __all__ = [
     "ConfigErrors",
     "Environment",
     "Episode",
+    "EvalRecord",
     "ExitCode",
     "Generation",
     "Graded",
     "Outcome",
     "Reply",
-    "RunFolder",
+    "Run",
+    "RunFailed",
+    "RunInterrupted",
     "RunMetrics",
     "Sample",
+    "StepRecord",
     "Summary",
     "Trajectory",
     "TrajectoryGroup",
     "Workflow",
     "WorkflowContext",
-    "iter_metrics",
     "load_config",
-    "read_metrics",
-    "read_summary",
-    "run",
-    "write_report",
+    "load_run",
+    "train",
 ]
 
 

@@ -14,9 +14,12 @@ ArealLoraError
 ├── NonFiniteError       gradients were not finite, several steps in a row
 ├── StalenessError       a sample beyond ``max_staleness`` reached the trainer (C7)
 ├── RolloutError         the rollout plane answered with an error
+│   └── AdapterRolloutError  the rollouts of one adapter have failed; those of the others continue
 ├── CheckpointError      checkpoints cannot be written, or no existing one can be read
 ├── RecordError          records of the run cannot be written
 ├── ProcessFailed        a supervised process ended
+├── RunFailed            a run that was started from Python ended before its last step
+│   └── RunInterrupted   by a signal
 └── BackgroundFailed     a long-lived thread or task of this process died
 """
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -138,6 +142,10 @@ class RolloutError(ArealLoraError):
     exit_code = ExitCode.TEMPORARY
 
 
+class AdapterRolloutError(RolloutError):
+    """The rollouts of one adapter have failed. Those of the others continue."""
+
+
 class CheckpointError(ArealLoraError):
     """Checkpoints cannot be written, or no existing checkpoint can be read."""
 
@@ -154,6 +162,18 @@ class ProcessFailed(ArealLoraError):
     """A supervised process ended unexpectedly."""
 
     exit_code = ExitCode.COMPONENT_FAILED
+
+
+class RunFailed(ArealLoraError):
+    """A run ended before its last step. ``folder`` is its run folder; the same call resumes it."""
+
+    def __init__(self, folder: Path, exit_code: ExitCode, why: str) -> None:
+        self.folder, self.exit_code = folder, exit_code
+        super().__init__(f"the run in {folder} ended with exit code {int(exit_code)}: {why}")
+
+
+class RunInterrupted(RunFailed):
+    """Ctrl-C, SIGTERM or SIGHUP ended a run; its processes are gone."""
 
 
 class BackgroundFailed(ArealLoraError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors, ExitCode
 from areal_lora.launcher.dry_run import print_plan
 from areal_lora.launcher.explain import explain_resume
@@ -26,11 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides)
         if not (arguments.dry_run or arguments.explain_resume):
             return run(config, fresh=arguments.fresh)
-        prepared = prepare(config, err, fresh=arguments.fresh, starts=False)
         if arguments.dry_run:
-            print_plan(prepared.config, prepared.plan, out)
+            dry_run(config, fresh=arguments.fresh, details=arguments.details)
         else:
-            for line in explain_resume(prepared.config):
+            for line in explain_resume(prepare(config, err, fresh=arguments.fresh, starts=False).config):
                 say(out, line)
         return ExitCode.DONE
     except ConfigErrors as refused:
@@ -40,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArealLoraError as error:
         say(err, f"error: {error}")
         return error.exit_code
+
+
+def dry_run(config: Config, *, fresh: bool = False, details: bool = False) -> None:
+    """Print the resolved plan of ``config``; start and create nothing. Raises like ``prepare``."""
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    prepared = prepare(config, err, fresh=fresh, starts=False)
+    print_plan(prepared.config, prepared.plan, out, full=details)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,6 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="YAML file; give several to merge them in order",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
+    parser.add_argument("--details", action="store_true", help="with --dry-run: also all processes, ports and files")
     parser.add_argument(
         "--explain-resume",
         action="store_true",

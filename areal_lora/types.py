@@ -15,9 +15,13 @@ Example, one trajectory of a prompt of 3 tokens and an answer of 2::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -43,32 +47,72 @@ class AdapterRef:
 
 
 class ExpertLayout(StrEnum):
-    """Layout of LoRA on MoE experts: one adapter per expert, or one shared by a layer's experts."""
+    """Layout of LoRA on MoE experts: one adapter per expert, one shared by a layer's experts, or half of each.
+
+    ``shared_outer`` shares the sides that face the hidden state: lora_A of fc1 (gate, up) and lora_B of fc2 (down).
+    """
 
     PER_EXPERT = "per_expert"
     SHARED = "shared"
+    SHARED_OUTER = "shared_outer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSpec:
-    """Structure of an adapter, without its weights.
+class AdapterStructure:
+    """Which matrices an adapter of a base has, and their scale. Adapters of one structure differ in numbers only.
 
     ``target_modules`` are Megatron names (``linear_qkv``, ``linear_proj``, ``linear_fc1``,
     ``linear_fc2``), with a scope prefix (``expert.linear_fc1``) if only some occurrences of the
-    layer are selected (`families.targets`); the effective scale of B A is ``alpha / rank``.
+    layer are selected (`families.targets`). With ``value_head`` the model gives one value per token in place of
+    logits: a critic.
+
+    ``rank_pattern`` and ``alpha_pattern`` give some modules other numbers than ``rank`` and ``alpha``: pairs of a
+    regular expression and a number. As in PEFT, the first one counts that matches the whole of a Hugging Face module
+    path, or its end after a dot.
     """
 
-    name: str
-    base_model: str
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
     expert_layout: ExpertLayout = ExpertLayout.PER_EXPERT
-    dropout: float = 0.0
+    rslora: bool = False
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    value_head: bool = False
 
     @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+    def max_rank(self) -> int:
+        """No module has a higher one."""
+        return max([self.rank, *(rank for _, rank in self.rank_pattern)])
+
+    def rank_of(self, module: str) -> int:
+        """Inner size of the product at a Hugging Face module path, ``model.layers.0.self_attn.q_proj``."""
+        return next((rank for pattern, rank in self.rank_pattern if matches(pattern, module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What multiplies B A: alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)."""
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if matches(pattern, module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def bare(self) -> AdapterStructure:
+        """The structure alone, without name and base; the order of targets has no meaning."""
+        values = {f.name: getattr(self, f.name) for f in fields(AdapterStructure)}
+        return AdapterStructure(**values | {"target_modules": tuple(sorted(self.target_modules))})
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern of `AdapterStructure` names a module. Raises re.error for a pattern that is none."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec(AdapterStructure):
+    """An adapter without its weights: its structure, its name and its base."""
+
+    name: str
+    base_model: str
+    dropout: float = 0.0
 
 
 class Outcome(StrEnum):
@@ -80,24 +124,67 @@ class Outcome(StrEnum):
     ABORTED = "aborted"
 
 
+class AdapterPhase(StrEnum):
+    """State of an adapter in a run; it is here because the trainer decides it and ``obs`` records and shows it.
+
+    ``pending`` until its first version is published, ``active`` while it is trained, ``draining`` after its last step
+    until its last evaluation and export. ``failed`` has a reason; only what all adapters share ends the run.
+    """
+
+    PENDING = "pending"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    DONE = "done"
+    FAILED = "failed"
+    DELETED = "deleted"
+
+    @property
+    def trains(self) -> bool:
+        """Whether further steps can come."""
+        return self in (AdapterPhase.PENDING, AdapterPhase.ACTIVE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One problem: ``uid`` is stable across runs, ``answer`` is the gold text for the reward."""
+    """One problem: ``uid`` is stable across runs.
+
+    ``prompt`` is the text of the problem. With ``messages`` it is shown to people only: the model gets the messages,
+    written by its tokenizer's chat template. ``answer`` is the gold answer for the reward, any JSON value or None.
+    ``columns`` has all columns of the data set's row.
+    """
 
     uid: str
     prompt: str
-    answer: str
+    answer: Any
+    messages: tuple[dict[str, Any], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gold(self) -> str:
+        """``answer`` as text, for people; empty if there is none."""
+        return gold_text(self.answer)
+
+
+def gold_text(answer: Any) -> str:
+    """A gold answer of any JSON type as text."""
+    if answer is None or isinstance(answer, str):
+        return answer or ""
+    return json.dumps(answer, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A server's result for one answer. The server reports ``versions`` token by token."""
+    """A server's result for one answer. The server reports ``versions`` token by token.
+
+    ``top_logprobs`` maps ids of the likeliest tokens to log-probabilities, where they were asked for.
+    """
 
     token_ids: list[int]  # [A]
     logprobs: list[float]  # [A]
     versions: list[int]  # [A]
     finish_reason: str
     text: str = ""
+    top_logprobs: list[dict[int, float]] | None = None  # [A]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +192,8 @@ class Trajectory:
     """Prompt, answers and the text between them as one sequence of T tokens, with reward and outcome.
 
     ``sample`` is the index of its sample in the group (0 to ``n_samples`` - 1). Several trajectories of one
-    sample (an agent's conversations) have the same reward.
+    sample (an agent's conversations) have the same reward. The answer of a ``given`` trajectory is the data set's:
+    its log-probabilities and versions are those of the version that scored it, and it is imitated.
     """
 
     uid: str
@@ -119,14 +207,21 @@ class Trajectory:
     outcome: Outcome = Outcome.OK
     finish_reason: str = "stop"
     detail: str = ""
+    components: dict[str, float] = field(default_factory=dict)  # named parts of the reward
+    correct: bool | None = None  # None: not scored, or no rule for it
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """All trajectories of one (epoch, prompt): the unit of GRPO and of exactly-once consumption."""
+    """All trajectories of one (epoch, prompt): the unit of GRPO and of exactly-once consumption.
+
+    ``baseline`` is the reward of a greedy answer to the same prompt, which is not trained on; None without one.
+    """
 
     uid: str  # "<epoch>:<sample uid>"
     trajectories: tuple[Trajectory, ...]
+    baseline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +230,9 @@ class TrainBatch:
 
     There is no padding outside the engines (contract C10). ``adapters[i]`` names the adapter of
     sequence i, ``group_ids[i]`` its prompt group, ``sample_ids[i]`` its sample. Sequences of one
-    sample share its reward and thus its advantage.
+    sample share its reward and thus its advantage. ``given[i]``: see `Trajectory`. ``baselines[i]`` is the reward of
+    its group's baseline (`TrajectoryGroup`), NaN where there is none. ``values[t]`` is a critic's value of the state
+    before token t, ``returns[t]`` what it should have been.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -146,10 +243,14 @@ class TrainBatch:
     rewards: torch.Tensor  # [N] fp32
     group_ids: torch.Tensor  # [N] int64
     sample_ids: torch.Tensor  # [N] int64
+    given: torch.Tensor  # [N] bool
     adapters: tuple[str, ...]  # [N]
+    baselines: torch.Tensor | None = None  # [N] fp32
     prox_logprobs: torch.Tensor | None = None  # [T] fp32
     ref_logprobs: torch.Tensor | None = None  # [T] fp32
+    values: torch.Tensor | None = None  # [T] fp32
     advantages: torch.Tensor | None = None  # [T] fp32
+    returns: torch.Tensor | None = None  # [T] fp32
 
     @property
     def n_sequences(self) -> int:

@@ -127,7 +127,7 @@ def execute(variant: Variant, overlaid: dict[str, Any], root: Path, name: str) -
             raise finding.error()
     config = resolve_targets(config, facts)
     with (root / f"{name}.log").open("w") as log:
-        code = start(config, placed(make_plan(config, facts), variant), Console(file=log, highlight=False), False)
+        code = start(config, placed(make_plan(config, facts), variant), Console(file=log, highlight=False), False).code
     if code == ExitCode.INTERRUPTED:
         raise SystemExit(code)
     if code:

@@ -55,7 +55,7 @@ class LongTail:
         ends = [answer_end(answer.token_ids) for answer in answers]
         # A token is a character, and special tokens have no text.
         texts = tuple(answer.text[: end - 1] for answer, end in zip(answers, ends, strict=True))
-        scores = await self._context.score([ScoreItem(completion=t, gold=prompt.sample.answer) for t in texts])
+        scores = await self._context.score([ScoreItem.of(prompt.sample, t) for t in texts])
         trajectories = tuple(
             masked_after(single_turn(prompt, i, ref.name, answer, score), end)
             for i, (answer, end, score) in enumerate(zip(answers, ends, scores, strict=True))

@@ -79,6 +79,7 @@ def make_batch(case: Case, vocabulary: int, adapter: str) -> TrainBatch:
         rewards=signs,
         group_ids=torch.arange(len(lengths)) // case.samples,
         sample_ids=torch.arange(len(lengths)),
+        given=torch.zeros(len(lengths), dtype=torch.bool),
         adapters=(adapter,) * len(lengths),
         advantages=torch.repeat_interleave(signs, torch.tensor(lengths)) * mask,
     )

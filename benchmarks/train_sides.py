@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_case import ADAPTER_STD, CASES, Case, make_batch
 
-from areal_lora.algorithms.losses import decoupled_ppo
+from areal_lora.algorithms.losses import policy_loss
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.data.collate import select
@@ -42,17 +42,19 @@ def adapter_values(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def make_loss(config: AdapterConfig) -> LossFn:
-    terms = build_algorithm(config.algorithm, minibatches=1).terms
+    terms = build_algorithm(config.algorithm, minibatches=1, max_new_tokens=config.sampling.max_new_tokens).terms
 
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None
-        sums = decoupled_ppo(
+        sums = policy_loss(
             terms,
             logprobs=logprobs,
             prox_logprobs=None,
             rollout_logprobs=micro.rollout_logprobs,
             advantages=micro.advantages,
             weights=micro.loss_mask.float(),
+            cu_seqlens=micro.cu_seqlens,
+            given=micro.given,
         )
         return LossSums(loss=sums.loss)
 

@@ -12,15 +12,15 @@ root=$(dirname "$here")
 torch=2.13.0+cpu
 python=${PYTHON:-}
 if [ -z "$python" ]; then
-    for candidate in python3.11 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    for candidate in python3.11 python3.12 python3; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then
             python=$candidate
             break
         fi
     done
 fi
 if [ -z "$python" ]; then
-    echo "setup: Python 3.11 not found (fix: install it, or run make with PYTHON=/path/to/python3.11)" >&2
+    echo "setup: neither Python 3.11 nor 3.12 was found (fix: install one, or run make with PYTHON=/path/to/it)" >&2
     exit 69
 fi
 echo "setup: creating $venv with $("$python" --version)"

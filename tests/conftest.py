@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.support.engine.vllm_ext.serving import RunningServer
     from tests.support.launcher.driven import Run
+    from tests.support.launcher.real_slurm import Slurm
     from tests.support.rollout.running import Running
 
 
@@ -51,6 +55,25 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         process.wait(20)
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Slurm]:
+    """Real Slurm daemons on four pretended nodes of this machine; ask for ``slurm``."""
+    from tests.support.launcher import real_slurm
+
+    if reason := real_slurm.why_not():
+        pytest.skip(reason)
+    with real_slurm.started() as daemons:
+        yield daemons
+
+
+@pytest.fixture(scope="module")
+def slurm(cluster: Slurm) -> Iterator[Slurm]:
+    """The cluster, idle at the start; jobs of the module that remain at its end are cancelled."""
+    cluster.until_idle()
+    yield cluster
+    cluster.cancel(cluster.jobs())
+
+
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start launchers of small programs in the run folder ``run``."""
@@ -67,3 +90,20 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
     with controllers(tmp_path) as start:
         yield start
+
+
+_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End although a failed test left a thread that does not: the interpreter would wait for it, and CI with it."""
+    left = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    if left and _STATUS in config.stash:
+        print(f"threads that did not end: {', '.join(left)}", flush=True)
+        sys.stderr.flush()
+        os._exit(config.stash[_STATUS])

@@ -1,79 +1,216 @@
-"""Advantages from group rewards: pure functions of tensors.
+"""Advantages from rewards: pure functions of tensors, one row each in `ADVANTAGES`.
 
-All take ``rewards`` [N] fp32 and ``group_ids`` [N] int64 and return [N] fp32, one number per
-sequence. ``to_tokens`` spreads them over a packed batch.
+All take the `Samples` of a whole batch and return [S] float64, one number per sample. They depend neither on the
+order of the samples nor on how the batch is packed or distributed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from areal_lora.errors import AlignmentError
 
-def _group_moments(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per sequence: size of its group, sum of its group's rewards, group sum of squared deviations. Each [N]."""
-    _, index = torch.unique(group_ids, return_inverse=True)  # [N]
+EPS = 1e-6  # added to a standard deviation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of a batch, each counted once however many sequences it has.
+
+    ``lengths`` are trained tokens. ``baselines`` are the rewards of greedy answers to the same prompts.
+    """
+
+    rewards: Tensor  # [S] float64
+    group_ids: Tensor  # [S] int64
+    lengths: Tensor  # [S] float64
+    baselines: Tensor | None = None  # [S] float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantage:
+    """One row of the table.
+
+    ``grouped``: it compares the answers of one prompt, and is 0 for a group of one. ``whitened``: the advantages of
+    the batch's trained tokens are brought to mean 0 and standard deviation 1, after a KL divergence in the reward was
+    taken off each token (`credit`). ``critic``: ``of`` is the reward of the last token, from which `gae` computes each
+    token's advantage with a critic's values.
+    """
+
+    of: Callable[[Samples], Tensor]
+    grouped: bool = True
+    whitened: bool = False
+    critic: bool = False
+
+
+def _group_sums(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Sum of ``values`` [S] over each sample's group. [S]"""
+    _, index = torch.unique(group_ids, return_inverse=True)  # [S]
     n_groups = int(index.max()) + 1 if index.numel() else 0
-    zeros = torch.zeros(n_groups, dtype=torch.float64, device=rewards.device)
-    values = rewards.double()
-    size = zeros.clone().index_add_(0, index, torch.ones_like(values))
-    total = zeros.clone().index_add_(0, index, values)
-    deviation = values - (total / size)[index]
-    squares = zeros.clone().index_add_(0, index, deviation.square())
-    return size[index], total[index], squares[index]
+    zeros = torch.zeros(n_groups, dtype=values.dtype, device=values.device)
+    return zeros.index_add_(0, index, values)[index]
 
 
-def grpo(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantage, DeepSeekMath (arXiv 2402.03300) section 4.1.
+def _group_size(samples: Samples) -> Tensor:
+    return _group_sums(torch.ones_like(samples.rewards), samples.group_ids)
 
-    ``(r - mean) / (std + eps)`` with the unbiased standard deviation; without
-    ``normalize_std`` only the mean is taken off (Dr. GRPO, arXiv 2503.20783). A group whose
-    rewards are all equal gets exactly 0.
+
+def dr_grpo(samples: Samples) -> Tensor:
+    """``r - group mean``: Dr. GRPO (Liu et al., arXiv 2503.20783), section 3.2."""
+    return samples.rewards - _group_sums(samples.rewards, samples.group_ids) / _group_size(samples)
+
+
+def grpo(samples: Samples) -> Tensor:
+    """``(r - group mean) / (group std + eps)``: GRPO, DeepSeekMath (Shao et al., arXiv 2402.03300), section 4.1.2.
+
+    The standard deviation is the unbiased one. A group whose rewards are all equal gets exactly 0.
     """
-    size, total, squares = _group_moments(rewards, group_ids)
-    advantage = rewards.double() - total / size
-    if normalize_std:
-        std = (squares / (size - 1).clamp_min(1)).sqrt()
-        advantage = torch.where(squares > 0, advantage / (std + eps), torch.zeros_like(advantage))
-    return advantage.float()
+    centred = dr_grpo(samples)
+    squares = _group_sums(centred.square(), samples.group_ids)
+    std = (squares / (_group_size(samples) - 1).clamp_min(1)).sqrt()
+    return torch.where(_uniform(samples), torch.zeros_like(centred), centred / (std + EPS))
 
 
-def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward minus the mean of the group's other rewards, RLOO (arXiv 2402.14740) equation 8."""
-    size, total, _ = _group_moments(rewards, group_ids)
-    values = rewards.double()
-    others = (total - values) / (size - 1).clamp_min(1)
-    return torch.where(size > 1, values - others, torch.zeros_like(values)).float()
+def _uniform(samples: Samples) -> Tensor:
+    """Whether all rewards of the sample's group are equal. [S]"""
+    _, index = torch.unique(samples.group_ids, return_inverse=True)
+    n_groups = int(index.max()) + 1 if index.numel() else 0
+    bound = samples.rewards.new_zeros(n_groups)
+    least = bound.scatter_reduce(0, index, samples.rewards, reduce="amin", include_self=False)
+    most = bound.scatter_reduce(0, index, samples.rewards, reduce="amax", include_self=False)
+    return (least == most)[index]
 
 
-def per_sample(
-    advantage: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, group_ids: Tensor, sample_ids: Tensor
-) -> Tensor:
-    """``advantage`` over samples, each counted once, given to every sequence of the sample. [N]
+def rloo(samples: Samples) -> Tensor:
+    """``r - mean of the group's others``: RLOO (Ahmadian et al., arXiv 2402.14740), equation 8."""
+    size = _group_size(samples)
+    total = _group_sums(samples.rewards, samples.group_ids)
+    others = (total - samples.rewards) / (size - 1).clamp_min(1)
+    return torch.where(size > 1, samples.rewards - others, torch.zeros_like(others))
 
-    Sequences with the same entry of ``sample_ids`` [N] have the same reward and group.
+
+def opo(samples: Samples) -> Tensor:
+    """``r - sum(l r) / sum(l)`` over the group, l an answer's length: OPO (Hao et al., arXiv 2505.23585), section 3.
+
+    The baseline of least variance, if the squared norm of an answer's gradient grows with its length.
     """
-    first, index = _samples(sample_ids)
-    return advantage(rewards[first], group_ids[first])[index]
+    lengths = samples.lengths.to(samples.rewards.dtype)
+    weighted = _group_sums(lengths * samples.rewards, samples.group_ids)
+    return samples.rewards - weighted / _group_sums(lengths, samples.group_ids).clamp_min(1)
+
+
+def gpg(samples: Samples) -> Tensor:
+    """``alpha (r - group mean)``: GPG (Chu et al., arXiv 2504.02546), section 3, with F_norm = 1.
+
+    ``alpha = S / (S - M)`` makes up for the M samples of groups with equal rewards, which have no gradient.
+    """
+    n = samples.rewards.numel()
+    silent = int(_uniform(samples).sum())
+    return dr_grpo(samples) * (n / (n - silent) if silent < n else 0.0)
+
+
+def reinforce_pp(samples: Samples) -> Tensor:
+    """``r``, normalised over the batch's tokens afterwards: REINFORCE++ (Hu et al., arXiv 2501.03262), section 3."""
+    return samples.rewards
+
+
+def batch(samples: Samples) -> Tensor:
+    """``(r - batch mean) / (batch std + eps)``, the unbiased standard deviation: REINFORCE with a batch baseline.
+
+    Williams, "Simple statistical gradient-following algorithms", 1992; the mean over all samples is the baseline.
+    """
+    return _over_batch_std(samples.rewards - samples.rewards.mean(), samples.rewards)
+
+
+def group_mean_batch_std(samples: Samples) -> Tensor:
+    """``(r - group mean) / (batch std + eps)``: Lite PPO (Liu et al., arXiv 2508.08221), section 4."""
+    return _over_batch_std(dr_grpo(samples), samples.rewards)
+
+
+def remax(samples: Samples) -> Tensor:
+    """``r - r of the greedy answer``: ReMax (Li et al., arXiv 2310.10505), its greedy baseline.
+
+    Raises AlignmentError for a sample without a baseline.
+    """
+    if samples.baselines is None or not bool(samples.baselines.isfinite().all()):
+        raise AlignmentError("a group of the batch has no greedy answer to compare with: its workflow gave none")
+    return samples.rewards - samples.baselines
+
+
+def last_reward(samples: Samples) -> Tensor:
+    """``r`` at an answer's last token, for `gae`: PPO (Schulman et al., arXiv 1707.06347), equation 11."""
+    return samples.rewards
+
+
+def _over_batch_std(values: Tensor, rewards: Tensor) -> Tensor:
+    """Divide [S] by the standard deviation of all rewards; 0 where these are all equal."""
+    if bool((rewards == rewards[:1]).all()):
+        return torch.zeros_like(values)
+    return values / (rewards.std() + EPS)
+
+
+ADVANTAGES: Mapping[str, Advantage] = {
+    "grpo": Advantage(of=grpo),
+    "dr_grpo": Advantage(of=dr_grpo),
+    "rloo": Advantage(of=rloo),
+    "opo": Advantage(of=opo),
+    "gpg": Advantage(of=gpg),
+    "reinforce_pp": Advantage(of=reinforce_pp, grouped=False, whitened=True),
+    "reinforce_pp_baseline": Advantage(of=dr_grpo, whitened=True),
+    "batch": Advantage(of=batch, grouped=False),
+    "group_mean_batch_std": Advantage(of=group_mean_batch_std),
+    "remax": Advantage(of=remax, grouped=False),
+    "gae": Advantage(of=last_reward, grouped=False, whitened=True, critic=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discount:
+    """``gamma`` of a token's reward, ``lam`` of a later token's surprise: see `gae`."""
+
+    gamma: float
+    lam: float
+
+
+def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, discount: Discount) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, Schulman et al. (arXiv 1506.02438), equation 16. Returns advantages, returns.
+
+    All are packed [T] of trained tokens only: entry t speaks of the action that samples token t, ``values[t]`` of
+    the state before it. ``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``; the value
+    after a sequence's last token is 0. Returns are ``A_t + V_t``.
+    """
+    last = torch.zeros_like(values, dtype=torch.bool)
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    last[(cu_seqlens[1:] - 1)[lengths > 0]] = True
+    following = torch.where(last, torch.zeros_like(values), values.roll(-1))
+    delta = rewards + discount.gamma * following - values
+    advantages = discounted_sums(delta, cu_seqlens, discount.gamma * discount.lam)
+    return advantages, advantages + values
+
+
+def discounted_sums(values: Tensor, cu_seqlens: Tensor, factor: float = 1.0) -> Tensor:
+    """``y_t = x_t + factor y_{t+1}`` within each sequence: with factor 1 the sum from t to the end. Packed [T]."""
+    out = values.clone()
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    ends = cu_seqlens[1:]
+    for back in range(2, int(lengths.max()) + 1 if lengths.numel() else 0):  # all sequences at once, from their ends
+        at = ends[lengths >= back] - back
+        out[at] = values[at] + factor * out[at + 1]
+    return out
 
 
 def sample_rewards(rewards: Tensor, sample_ids: Tensor) -> Tensor:
-    """Each sample's reward once, however many sequences it has. [samples]"""
-    first, _ = _samples(sample_ids)
+    """Each sample's reward once, however many sequences it has. [S]"""
+    first, _ = find_samples(sample_ids)
     return rewards[first]
 
 
-def _samples(sample_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The first sequence of every sample [samples], and every sequence's sample [N]."""
+def find_samples(sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The first sequence of every sample [S], and every sequence's sample [N]."""
     _, index = torch.unique(sample_ids, return_inverse=True)
     order = torch.arange(index.numel(), device=index.device)
     first = order.new_full((int(index.max()) + 1,), index.numel())
     return first.scatter_reduce(0, index, order, reduce="amin"), index
-
-
-def to_tokens(per_sequence: Tensor, cu_seqlens: Tensor, loss_mask: Tensor) -> Tensor:
-    """Spread [N] over tokens [T]; 0 where ``loss_mask`` is off."""
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    return torch.repeat_interleave(per_sequence, lengths) * loss_mask.to(per_sequence.dtype)

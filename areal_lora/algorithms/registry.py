@@ -1,59 +1,109 @@
-"""One row per algorithm: its advantages, its loss, the fields that a batch must carry."""
+"""From a configuration to an algorithm: its advantages, its loss, the fields that a batch must carry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import Tensor
+from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount
+from areal_lora.algorithms.credit import Shaping
+from areal_lora.algorithms.kl import ESTIMATORS
+from areal_lora.algorithms.losses import LOSSES, Behaviour, Clip, PolicyTerms
+from areal_lora.config.algorithm import AlgorithmConfig
 
-from areal_lora.algorithms import advantages
-from areal_lora.algorithms.losses import PolicyTerms
-from areal_lora.config.models import AlgorithmConfig, GrpoConfig, PolicyLoss, RlooConfig
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticTerms:
+    """A critic is trained beside the policy. ``clip``: its values stay so near to those before the step."""
+
+    clip: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceTerms:
+    """The reference is an earlier version: ``first``, and from there on every ``every``-th version."""
+
+    first: int
+    every: int | None
+
+    def renewed_at(self, version: int) -> bool:
+        """Whether ``version`` becomes the reference once it is made."""
+        since = version - self.first
+        return since == 0 or (self.every is not None and since > 0 and since % self.every == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One row of the table. ``advantage(rewards [N], group_ids [N]) -> [N]``."""
+    """What a run does with a batch: ``shaping`` and ``advantage`` before learning, ``terms`` in the loss.
+
+    Without ``reference`` the reference is the base. ``critic`` is None where nothing asks for values.
+    """
 
     name: str
-    advantage: Callable[[Tensor, Tensor], Tensor]
+    advantage: Advantage
+    shaping: Shaping
     terms: PolicyTerms
     needs_prox: bool
     needs_ref: bool
     needs_entropy: bool
+    kl_target: float | None = None
+    critic: CriticTerms | None = None
+    reference: ReferenceTerms | None = None
+
+    def with_kl_scale(self, scale: float) -> Algorithm:
+        """The same with ``scale`` times the KL coefficient, in the loss and in the reward."""
+        return replace(
+            self,
+            shaping=replace(self.shaping, kl_coef=scale * self.shaping.kl_coef),
+            terms=replace(self.terms, kl_coef=scale * self.terms.kl_coef),
+        )
 
 
-def _terms(config: PolicyLoss) -> PolicyTerms:
-    return PolicyTerms(
-        eps_clip=config.eps_clip,
-        eps_clip_high=config.eps_clip if config.eps_clip_high is None else config.eps_clip_high,
-        behaviour_cap=config.behaviour_cap,
-        kl_coef=config.kl_coef,
-        entropy_coef=config.entropy_coef,
-    )
-
-
-def build_algorithm(config: AlgorithmConfig, *, minibatches: int) -> Algorithm:
-    """The row for a configuration.
+def build_algorithm(
+    config: AlgorithmConfig, *, minibatches: int, max_new_tokens: int, given_steps: int = 0
+) -> Algorithm:
+    """Look the configuration's names up. ``given_steps``: so many versions are trained on given answers first.
 
     With one minibatch per step the proximal policy is the current one, so its
-    log-probabilities are taken from the training forward pass and ``needs_prox`` is False.
+    log-probabilities are taken from the training forward pass and ``needs_prox`` is False. So it is where nothing
+    refers to the proximal policy.
     """
-    match config:
-        case GrpoConfig():
-            normalize = config.normalize_std
-
-            def advantage(rewards: Tensor, group_ids: Tensor) -> Tensor:
-                return advantages.grpo(rewards, group_ids, normalize_std=normalize)
-
-        case RlooConfig():
-            advantage = advantages.rloo
+    in_reward = config.kl_in == "reward"
+    kl = ESTIMATORS[config.kl_estimator]
+    terms = PolicyTerms(
+        loss=LOSSES[config.loss],
+        clip=Clip(low=config.eps_clip, high=config.clip_high, dual=config.dual_clip),
+        ratio=config.ratio,
+        behaviour=Behaviour(
+            correction=config.behaviour_correction,
+            level=config.behaviour_level,
+            cap=config.behaviour_cap,
+            floor=config.behaviour_floor,
+        ),
+        kl=kl,
+        kl_coef=0.0 if in_reward else config.kl_coef,
+        entropy_coef=config.entropy_coef,
+    )
+    shaping = Shaping(
+        kl=kl,
+        kl_coef=config.kl_coef if in_reward else 0.0,
+        overlong_from=(1.0 - config.overlong_share) * max_new_tokens,
+        overlong_penalty=config.overlong_penalty,
+        max_new_tokens=max_new_tokens,
+        discount=Discount(gamma=config.gamma, lam=config.gae_lambda),
+    )
+    advantage = ADVANTAGES[config.advantage]
+    uses_prox = config.ratio == "proximal" or config.behaviour_correction != "none"
     return Algorithm(
         name=config.kind,
         advantage=advantage,
-        terms=_terms(config),
-        needs_prox=minibatches > 1,
+        shaping=shaping,
+        terms=terms,
+        needs_prox=minibatches > 1 and uses_prox,
         needs_ref=config.kl_coef > 0,
         needs_entropy=config.entropy_coef > 0,
+        kl_target=config.kl_target,
+        critic=CriticTerms(clip=config.value_clip) if advantage.critic else None,
+        reference=ReferenceTerms(first=given_steps, every=config.reference_refresh_steps)
+        if config.has_reference
+        else None,
     )

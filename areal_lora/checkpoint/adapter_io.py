@@ -1,7 +1,8 @@
 """Adapters as PEFT folders: what stock ``peft`` and stock vLLM load.
 
 ``adapter_config.json`` and ``adapter_model.safetensors``, whose names are the wire names
-with the prefix ``base_model.model.``. Values are unscaled: the reader applies alpha / rank.
+with the prefix ``base_model.model.``. Values are unscaled: the reader applies alpha / rank,
+or what the configuration says instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from areal_lora.checkpoint.peft_config import peft_config
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import (
     CONFIG_FILE,
@@ -64,14 +66,15 @@ class PeftWriter:
         ``revision`` is the base's, if it is a hub model: peft's AutoPeft classes load that one.
 
         Raises AdapterError if the folder exists, a lora_A or lora_B lacks its partner, or a shape does not fit
-        ``spec.rank``.
+        the rank that ``spec`` gives its module.
         """
         self._target, self._spec, self._dtype = Path(folder), spec, dtype
         self._base, self._revision = base_model_path, revision
         self._shapes = dict(shapes)
         full = {FILE_PREFIX + name: tuple(shape) for name, shape in shapes.items()}
         full |= {FILE_PREFIX + name: tuple(shapes[wire]) for name, wire in (aliases or {}).items()}
-        self._modules = checked_modules(spec.rank, full)
+        self._full = frozenset(full)
+        self._modules = checked_modules(spec, full)
         if self._target.exists() and not replace:
             raise AdapterError(f"{self._target} exists; adapter folders are written once, choose another name")
         self._header, offsets = _header(spec, full, dtype)
@@ -108,8 +111,9 @@ class PeftWriter:
         if self._places:
             raise AdapterError(f"{len(self._places)} tensors were not written, first {next(iter(self._places))}")
         self._put(self._header, 0)
-        config = json.dumps(_config(self._spec, self._modules, self._base, self._revision), indent=2) + "\n"
-        (self._scratch / CONFIG_FILE).write_text(config)
+        names = {name.removeprefix(FILE_PREFIX) for name in self._full}
+        config = peft_config(self._spec, self._modules, names, self._base, self._revision)
+        (self._scratch / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         for path in (self._scratch / TENSOR_FILE, self._scratch / CONFIG_FILE, self._scratch):
             _fsync(path)
         if not self._target.exists():
@@ -149,8 +153,8 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, to
     """Read a PEFT LoRA folder: the specification and the tensors by wire name, on the host.
 
     Folders of other tools are read too: their name is the folder's, their targets are
-    translated, their layout is per expert. Raises AdapterError for anything that is not plain
-    LoRA or not whole.
+    translated, their layout is per expert. Raises AdapterError for variants of LoRA that are not
+    supported, and for what is not whole.
     """
     source = Path(folder)
     try:
@@ -159,8 +163,8 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[AdapterSpec, dict[str, to
             full = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as e:
         raise AdapterError(f"{source} is not a readable PEFT adapter folder: {e}") from e
-    spec = declared_spec(source, own)
-    checked_modules(spec.rank, {name: tuple(t.shape) for name, t in full.items()})
+    spec = declared_spec(source, own, full)
+    checked_modules(spec, {name: tuple(t.shape) for name, t in full.items()})
     return spec, {wire_name(source, name): t for name, t in full.items()}
 
 
@@ -176,28 +180,6 @@ def _header(spec: AdapterSpec, full: Mapping[str, Shape], dtype: torch.dtype) ->
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in offsets.items()}
-
-
-def _config(spec: AdapterSpec, modules: list[str], base_model_path: str, revision: str | None) -> dict[str, object]:
-    alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha  # peft declares an int
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model_path,
-        "revision": revision,
-        "r": spec.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": spec.dropout,
-        "target_modules": modules,
-        "bias": "none",
-        "inference_mode": True,
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
 
 
 def _fsync(path: Path) -> None:

@@ -27,7 +27,7 @@ def fused(
 ) -> dict[str, Tensor]:
     """Every wire tensor of ``layout``, fp32, from the ``tensors`` of a folder whose specification is ``spec``.
 
-    A difference of the two scales (alpha / rank) goes into lora_B: exact in fp32 where their ratio is a
+    A difference of the two scales (`AdapterSpec.scale_of`) goes into lora_B: exact in fp32 where their ratio is a
     power of two, else rounded once. Projections that the folder adapts nowhere get a lora_B of zeros.
     What fits already comes out bit for bit. ``initial`` gives a tensor of a new adapter.
 
@@ -48,19 +48,23 @@ def fused(
     for name, modules in members.items():
         leaders = [m for m in modules if f"{m}.lora_B.weight" in wire]
         _check_followers(tensors, [m for m in modules if m not in leaders], aliases)
-        stacks[name] = _Stack([m for m in leaders if f"{m}.lora_A.weight" in tensors], leaders, tensors)
-    needed = spec.rank * max(len(stack.parts) for stack in stacks.values())
-    if needed > layout.spec.rank:
-        raise AdapterError(
-            f"{spec.name} needs rank {needed}, the adapter has {layout.spec.rank}: layers that Megatron fuses have "
-            f"{needed // spec.rank} lora_A of rank {spec.rank} in the folder"
-        )
+        # An expert that only shares its lora_B with others has a lora_A to stack.
+        stacked = [m for m in modules if m in leaders or f"{m}.lora_A.weight" in wire]
+        stacks[name] = _Stack([m for m in stacked if f"{m}.lora_A.weight" in tensors], leaders, tensors)
+    for name, stack in stacks.items():
+        ranks, room = [part.shape[0] for part in stack.parts], wire[name].shape[0]
+        if sum(ranks) > room:
+            raise AdapterError(
+                f"{spec.name} needs rank {sum(ranks)}, the adapter has {room} at {module_of(name)}: layers that "
+                f"Megatron fuses have {len(ranks)} lora_A of rank {', '.join(map(str, ranks))} in the folder"
+            )
     found: dict[str, Tensor] = {}
     for name, stack in stacks.items():
         found[name] = stack.lora_a(wire[name], initial)
         for module in stack.leaders:
             lora_b = wire[f"{module}.lora_B.weight"]
-            found[lora_b.name] = stack.lora_b(module, lora_b, spec.scale / layout.spec.scale, tensors)
+            ratio = spec.scale_of(module) / layout.structure.scale_of(module)
+            found[lora_b.name] = stack.lora_b(module, lora_b, ratio, tensors)
     return {name: found[name] for name in wire}
 
 
@@ -70,13 +74,13 @@ class _Stack:
     def __init__(self, modules: Sequence[str], leaders: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self.leaders = leaders
         self.parts: list[Tensor] = []
-        self._place: dict[str, int] = {}
+        self._first: dict[str, int] = {}  # row of the whole lora_A
         for module in modules:
             tensor = tensors[f"{module}.lora_A.weight"]
             at = next((i for i, part in enumerate(self.parts) if torch.equal(part, tensor)), len(self.parts))
             if at == len(self.parts):
                 self.parts.append(tensor)
-            self._place[module] = at
+            self._first[module] = sum(part.shape[0] for part in self.parts[:at])
 
     def lora_a(self, target: WireTensor, initial: Callable[[WireTensor], Tensor]) -> Tensor:
         whole, at = initial(target), 0
@@ -88,10 +92,10 @@ class _Stack:
 
     def lora_b(self, module: str, target: WireTensor, ratio: float, tensors: Mapping[str, Tensor]) -> Tensor:
         whole = torch.zeros(target.shape)
-        if module in self._place:
+        if module in self._first:
             tensor = tensors[target.name]
             _check_size(target, tensor, 0)
-            begin = self._place[module] * tensor.shape[1]
+            begin = self._first[module]
             whole[:, begin : begin + tensor.shape[1]] = (tensor.double() * ratio).float()
         return whole
 
@@ -104,15 +108,14 @@ def _check_modules(file: set[str], adapter: Sequence[str]) -> None:
 
 
 def _check_followers(tensors: Mapping[str, Tensor], followers: Sequence[str], aliases: Mapping[str, str]) -> None:
-    """One adapter for all experts: each must equal the one that stands for all."""
+    """What all experts share must be equal in the folder."""
     for module in followers:
         leader = module_of(aliases[f"{module}.lora_B.weight"])
         for side in ("lora_A.weight", "lora_B.weight"):
-            mine = tensors.get(f"{module}.{side}")
+            mine = tensors.get(f"{module}.{side}") if f"{module}.{side}" in aliases else None
             if mine is not None and not torch.equal(mine, tensors[f"{leader}.{side}"]):
                 raise AdapterError(
-                    f"{module}.{side} differs from {leader}.{side}; expert_layout shared has one for both, "
-                    "use per_expert"
+                    f"{module}.{side} differs from {leader}.{side}; this expert_layout has one for both, use per_expert"
                 )
 
 

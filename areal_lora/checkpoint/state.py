@@ -34,7 +34,8 @@ class AdapterState:
     """The part of an adapter's training state that one rank owns, copied to the host.
 
     ``parts`` has one flat fp32 array per name of `PARTS`, with the tensors of ``shapes`` (by wire name)
-    concatenated in that order. ``step`` counts the optimizer steps taken, for Adam's bias correction.
+    concatenated in that order; a frozen adapter has its weights only. ``step`` counts the optimizer steps taken, for
+    Adam's bias correction.
     """
 
     step: int
@@ -79,6 +80,13 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     settings: dict[str, float | str]
 
 
+class Companion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An adapter that belongs to the checkpoint's adapter: a critic, or a frozen reference (``step`` 0)."""
+
+    spec: AdapterSpec
+    step: int
+
+
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Held-out figures of one version. ``accuracy`` is None where the task has no rule for what is correct."""
 
@@ -113,6 +121,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``layout`` is the parallel layout of the writer, for information only. ``ledger`` is the controller's
     snapshot after the step that produced this version is consumed. ``evaluations`` are the known held-out
     evaluations by version, ``awaited`` the earlier versions with a pending evaluation. ``written_s`` is Unix time.
+    ``kl_scale`` is the factor of the KL coefficient (`TrainingState`). ``companions`` are by role, which their files
+    begin with (`files_of`).
     """
 
     format: int = FORMAT
@@ -127,7 +137,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ledger: bytes
     evaluations: dict[int, Evaluation]
     awaited: tuple[int, ...] = ()
+    kl_scale: float = 1.0
+    companions: dict[str, Companion] = {}
     written_s: float
+
+
+def rank_file(rank: int, role: str = "") -> str:
+    """The file of a rank's tensors: of the adapter itself, or of its companion in ``role``."""
+    return f"{role}-rank-{rank:04d}.safetensors" if role else f"rank-{rank:04d}.safetensors"
+
+
+def files_of(manifest: Manifest, role: str = "") -> list[FileEntry]:
+    """The files of the adapter itself, or of its companion in ``role``."""
+    begin = f"{role}-rank-" if role else "rank-"
+    return [entry for entry in manifest.files if entry.name.startswith(begin)]
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,7 +188,8 @@ def file_parts(state: AdapterState) -> list[bytes | memoryview]:
     """Return the content of a rank's file without copying the tensors: the header, then one buffer per part."""
     header: dict[str, Any] = {}
     at = 0
-    for part in PARTS:
+    kept = [part for part in PARTS if part in state.parts]
+    for part in kept:
         for name, shape in state.shapes.items():
             end = at + 4 * math.prod(shape)
             header[f"{part}/{name}"] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
@@ -173,7 +197,7 @@ def file_parts(state: AdapterState) -> list[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     # memoryview cannot cast an empty array to bytes.
-    flats = [state.parts[part] for part in PARTS if state.parts[part].size]
+    flats = [state.parts[part] for part in kept if state.parts[part].size]
     return [len(text).to_bytes(8, "little") + text, *(f.data.cast("B") for f in flats)]
 
 

@@ -2,6 +2,7 @@
 
     <run folder>/checkpoints/<adapter>/
         v000012/  rank-0000.safetensors  rank-0001.safetensors  manifest.json
+                  critic-rank-0000.safetensors ...    where the adapter has a critic or a reference
         v000013/  ...
         newest                  the last complete version, so that the loss of its folder is detected
         .v000014.4f1c9a2b/      in progress, or a crash leftover: removed at the next start
@@ -16,7 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from areal_lora.checkpoint.state import (
     decode_manifest,
     encode_manifest,
     file_parts,
+    rank_file,
 )
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
@@ -72,10 +74,14 @@ def note_newest(disk: Disk, root: Path, version: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One rank's data of a checkpoint. ``manifest`` lacks files and random states; that of rank 0 is used."""
+    """One rank's data of a checkpoint. ``manifest`` lacks files and random states; that of rank 0 is used.
+
+    ``companions`` are by role.
+    """
 
     ref: AdapterRef
     state: AdapterState
+    companions: Mapping[str, AdapterState] = field(default_factory=dict)
     random: RankRandom
     manifest: Manifest
 
@@ -88,9 +94,9 @@ class _Rank0Report(msgspec.Struct, frozen=True):
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """The file that a rank has written; ``entry`` is None for a rank without tensors."""
+    """The files that a rank has written, none for a rank without tensors."""
 
-    entry: FileEntry | None
+    entries: tuple[FileEntry, ...]
     random: RankRandom
     failure: str = ""
 
@@ -118,7 +124,7 @@ class Store:
         closed = self._broadcast(self._close(snapshot, scratch, parts) if self._exchange.rank == 0 else None)
         if closed.failure:
             raise CheckpointError(closed.failure)
-        return sum(part.entry.nbytes for part in parts if part.entry is not None)
+        return sum(entry.nbytes for part in parts for entry in part.entries)
 
     def _broadcast(self, mine: _Rank0Report | None) -> _Rank0Report:
         raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))
@@ -138,14 +144,16 @@ class Store:
         return _Rank0Report(folder=str(scratch))
 
     def _write_own(self, snapshot: Snapshot, scratch: Path) -> _Part:
-        if not snapshot.state.shapes:
-            return _Part(entry=None, random=snapshot.random)
-        path = scratch / f"rank-{self._exchange.rank:04d}.safetensors"
-        try:
-            entry = self._disk.write(path, file_parts(snapshot.state))
-        except OSError as e:
-            return _Part(entry=None, random=snapshot.random, failure=_reason(e, path))
-        return _Part(entry=entry, random=snapshot.random)
+        entries: list[FileEntry] = []
+        for role, state in {"": snapshot.state, **snapshot.companions}.items():
+            if not state.shapes:
+                continue
+            path = scratch / rank_file(self._exchange.rank, role)
+            try:
+                entries.append(self._disk.write(path, file_parts(state)))
+            except OSError as e:
+                return _Part(entries=(), random=snapshot.random, failure=_reason(e, path))
+        return _Part(entries=tuple(entries), random=snapshot.random)
 
     def _close(self, snapshot: Snapshot, scratch: Path, parts: list[_Part]) -> _Rank0Report:
         """Write the manifest, then rename the folder (rank 0)."""
@@ -156,7 +164,7 @@ class Store:
             if not failures:
                 manifest = msgspec.structs.replace(
                     snapshot.manifest,
-                    files=tuple(part.entry for part in parts if part.entry is not None),
+                    files=tuple(entry for part in parts for entry in part.entries),
                     random=tuple(part.random for part in parts),
                     written_s=time.time(),
                 )

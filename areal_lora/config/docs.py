@@ -1,7 +1,7 @@
 """Generate the configuration reference from the models.
 
-``python -m areal_lora.config.docs`` rewrites docs/en/configuration.md; a test fails when the
-file is out of date.
+``python -m areal_lora.config.docs`` rewrites docs/en/configuration.md and examples/schema.json; tests fail when the
+files are out of date.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from areal_lora.config import schema
-from areal_lora.config.models import Config, Section
+from areal_lora.config import json_schema, schema
+from areal_lora.config.models import Config
+from areal_lora.config.section import Section
 
 TARGET = Path("docs/en/configuration.md")
 _PLAIN: dict[type, str] = {str: "text", int: "integer", float: "number", bool: "true/false", Path: "path"}
@@ -29,8 +30,8 @@ This page is generated from `areal_lora/config/models.py` by `python -m areal_lo
 
 A run is one tree of keys. Unknown keys are errors, and the error names the nearest key.
 
-```
-python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 adapters.0.rank=16
+```bash
+python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 adapters.0.rank=4
 ```
 
 - Several `--config` files are merged in order. Maps merge key by key. Lists other than `adapters` are replaced.
@@ -41,6 +42,9 @@ python -m areal_lora.launch --config base.yaml --config overlay.yaml run.seed=2 
   then in the working folder. `~` is the home folder.
 - `model.path` is a folder if a folder of this name exists, else a hub name if it has the form `org/name`; see below.
 - `run.root` is relative to the working folder.
+- A bare file name in `--config` that is not in the working folder is looked up among the shipped examples.
+- Editors complete and check keys with `examples/schema.json` (`areal-lora schema`), which the first line of a file
+  names: `# yaml-language-server: $schema=schema.json`.
 - `target_modules` and `exclude_modules` take names, scopes, dotted paths and wildcards; see below.
 - With `rollout.port` set, server number i listens on `rollout.port + i`.
 - A run in the run folder is resumed. With `--fresh` the launcher moves the folder to `<name>.1`, `<name>.2`, and so
@@ -106,11 +110,13 @@ def render() -> str:
     return INTRO + "".join(_section(Config, "")) + "\n"
 
 
-def _section(section: type[Section], prefix: str) -> Iterator[str]:
+def _section(section: type[Section], prefix: str, description: str = "") -> Iterator[str]:
     fields = section.model_fields
     scalars = {name: field for name, field in fields.items() if not schema.variants(field)}
     if scalars:
         yield f"\n## `{prefix.rstrip('.')}`{_chosen_by(section)}\n\n"
+        if description:
+            yield f"{description}\n\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|\n"
         for name, field in scalars.items():
             description = (field.description or "").replace("|", "\\|")
@@ -118,7 +124,7 @@ def _section(section: type[Section], prefix: str) -> Iterator[str]:
     for name, field in fields.items():
         below = f"{prefix}{name}[]." if get_origin(field.annotation) is list else f"{prefix}{name}."
         for option in schema.variants(field):
-            yield from _section(option, below)
+            yield from _section(option, below, field.description or "")
 
 
 def _chosen_by(section: type[Section]) -> str:
@@ -187,7 +193,8 @@ def _default(field: FieldInfo) -> str:
 def main() -> None:
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     TARGET.write_text(render(), encoding="utf-8")
-    print(f"wrote {TARGET}")
+    json_schema.TARGET.write_text(json_schema.render(), encoding="utf-8")
+    print(f"wrote {TARGET} and {json_schema.TARGET}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +18,21 @@ from areal_lora.config.models import (
     AgentWorkflowConfig,
     Config,
     CustomWorkflowConfig,
-    FunctionReward,
     ModelConfig,
     MultiTurnWorkflowConfig,
 )
 from areal_lora.config.place import own_place
+from areal_lora.config.reward import FunctionReward, JudgeReward, reward_keys
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
+from areal_lora.families.derived import Checkpoint, read_checkpoint
 from areal_lora.families.peft_folder import PeftFolder, describe
 from areal_lora.families.published import known_config
+from areal_lora.families.registry import supported
 from areal_lora.families.shape import read_hf_config
+
+SMI_S = 20.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +43,10 @@ class Facts:
     False for a hub name with files to download. ``peft_folders`` describes each readable folder of ``init_from``,
     ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of named user code.
     ``address_problem`` is the reason why no address of this machine matches ``cluster``. ``devices`` is the number of
-    visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is None if unknown.
+    visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is this machine's, ``device_bytes`` that of
+    its smallest accelerator, ``shared_bytes`` what its shared memory can hold; None if unknown. ``chat_template`` is
+    whether the model's tokenizer has one, None if its files are not here. ``checkpoint`` describes the layers of a
+    model whose family has no row; None for another one, or without files.
     """
 
     hf_config: Mapping[str, Any] | None
@@ -47,6 +59,10 @@ class Facts:
     ports_in_use: frozenset[int] = frozenset()
     devices: int | None = None
     memory_bytes: int | None = None
+    device_bytes: int | None = None
+    shared_bytes: int | None = None
+    chat_template: bool | None = None
+    checkpoint: Checkpoint | None = None
 
 
 def gather_facts(config: Config, *, runs_here: bool) -> Facts:
@@ -60,10 +76,14 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
         peft_folders=peft_folders,
         peft_problems=peft_problems,
         code_problems=tuple(_code_problems(config)),
+        chat_template=_chat_template(config.model),
+        checkpoint=_checkpoint(config.model, hf_config),
         address_problem=_address_problem(config) if runs_here else None,
         ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
         devices=_visible_devices(config.cluster.device) if runs_here else None,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if runs_here else None,
+        device_bytes=_device_bytes() if runs_here and config.cluster.device == "cuda" else None,
+        shared_bytes=_shared_bytes() if runs_here else None,
     )
 
 
@@ -86,6 +106,26 @@ def _read_model(model: ModelConfig) -> tuple[dict[str, Any] | None, str, bool]:
         return None, f"config.json in {str(folder)!r} cannot be read: {error}", True
 
 
+def _chat_template(model: ModelConfig) -> bool | None:
+    folder = Path(model.folder)
+    if any(folder.glob("chat_template.*")):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return bool(settings.get("chat_template"))
+
+
+def _checkpoint(model: ModelConfig, hf_config: Mapping[str, Any] | None) -> Checkpoint | None:
+    if hf_config is None or hf_config.get("model_type") in supported():
+        return None
+    try:
+        return read_checkpoint(Path(model.folder))
+    except (OSError, ValueError):
+        return None
+
+
 def _read_adapters(config: Config) -> tuple[dict[str, PeftFolder], dict[str, str]]:
     folders: dict[str, PeftFolder] = {}
     problems: dict[str, str] = {}
@@ -98,16 +138,22 @@ def _read_adapters(config: Config) -> tuple[dict[str, PeftFolder], dict[str, str
 
 
 def _code_problems(config: Config) -> Iterator[ConfigError]:
-    """Yield the faults of named user code: missing, or not callable as a reward. No user code runs."""
+    """Yield the faults of named user code, which does not run, and keys of judges that are not set."""
     for i, adapter in enumerate(config.adapters):
-        reward, workflow, at = adapter.reward, adapter.workflow, f"adapters.{i}"
+        workflow, at = adapter.workflow, f"adapters.{i}"
         named: dict[str, str] = {}
-        if isinstance(reward, FunctionReward):
-            named[f"{at}.reward.path"] = reward.path
+        for key, reward in reward_keys(at, adapter.reward):
+            if isinstance(reward, FunctionReward):
+                named[f"{key}.path"] = reward.path
+            elif isinstance(reward, JudgeReward) and reward.key_env and not os.environ.get(reward.key_env):
+                fix = f"export {reward.key_env}=... where the run starts"
+                yield ConfigError(f"{key}.key_env", f"the environment variable {reward.key_env} is not set", fix)
         if isinstance(workflow, MultiTurnWorkflowConfig):
             named[f"{at}.workflow.environment"] = workflow.environment
         elif isinstance(workflow, CustomWorkflowConfig | AgentWorkflowConfig):
             named[f"{at}.workflow.path"] = workflow.path
+        if isinstance(workflow, AgentWorkflowConfig) and workflow.tool_parser and ":" in workflow.tool_parser:
+            named[f"{at}.workflow.tool_parser"] = workflow.tool_parser
         for key, text in named.items():
             try:
                 # Modules of another interpreter cannot be checked here.
@@ -133,8 +179,11 @@ def _ports_in_use(config: Config) -> frozenset[int]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((config.cluster.bind, port))
-            except (OSError, OverflowError):
+            except OverflowError:
                 used.add(port)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:  # the address is at fault: see address_problem
+                    used.add(port)
     return frozenset(used)
 
 
@@ -149,3 +198,17 @@ def _visible_devices(device: str) -> int | None:
     if chosen is not None:
         return len([part for part in chosen.split(",") if part.strip()])
     return len(list(Path("/dev").glob(pattern)))
+
+
+def _shared_bytes() -> int:
+    return shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+
+
+def _device_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine as nvidia-smi reports it; None if it cannot be asked."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S)
+        return min(int(line) for line in done.stdout.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,15 +12,23 @@ from areal_lora.config import schema
 from areal_lora.config.merge import apply_override, merge_maps
 from areal_lora.config.models import Config
 from areal_lora.config.problems import to_config_error
+from areal_lora.config.shipped import configuration_file
 from areal_lora.config.sources import Source, origin_of, read_source, value_at
 from areal_lora.errors import ConfigError
 
+GIVEN = "the given mapping"
 
-def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
-    """Read, merge, override, validate. Raises ConfigError with one line for the first thing that is wrong."""
-    if not paths:
+
+def load_config(parts: Sequence[Path | str | Mapping[str, Any]], overrides: Sequence[str] = ()) -> Config:
+    """Read, merge, override, validate. A part is a YAML file or a mapping of the same shape.
+
+    A bare file name may be that of a shipped example. Relative paths in a mapping are looked up in the working folder.
+
+    Raises ConfigError with one line for the first thing that is wrong.
+    """
+    if not parts:
         raise ConfigError("--config", "no configuration file given", "--config examples/math/embedded.yaml")
-    sources = [read_source(Path(path)) for path in paths]
+    sources = [_source(part) for part in parts]
     merged: dict[str, Any] = {}
     for source in sources:
         merged = merge_maps(merged, source.data, source.label)
@@ -34,14 +42,35 @@ def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
         raise to_config_error(error, merged, sources) from None
 
 
+def _source(part: Path | str | Mapping[str, Any]) -> Source:
+    if isinstance(part, Mapping):
+        return Source(label=GIVEN, data=_plain(part), lines={}, folder=Path.cwd())
+    return read_source(configuration_file(Path(part)))
+
+
+def _plain(value: Any) -> Any:
+    """A copy with dicts, lists and text for paths, as YAML has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
+
+
 def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
     spots: list[schema.Path] = [("model", "path")]
-    for i, _ in enumerate(data.get("adapters") or []):
+    for i, adapter in enumerate(data.get("adapters") or []):
+        sets = adapter.get("evals") if isinstance(adapter, dict) else None
+        for j, _ in enumerate(sets if isinstance(sets, list) else []):
+            spots += [("adapters", i, "evals", j, "task", key) for key in ("train", "eval", "keep")]
         spots += [("adapters", i, "task", "train"), ("adapters", i, "task", "eval"), ("adapters", i, "init_from")]
         spots += [
-            ("adapters", i, *key) for key in (("reward", "path"), ("workflow", "path"), ("workflow", "environment"))
+            ("adapters", i, *key)
+            for key in (("reward", "path"), ("workflow", "path"), ("workflow", "environment"), ("task", "keep"))
         ]
+        rewards = adapter.get("reward") if isinstance(adapter, dict) else None
+        spots += [("adapters", i, "reward", j, "path") for j in range(len(rewards) if isinstance(rewards, list) else 0)]
     for spot in spots:
         holder = value_at(data, spot[:-1])
         value = holder.get(spot[-1]) if isinstance(holder, dict) else None

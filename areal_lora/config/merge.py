@@ -16,7 +16,7 @@ import yaml
 from areal_lora.config.sources import COMMAND_LINE, Source
 from areal_lora.errors import ConfigError
 
-_TAGGED = frozenset({"task", "workflow", "reward", "algorithm"})
+_TAGGED = frozenset({"task", "format", "workflow", "reward", "algorithm"})
 
 
 def merge_maps(base: Mapping[str, Any], overlay: Mapping[str, Any], label: str) -> dict[str, Any]:

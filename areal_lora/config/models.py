@@ -7,22 +7,18 @@ a further adapter is a further entry.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from areal_lora.config.algorithm import AlgorithmConfig
+from areal_lora.config.cluster import ClusterConfig
+from areal_lora.config.evals import DEFAULT_SET, EvalSetConfig
+from areal_lora.config.reward import NumericMatchReward, RewardConfig, RewardsConfig, labels
+from areal_lora.config.section import Arguments, NonNegFloat, NonNegInt, Section
+from areal_lora.config.task import TaskConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterSpec, ExpertLayout
-
-NonNegInt = Annotated[int, Field(ge=0)]
-Arguments = dict[str, str | int | float | bool]
-NonNegFloat = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Base class of all sections: immutable, unknown keys rejected."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RunConfig(Section):
@@ -56,6 +52,11 @@ class ModelConfig(Section):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub name; its main branch if unset.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type of the frozen base weights.")
+    shared_memory: bool = Field(
+        False,
+        description="The trainer ranks of a node read the base from disk once, into shared memory that is kept while "
+        "they run.",
+    )
     commit: str | None = Field(None, description="Written by the launcher: the commit of a hub name that the run uses.")
     snapshot: str | None = Field(None, description="Written by the launcher: the folder that holds this commit.")
 
@@ -63,61 +64,6 @@ class ModelConfig(Section):
     def folder(self) -> str:
         """The folder with the model files. ``path`` is the model's name for the user and in the exported adapter."""
         return self.snapshot or self.path
-
-
-class WordProblemsTask(Section):
-    kind: Literal["word_problems"] = "word_problems"
-    n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
-    n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
-    seed: NonNegInt = 0
-
-
-class Gsm8kTask(Section):
-    kind: Literal["gsm8k"] = "gsm8k"
-    train: str = Field("openai/gsm8k", description="JSONL file of question/answer rows, or a hub data set name.")
-    eval: str = Field("openai/gsm8k", description="Held-out JSONL file, or a hub data set name (its test split).")
-    n_eval: PositiveInt = Field(1319, description="Held-out problems of one evaluation.")
-    prompt_template: str = Field(
-        "Question: {question}\nAnswer:", description="`{question}` is replaced; end answers with `#### n`."
-    )
-
-
-TaskConfig = Annotated[WordProblemsTask | Gsm8kTask, Field(discriminator="kind")]
-
-
-class ScorerLimits(Section):
-    """Settings of every kind of reward: scorers are killable child processes without network access."""
-
-    timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
-    workers: PositiveInt = Field(1, description="Scorer processes.")
-    memory_mib: PositiveInt = Field(
-        1024, description="Address space of a scorer process, MiB beyond its size after loading."
-    )
-
-
-class NumericMatchReward(ScorerLimits):
-    kind: Literal["numeric_match"] = "numeric_match"
-
-
-class MathVerifyReward(ScorerLimits):
-    kind: Literal["math_verify"] = "math_verify"
-
-
-class FunctionReward(ScorerLimits):
-    kind: Literal["function"] = "function"
-    path: str = Field(
-        description="`package.module:name` or `file.py:name` of `reward(completion, answer)`; it returns a number, "
-        'a bool, or `{"reward": number, "correct": bool}`.'
-    )
-    correct_threshold: float | None = Field(
-        None,
-        allow_inf_nan=False,
-        description="Smallest reward of a correct answer, where the function does not return `correct` itself; "
-        "without either, an evaluation has a mean reward and no accuracy.",
-    )
-
-
-RewardConfig = Annotated[NumericMatchReward | MathVerifyReward | FunctionReward, Field(discriminator="kind")]
 
 
 class SingleTurnWorkflowConfig(Section):
@@ -148,6 +94,15 @@ class AgentWorkflowConfig(Section):
         description="`package.module:name` or `file.py:name` of `agent(task) -> float | None`, async or not, "
         "which calls the OpenAI endpoint in `task` with the key in `task`."
     )
+    tool_parser: str | None = Field(
+        None,
+        description="What finds tool calls in answers: the name of one of vLLM's tool parsers (`hermes`, "
+        "`llama3_json`, ...), or `package.module:name` or `file.py:name` of a subclass of vLLM's `ToolParser`. "
+        "If unset, requests with tools are refused.",
+    )
+    conversations_mib: NonNegInt = Field(
+        64, description="Bound of the conversations kept in the run folder, MiB; the oldest are dropped. 0: none."
+    )
 
 
 WorkflowConfig = Annotated[
@@ -156,35 +111,22 @@ WorkflowConfig = Annotated[
 ]
 
 
-class PolicyLoss(Section):
-    """Decoupled PPO over behaviour (rollout), proximal (start of step) and current log-probabilities."""
-
-    eps_clip: PositiveFloat = Field(0.2, description="Lower clip of the ratio current/proximal.")
-    eps_clip_high: PositiveFloat | None = Field(None, description="Upper clip; `eps_clip` if unset.")
-    behaviour_cap: PositiveFloat = Field(
-        5.0, description="Tokens with a larger ratio proximal/behaviour are masked out of the loss."
+class SftConfig(Section):
+    steps: NonNegInt = Field(
+        0,
+        description="Groups issued with one of the first so many versions are the data set's answers, trained on with "
+        "cross-entropy; later ones are rollouts. `run.steps`: no rollouts.",
     )
-    kl_coef: NonNegFloat = Field(0.0, description="Weight of the KL divergence from the base model (adapter off).")
-    entropy_coef: NonNegFloat = Field(0.0, description="Weight of the entropy bonus.")
-    reduction: Literal["token", "sequence", "constant"] = Field(
-        "token", description="Loss denominator: tokens, sequences, or sequences x max_new_tokens of the minibatch."
+    column: str | None = Field(
+        None, description="Column of the data set with the answer's text; the gold answer if unset."
     )
-
-
-class GrpoConfig(PolicyLoss):
-    kind: Literal["grpo"] = "grpo"
-    normalize_std: bool = Field(True, description="Divide group advantages by the group's standard deviation.")
-
-
-class RlooConfig(PolicyLoss):
-    kind: Literal["rloo"] = "rloo"
-
-
-AlgorithmConfig = Annotated[GrpoConfig | RlooConfig, Field(discriminator="kind")]
 
 
 class OptimizerConfig(Section):
     lr: PositiveFloat
+    lora_plus_ratio: PositiveFloat = Field(
+        1.0, description="LoRA+: the learning rate of lora_B is `lr` times this, that of lora_A is `lr`."
+    )
     beta1: NonNegFloat = 0.9
     beta2: NonNegFloat = 0.95
     eps: PositiveFloat = 1e-8
@@ -207,10 +149,21 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Below 1 sampling omits the tail, but log-probabilities do not: a bias, see algorithms.md."
     )
-    timeout_s: PositiveFloat = Field(600.0, description="Seconds for one rollout; after that it is a `timeout`.")
-    drop_uniform: bool = Field(
-        False, description="Drop groups in which all answers have the same reward, and issue further prompts instead."
+    top_k: NonNegInt = Field(
+        0, description="Sample from the so many likeliest tokens, 0: from all; a bias like `top_p`."
     )
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="Omit tokens with less than this share of the likeliest one's probability; a bias like `top_p`.",
+    )
+    min_tokens: NonNegInt = Field(
+        0, description="An answer does not end before so many tokens; a bias where the model would have ended it."
+    )
+    stop: list[str] = Field(
+        default_factory=list,
+        description="Texts that end an answer; their tokens are trained on, the reward gets the answer without them.",
+    )
+    timeout_s: PositiveFloat = Field(600.0, description="Seconds for one rollout; after that it is a `timeout`.")
 
 
 class AdapterConfig(Section):
@@ -218,7 +171,15 @@ class AdapterConfig(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the adapter; versions are served as name@vN."
     )
     rank: PositiveInt = Field(description="Inner size of the low-rank product.")
-    alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank.")
+    alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank, or see `rslora`.")
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
+    rank_pattern: dict[str, PositiveInt] = Field(
+        default_factory=dict,
+        description="Other ranks: regular expression for Hugging Face module paths, as in PEFT, to rank.",
+    )
+    alpha_pattern: dict[str, PositiveFloat] = Field(
+        default_factory=dict, description="Other values of `alpha`, in the same way."
+    )
     target_modules: list[str] = Field(
         min_length=1, description="Modules with LoRA: names, scopes, paths, wildcards or all-linear (see the top)."
     )
@@ -226,19 +187,65 @@ class AdapterConfig(Section):
         default_factory=list, description="Modules removed from `target_modules`; same spellings."
     )
     expert_layout: ExpertLayout = Field(
-        ExpertLayout.PER_EXPERT, description="One adapter per expert, or one shared by a layer's experts."
+        ExpertLayout.PER_EXPERT,
+        description="One adapter per expert, one shared by a layer's experts, or lora_A of gate and up and lora_B of "
+        "down shared (`shared_outer`).",
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapter's input.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of the inputs of lora_A that a training pass leaves out; scores never do."
+    )
     init_from: str | None = Field(None, description="PEFT LoRA folder to load as version 0; a new adapter if unset.")
     minibatches: PositiveInt = Field(
         1, description="Optimizer steps per training step, one per part of the batch, all at one learning rate."
     )
+    weight: PositiveFloat = Field(
+        1.0, description="Part of the trained tokens relative to the other adapters', while several have a batch ready."
+    )
+    steps: PositiveInt | None = Field(None, description="Training steps of this adapter; `run.steps` if unset.")
+    seed: NonNegInt | None = Field(None, description="Seed of this adapter; `run.seed` if unset.")
+    max_staleness: NonNegInt | None = Field(
+        None, description="Largest staleness of this adapter's tokens; `rollout.max_staleness` if unset."
+    )
+    eval_every_steps: NonNegInt | None = Field(
+        None, description="Steps between two evaluations of this adapter; `eval.every_steps` if unset."
+    )
+    checkpoint_every_steps: PositiveInt | None = Field(
+        None, description="Steps between two checkpoints of this adapter; `checkpoint.every_steps` if unset."
+    )
+    wire_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Type in which this adapter is published; `weight_sync.wire_dtype` if unset."
+    )
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflowConfig()
-    reward: RewardConfig = NumericMatchReward()
+    reward: RewardsConfig = Field(
+        NumericMatchReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
+    )
     algorithm: AlgorithmConfig
+    sft: SftConfig = SftConfig()
     optimizer: OptimizerConfig
     sampling: SamplingConfig
+    evals: list[EvalSetConfig] = Field(
+        default_factory=list,
+        description="Sets of an evaluation; the first one counts for `keep_best`. If empty, one set `held-out`: "
+        "greedy single answers to the held-out split.",
+    )
+
+    @property
+    def rewards(self) -> list[RewardConfig]:
+        """The rewards, at least one; the first one states what is correct."""
+        return self.reward if isinstance(self.reward, list) else [self.reward]
+
+    @model_validator(mode="after")
+    def _reward_names(self) -> Self:
+        names = labels(self.rewards)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two rewards are called {twice[0]!r}: give each a name of its own")
+        return self
+
+    @property
+    def eval_sets(self) -> list[EvalSetConfig]:
+        """The sets of an evaluation, at least one."""
+        return self.evals or [EvalSetConfig(name=DEFAULT_SET, workflow="single_turn")]
 
     def spec(self, base_model: str) -> AdapterSpec:
         return AdapterSpec(
@@ -249,11 +256,18 @@ class AdapterConfig(Section):
             target_modules=tuple(self.target_modules),
             expert_layout=self.expert_layout,
             dropout=self.dropout,
+            rslora=self.rslora,
+            rank_pattern=tuple(self.rank_pattern.items()),
+            alpha_pattern=tuple(self.alpha_pattern.items()),
         )
 
 
 class TrainerConfig(Section):
-    backend: Literal["megatron"] = "megatron"
+    engine: Literal["megatron", "fsdp"] = Field(
+        "megatron",
+        description="`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights "
+        "sharded over all ranks; `tp`, `pp`, `ep` and `etp` stay 1.",
+    )
     world_size: PositiveInt = Field(description="Trainer processes (one per GPU).")
     tp: PositiveInt = Field(1, description="Tensor parallel size.")
     pp: PositiveInt = Field(1, description="Pipeline parallel size.")
@@ -264,6 +278,10 @@ class TrainerConfig(Section):
     )
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    cpu_offload: bool = Field(
+        False,
+        description="Keep the frozen shards in host memory; a layer is copied to the GPU when it computes (fsdp).",
+    )
     threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
     python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
 
@@ -280,6 +298,12 @@ class RolloutConfig(Section):
         description="`fresh`: groups are sampled as late as the trainer allows, so that it need not wait. `full`: as "
         "early as `max_staleness` allows.",
     )
+    adapter_mode: Literal["unmerged", "merged"] = Field(
+        "unmerged",
+        description="What servers hold: the base and adapters in slots, or one version merged into the weights. "
+        "`merged`: vLLM runs without LoRA, a publish sends all adapted weights in `model.dtype` and always interrupts "
+        "running sequences.",
+    )
     in_flight: Literal["finish", "interrupt"] = Field(
         "finish",
         description="At a publish, running sequences finish on their version, or are interrupted and continue on the "
@@ -289,11 +313,18 @@ class RolloutConfig(Section):
         False, description="Run one sequence at a time without prefix cache, so no answer depends on another request."
     )
     max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
+    max_adapters: PositiveInt | None = Field(
+        None, description="Adapters that a server holds at a time; decides its slots. If unset, those of the list."
+    )
     max_model_len: PositiveInt = 4096
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 8192
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    kv_cache_gib: PositiveFloat | None = Field(None, description="KV cache size on CPU, GiB.")
+    kv_cache_gib: PositiveFloat | None = Field(
+        None,
+        description="KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves; "
+        "`cluster.share_devices` requires it.",
+    )
     enforce_eager: bool = False
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     port: NonNegInt = Field(
@@ -303,20 +334,30 @@ class RolloutConfig(Section):
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
+    def interrupts(self) -> bool:
+        """Whether a publish interrupts running sequences; with merged weights no other version exists."""
+        return self.in_flight == "interrupt" or self.adapter_mode == "merged"
+
+    @property
     def resident_versions(self) -> int:
         """Adapter slots for versions: every version that is still trainable, plus the incoming one."""
         return self.max_staleness + 2
 
 
 class WeightSyncConfig(Section):
+    backend: Literal["auto", "nccl", "hccl", "gloo"] = Field(
+        "auto",
+        description="What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. "
+        "`auto`: that of `cluster.device`, and gloo where a trainer rank and a server share a device.",
+    )
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
     timeout_s: PositiveFloat = Field(
         30.0, description="Seconds for a whole publish: transfer, exclusion of lost servers, second transfer."
     )
-    min_servers: PositiveInt = Field(1, description="With fewer members a publish waits for `rejoin_s`, then fails.")
     rejoin_s: NonNegFloat = Field(
-        120.0, description="Seconds that a publish with fewer than `min_servers` members waits for servers to rejoin."
+        120.0,
+        description="Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin.",
     )
     probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
     probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
@@ -331,6 +372,11 @@ class WeightSyncConfig(Section):
     def ping_s(self) -> float:
         """Silence after which a server counts as dead."""
         return min(2.0, 0.1 * self.timeout_s)
+
+    @property
+    def slot_s(self) -> float:
+        """Time that a publish waits while no server has an adapter slot for it."""
+        return self.timeout_s + self.rejoin_s
 
     @property
     def answer_s(self) -> float:
@@ -368,34 +414,8 @@ class CheckpointConfig(Section):
 
 class EvalConfig(Section):
     every_steps: NonNegInt = Field(
-        20, description="Steps between two evaluations of the held-out split, one at a time; 0: only first and last."
+        20, description="Steps between two evaluations of all sets, one at a time; 0: only first and last."
     )
-
-
-class SlurmConfig(Section):
-    partition: str | None = None
-    account: str | None = None
-    time_limit: str = Field("24:00:00", description="sbatch --time.")
-    extra: list[str] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
-    setup: list[str] = Field(default_factory=list, description="Shell lines run on each node before a role starts.")
-
-
-class ClusterConfig(Section):
-    kind: Literal["local", "slurm"] = "local"
-    device: Literal["cpu", "cuda", "npu"] = "cuda"
-    nodes: PositiveInt = 1
-    devices_per_node: PositiveInt = 8
-    bind: str = Field(
-        "127.0.0.1",
-        description="Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address "
-        "that `interface` finds. Except on loopback, the data plane uses TLS and requires its key.",
-    )
-    interface: str = Field(
-        "auto",
-        description="With `bind: 0.0.0.0` or `::`, the address of a node for the other nodes: the name of an "
-        "interface, a network such as `10.0.0.0/8`, or `auto` for the address on the route to the other nodes.",
-    )
-    slurm: SlurmConfig = SlurmConfig()
 
 
 class Config(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from areal_lora.config.models import ClusterConfig
+from areal_lora.config.cluster import ClusterConfig
 from areal_lora.network.addresses import WILDCARDS, Place, find_place
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_hosts
@@ -12,7 +12,7 @@ from areal_lora.run_folder.rendezvous import published_hosts
 
 def own_place(cluster: ClusterConfig, run_folder: RunFolder) -> Place:
     """Return the address that this process binds to until it exits. Raises ConfigError."""
-    return _own_place(cluster.bind, cluster.interface, cluster.nodes, run_folder)
+    return _own_place(cluster.bind, cluster.interface, cluster.total_nodes, run_folder)
 
 
 @cache  # endpoints published later must not move a process to another address

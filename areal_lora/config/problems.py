@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from areal_lora.config import schema
+from areal_lora.config.reward import ONE, SEVERAL
 from areal_lora.config.sources import COMMAND_LINE, Source, local_path, origin_of, value_at
 from areal_lora.errors import ConfigError
 
@@ -35,11 +36,11 @@ def to_config_error(error: ValidationError, data: Any, sources: Sequence[Source]
 
 
 def _without_tags(loc: tuple[int | str, ...], data: Any) -> schema.Path:
-    """pydantic puts the chosen ``kind`` into the location; keys have no such part."""
+    """pydantic puts the chosen ``kind`` or spelling into the location; keys have no such part."""
     path: list[schema.Key] = []
     for key in loc:
         here = value_at(data, tuple(path))
-        if isinstance(here, dict) and key not in here and here.get("kind") == key:
+        if key in (ONE, SEVERAL) or (isinstance(here, dict) and key not in here and here.get("kind") == key):
             continue
         path.append(key)
     return tuple(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 from pydantic import ValidationError
 
@@ -28,6 +29,25 @@ def read_config(run_folder: RunFolder) -> Config:
             f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed",
             "set another run.name, or start over with --fresh",
         ) from None
+
+
+def read_config_here(run_folder: RunFolder) -> Config:
+    """The configuration of the run, at the place where its folder is now.
+
+    Raises ConfigError for a file that is half-written or of another version of areal_lora.
+    """
+    try:
+        json.loads(_content(run_folder))
+    except ValueError as error:
+        reason = f"it is not JSON ({error}): it was cut short or edited"
+        raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
+    return moved_here(read_config(run_folder), run_folder)
+
+
+def moved_here(config: Config, run_folder: RunFolder) -> Config:
+    """``config`` with the root and name that ``run_folder`` has now."""
+    run = config.run.model_copy(update={"root": run_folder.path.parent, "name": run_folder.path.name})
+    return config.model_copy(update={"run": run})
 
 
 def config_digest(run_folder: RunFolder) -> str:

@@ -1,6 +1,6 @@
 """The rule for resuming: which keys must stay as they are between two starts with one run folder. Pure.
 
-`RUN` and `ADAPTER` are the rule. Every other key may change: parallel layouts, servers, steps, learning rate,
+`RUN`, `ADAPTER` and `SEED` are the rule. Every other key may change: parallel layouts, servers, steps, learning rate,
 algorithm, sampling, evaluation, checkpoints, cluster. It is applied twice:
 
 - `conflict` compares two configurations, before anything starts;
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.models import AdapterConfig, Config, ModelConfig
 from areal_lora.errors import ConfigError
 from areal_lora.types import AdapterSpec
@@ -27,13 +28,16 @@ class Fixed:
 
 
 RUN = (
-    Fixed(path="run.seed", why="it fixes the order of the prompts"),
     Fixed(path="model.path", why="the adapter belongs to its base model"),
     Fixed(path="model.dtype", why="the adapter belongs to its base model"),
 )
+SEED = Fixed(path="run.seed", why="it fixes the order of the prompts")
 ADAPTER = (
     Fixed(path="rank", why="it is the shape of the trained tensors"),
     Fixed(path="alpha", why="it scales what was trained"),
+    Fixed(path="rslora", why="it scales what was trained"),
+    Fixed(path="rank_pattern", why="it is the shape of the trained tensors"),
+    Fixed(path="alpha_pattern", why="it scales what was trained"),
     Fixed(path="target_modules", why="it names the trained tensors"),
     Fixed(path="exclude_modules", why="it names the trained tensors"),
     Fixed(path="expert_layout", why="it names the trained tensors"),
@@ -57,13 +61,24 @@ def conflict(before: Config, now: Config) -> ConfigError | None:
         return error
     was = {adapter.name: adapter for adapter in before.adapters}
     for adapter in now.adapters:
+        seeds = adapter_run(before, was[adapter.name]).seed, adapter_run(now, adapter).seed
+        path = "run.seed" if adapter.seed is None else f"adapters.{adapter.name}.seed"
+        if error := _differs(SEED, path, *seeds):
+            return error
         for fixed in ADAPTER:
             values = [_at(one, fixed.path) for one in (was[adapter.name], adapter)]
             if fixed.path == "task":
-                values = [{k: v for k, v in value.items() if k not in _SIZE_OF_EVAL} for value in values]
+                free = _evaluation_only(*values)
+                values = [{k: v for k, v in value.items() if k not in free} for value in values]
             if error := _differs(fixed, f"adapters.{adapter.name}.{fixed.path}", *values):
                 return error
     return None
+
+
+def _evaluation_only(*tasks: dict[str, Any]) -> set[str]:
+    """Keys of a task that change no training prompt: none where held-out rows are taken from the training rows."""
+    shared = any(task["kind"] == "dataset" and task["eval"] is None for task in tasks)
+    return set() if shared else _SIZE_OF_EVAL
 
 
 def adapter_conflict(trained: AdapterSpec, now: AdapterConfig, index: int, source: str) -> ConfigError | None:

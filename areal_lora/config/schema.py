@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from areal_lora.config.models import Config, Section
+from areal_lora.config.models import Config
+from areal_lora.config.section import Section
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -20,23 +21,33 @@ def dotted(path: Path) -> str:
 
 def variants(field: FieldInfo) -> tuple[type[Section], ...]:
     """The sections a field can hold: none for a scalar, several for a tagged union, list items looked through."""
-    annotation: Any = field.annotation
-    if get_origin(annotation) is list:
-        (annotation,) = get_args(annotation)
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return tuple(option for option in options if isinstance(option, type) and issubclass(option, Section))
+    found = (o for o in _options(field.annotation) if isinstance(o, type) and issubclass(o, Section))
+    return tuple(dict.fromkeys(found))
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from _options(option)
+    elif get_origin(annotation) in (list, Annotated):
+        yield from _options(get_args(annotation)[0])
+    else:
+        yield annotation
 
 
 def section_at(path: Path, data: Any) -> type[Section] | None:
     """The section that ``path`` leads to within ``data``; None where it leads to a scalar or nowhere."""
     section: type[Section] | None = Config
+    field: FieldInfo | None = None
     for key in path:
         data = _item(data, key)
         if isinstance(key, int):
+            section = None if field is None else choose(field, data)
             continue
         if section is None or key not in section.model_fields:
             return None
-        section = choose(section.model_fields[key], data)
+        field = section.model_fields[key]
+        section = choose(field, data)
     return section
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -43,8 +44,17 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         rewards=host_tensor([t.reward for _, t in rows], torch.float32),
         group_ids=host_tensor([g for g, _ in rows], torch.int64),
         sample_ids=host_tensor([samples[g, t.sample] for g, t in rows], torch.int64),
+        given=host_tensor([t.given for _, t in rows], torch.bool),
         adapters=tuple(t.adapter.name for _, t in rows),
+        baselines=_baselines([group.baseline for group in groups for _ in group.trajectories]),
     )
+
+
+def _baselines(found: Sequence[float | None]) -> Tensor | None:
+    """[N] fp32, NaN for a group without a baseline; None if no group has one."""
+    if all(baseline is None for baseline in found):
+        return None
+    return host_tensor([math.nan if baseline is None else baseline for baseline in found], torch.float32)
 
 
 def check_batch(batch: TrainBatch) -> None:
@@ -89,10 +99,14 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         rewards=batch.rewards[rows],
         group_ids=batch.group_ids[rows],
         sample_ids=batch.sample_ids[rows],
+        given=batch.given[rows],
         adapters=tuple(batch.adapters[i] for i in sequences),
+        baselines=None if batch.baselines is None else batch.baselines[rows],
         prox_logprobs=tokens(batch.prox_logprobs),
         ref_logprobs=tokens(batch.ref_logprobs),
+        values=tokens(batch.values),
         advantages=tokens(batch.advantages),
+        returns=tokens(batch.returns),
     )
 
 
@@ -143,6 +157,7 @@ def scoring_batch(rows: list[list[int]], adapter: str) -> TrainBatch:
         rewards=torch.zeros(len(rows), device=HOST),
         group_ids=torch.zeros(len(rows), dtype=torch.int64, device=HOST),
         sample_ids=torch.arange(len(rows), device=HOST),
+        given=torch.zeros(len(rows), dtype=torch.bool, device=HOST),
         adapters=(adapter,) * len(rows),
     )
 

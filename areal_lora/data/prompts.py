@@ -5,40 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
 
+from areal_lora.data.formatting import Formatter
 from areal_lora.data.order import PromptOrder
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need."""
-
-    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]: ...
-
-
-class TextTokenizer(Tokenizer, Protocol):
-    """The part of a Hugging Face tokenizer that workflows need."""
-
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One (epoch, sample): ``uid`` is ``"<epoch>:<sample uid>"``, ``position`` its place in the stream."""
+    """One (epoch, sample): ``uid`` is ``"<epoch>:<sample uid>"``, ``position`` its place in the stream.
+
+    ``text`` is what ``token_ids`` write: the sample's prompt, or its messages by the chat template.
+    """
 
     uid: str
     position: int
     sample: Sample
+    text: str
     token_ids: list[int]  # [P]
 
 
@@ -51,16 +35,16 @@ class PromptStream:
     with the same ``digest`` put the same sample at the same position.
     """
 
-    def __init__(self, samples: Sequence[Sample], tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int) -> None:
+    def __init__(self, samples: Sequence[Sample], formatter: Formatter, *, seed: int, max_prompt_tokens: int) -> None:
         """Raises ConfigError for samples that share a uid, a blank prompt, or none that fits."""
         check_samples(samples)
-        self._samples, self._tokenizer = samples, tokenizer
+        self._samples, self._formatter = samples, formatter
         self._order = PromptOrder(seed, len(samples))
         self._max_prompt_tokens = max_prompt_tokens
         self.digest = _digest(seed, samples)
         for sample in samples:
             if not sample.prompt.strip():
-                _token_ids([sample], tokenizer)
+                _token_ids([sample], formatter)
         if not any(self.refusal(self.at(position)) is None for position in range(len(samples))):
             raise ConfigError(
                 "rollout.max_model_len",
@@ -71,11 +55,13 @@ class PromptStream:
     def at(self, position: int) -> Prompt:
         epoch, index = self._order.locate(position)
         sample = self._samples[index]
+        text = self._formatter.text(sample)
         return Prompt(
             uid=f"{epoch}:{sample.uid}",
             position=position,
             sample=sample,
-            token_ids=self._tokenizer([sample.prompt])["input_ids"][0],
+            text=text,
+            token_ids=self._formatter.encode(sample, text),
         )
 
     def refusal(self, prompt: Prompt) -> str | None:
@@ -93,14 +79,14 @@ def check_samples(samples: Sequence[Sample]) -> None:
         raise ConfigError("adapters.task", "two samples share a uid, exactly-once needs them apart", "make uids unique")
 
 
-def tokenize(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[list[int]]:
+def tokenize(samples: Sequence[Sample], formatter: Formatter) -> list[list[int]]:
     """Token ids of every prompt of a small set; raises as `check_samples` and for a prompt without tokens."""
     check_samples(samples)
-    return _token_ids(samples, tokenizer)
+    return _token_ids(samples, formatter)
 
 
-def _token_ids(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[list[int]]:
-    token_ids = tokenizer([sample.prompt for sample in samples])["input_ids"]
+def _token_ids(samples: Sequence[Sample], formatter: Formatter) -> list[list[int]]:
+    token_ids = [formatter.token_ids(sample) for sample in samples]
     for sample, ids in zip(samples, token_ids, strict=True):
         if not ids:
             raise ConfigError("adapters.task", f"sample {sample.uid} has a prompt without tokens", "remove it")

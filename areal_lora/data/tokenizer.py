@@ -6,10 +6,26 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from areal_lora.data.prompts import TextTokenizer
+from typing import Any, Protocol
 
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+class TextTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    chat_template: Any
+    eos_token_id: int
+
+    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+    ) -> Any: ...
 
 
 def load_tokenizer(folder: str, *, models: bool = False) -> TextTokenizer:

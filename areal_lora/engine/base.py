@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from areal_lora.algorithms.merging import CastLoss
 from areal_lora.checkpoint.state import AdapterState
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.types import AdapterSpec, StepStats, TrainBatch
@@ -44,9 +45,10 @@ class LossSums:
 
 
 LossFn = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], LossSums]
-"""``loss_fn(micro_batch, logprobs [t] fp32 with grad, entropy [t] fp32 or None) -> LossSums``.
+"""``loss_fn(micro_batch, scores [t] fp32 with grad, entropy [t] fp32 or None) -> LossSums``.
 
-``logprobs[i]`` speaks of token i of the micro-batch; entry 0 of every sequence is 0. Entropy
+``scores[i]`` speaks of token i of the micro-batch; entry 0 of every sequence is 0. It is the token's
+log-probability, or, of an adapter with a value head, the value of the state before the token. Entropy
 at entry i is that of the distribution token i was drawn from. With tensor parallelism
 every tensor-parallel rank calls it on equal inputs and must return equal sums.
 """
@@ -57,23 +59,47 @@ class TrainEngine(Protocol):
 
     rank: int
     world_size: int
+    routed: bool  # whether the model chooses experts for each token
 
     @property
     def device(self) -> torch.device: ...
 
     def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
-        """Attach a trainable adapter: lora_A kaiming-uniform, lora_B zero, all fp32.
+        """Make a trainable adapter resident beside the others: lora_A kaiming-uniform, lora_B zero, all fp32.
+
+        Each has gradients, moments, clipping and clock of its own; what is done to one changes no byte of another.
 
         The initial values depend on ``seed`` and the tensor's Hugging Face name only, so they
-        are equal for every layout. ``optimizer`` configures Adam and clipping; the learning rate is an argument of
-        each step. Raises ConfigError for a target module that matches nothing or a second resident adapter.
+        are equal for every layout. A value head is zero at first. ``optimizer`` configures Adam and clipping; the
+        learning rate is an argument of each step. Raises ConfigError for a target module that matches nothing or a
+        name that is resident already.
         """
+        ...
+
+    def freeze_copy(self, adapter: str, name: str) -> None:
+        """Hold a copy of the weights of ``adapter`` as the frozen adapter ``name`` (not collective).
+
+        It has neither gradients nor moments, and no later step changes it; a second call replaces its weights. Its
+        state is its weights.
+        """
+        ...
+
+    def remove_adapter(self, adapter: str) -> None:
+        """Forget a resident adapter and free its memory (not collective)."""
         ...
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
         """log p(token t | tokens before it), [T] fp32, no grad, for the whole batch on every rank.
 
-        Entry 0 of each sequence is 0. ``adapter=None`` scores the frozen base (KL reference, C11).
+        Entry 0 of each sequence is 0. ``adapter=None`` scores the frozen base (KL reference, C11). Raises
+        AdapterError for an adapter with a value head.
+        """
+        ...
+
+    def values(self, batch: TrainBatch, *, adapter: str) -> torch.Tensor:
+        """Value of the state before token t, by the value head of ``adapter``: as `logprobs`, [T] fp32.
+
+        Entry 0 of each sequence is 0. Raises AdapterError for an adapter without a value head.
         """
         ...
 
@@ -98,6 +124,14 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def adapter_spec(self, adapter: str) -> AdapterSpec:
+        """The specification that the adapter was added with (not collective)."""
+        ...
+
+    def adapter_sources(self) -> frozenset[int]:
+        """Ranks that own wire tensors of any adapter that could be added (not collective, equal on all ranks)."""
+        ...
+
     def adapter_layout(self, adapter: str, dtype: str = "float32") -> AdapterLayout:
         """Sender and offset of every wire tensor, and which names share one (not collective, equal on all ranks)."""
         ...
@@ -107,6 +141,19 @@ class TrainEngine(Protocol):
 
         Collective over the tensor-parallel groups of the ranks that send: every rank must run the
         iterator to its end before the weights change. A rank without a shard gives an empty ``flat``.
+        """
+        ...
+
+    def merged_layout(self, adapter: str, dtype: str) -> AdapterLayout:
+        """The layout of the weights that the adapter changes (not collective, equal on all ranks)."""
+        ...
+
+    def pack_merged(self, adapter: str, loss: CastLoss, flat: np.ndarray) -> Iterator[int]:
+        """Fill ``flat`` with this rank's shard of ``merged_layout`` in ``loss.dtype``, as the adapter is now.
+
+        Each weight is base + alpha / rank * lora_B @ lora_A, computed in fp32 out of place and cast last; ``loss``
+        counts what the cast loses. Collective like `pack_adapter`, but only until the call returns: the iterator
+        reads no tensor of the model that trains. Raises UnknownTensorError for a base folder that does not fit.
         """
         ...
 

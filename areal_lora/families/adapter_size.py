@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_lora.families.family import Scope, covers
+from areal_lora.families.family import Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape
-from areal_lora.types import ExpertLayout
+from areal_lora.families.sites import linear_sites, pieces_of
+from areal_lora.types import AdapterStructure, ExpertLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +16,12 @@ class AdapterSize:
 
     ``parameters`` in ``tensors`` go over the wire. They stand for ``names`` Hugging Face names, which hold
     ``file_parameters`` in a PEFT file because shared tensors are repeated there.
+    They change ``weights`` parameters of the base, which are what travels where versions are merged.
     """
 
     parameters: int
     file_parameters: int
+    weights: int
     tensors: int
     names: int
 
@@ -27,36 +29,37 @@ class AdapterSize:
         return self.parameters * DTYPE_BYTES[dtype]
 
 
-def adapter_size(shape: ModelShape, rank: int, targets: Sequence[str], expert_layout: ExpertLayout) -> AdapterSize:
-    """Count the unique numbers of an adapter with these (canonical) targets.
+def adapter_size(shape: ModelShape, spec: AdapterStructure) -> AdapterSize:
+    """Count the unique numbers of an adapter (canonical targets).
 
     ``linear_qkv`` and ``linear_fc1`` are fused: one lora_A [rank, in] serves q, k, v (gate, up). It is counted
-    and sent once, while every Hugging Face name needs its own. With layout ``shared`` the same holds for a
-    layer's experts.
+    and sent once, while every Hugging Face name needs its own. What the experts of a layer share (`ExpertLayout`) is
+    counted once, too.
     """
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    shared = expert_layout is ExpertLayout.SHARED
-    adapters, copies = (1, shape.experts) if shared else (shape.experts, 1)
-
-    def mlp(scope: Scope, count: int, copies: int = 1) -> list[tuple[str, Scope, int, int, int, list[int]]]:
-        width = shape.width(scope)
-        return [
-            ("linear_fc1", scope, count, copies, shape.hidden, [width, width]),
-            ("linear_fc2", scope, count, copies, width, [shape.hidden]),
-        ]
-
-    # linear, scope, number of adapters, modules that one stands for, inputs, outputs of each Hugging Face projection
-    blocks = [
-        ("linear_qkv", Scope.ATTENTION, shape.layers, 1, shape.hidden, [query, key, key]),
-        ("linear_proj", Scope.ATTENTION, shape.layers, 1, query, [shape.hidden]),
-        *mlp(Scope.MLP, shape.dense_layers),
-        *mlp(Scope.SHARED_EXPERT, shape.moe_layers if shape.shared_ffn else 0),
-        *mlp(Scope.EXPERT, shape.moe_layers * adapters, copies),
-    ]
-    chosen = [block[2:] for block in blocks if covers(targets, block[0], block[1])]
+    parameters = file_parameters = weights = tensors = names = 0
+    for key in linear_sites(shape):
+        if not key.covered(spec.target_modules):
+            continue
+        pieces = pieces_of(shape, key)
+        rank, inputs, outputs = spec.rank_of(pieces[0].name), pieces[0].in_features, sum(p.out_features for p in pieces)
+        modules = shape.experts if key.scope is Scope.EXPERT else 1
+        n_a, n_b = distinct(spec.expert_layout, key.linear, modules)
+        parameters += rank * (n_a * inputs + n_b * outputs)
+        file_parameters += rank * modules * (len(pieces) * inputs + outputs)
+        weights += modules * inputs * outputs
+        tensors += n_a + n_b * len(pieces)
+        names += 2 * modules * len(pieces)
     return AdapterSize(
-        parameters=sum(n * rank * (inputs + sum(outs)) for n, _, inputs, outs in chosen),
-        file_parameters=sum(n * c * rank * (len(outs) * inputs + sum(outs)) for n, c, inputs, outs in chosen),
-        tensors=sum(n * (1 + len(outs)) for n, _, _, outs in chosen),
-        names=sum(n * c * 2 * len(outs) for n, c, _, outs in chosen),
+        parameters=parameters, file_parameters=file_parameters, weights=weights, tensors=tensors, names=names
     )
+
+
+def distinct(expert_layout: ExpertLayout, linear: str, modules: int) -> tuple[int, int]:
+    """How many lora_A and lora_B so many experts of one linear layer have."""
+    match expert_layout:
+        case ExpertLayout.PER_EXPERT:
+            return modules, modules
+        case ExpertLayout.SHARED:
+            return 1, 1
+        case ExpertLayout.SHARED_OUTER:
+            return (1, modules) if linear == "linear_fc1" else (modules, 1)

@@ -15,6 +15,8 @@ from enum import StrEnum
 
 ATTENTION_LINEARS = ("linear_qkv", "linear_proj")
 MLP_LINEARS = ("linear_fc1", "linear_fc2")
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+"""Layers whose outputs tensor parallelism divides, lora_B with them; of the others the inputs and lora_A."""
 TARGETS = (*ATTENTION_LINEARS, *MLP_LINEARS)
 """Modules that LoRA can adapt, in Megatron's spelling; present in every family."""
 
@@ -27,6 +29,7 @@ class Scope(StrEnum):
     EXPERT = "expert"  # one routed expert
     ALL_EXPERTS = "all_experts"  # one adapter shared by all routed experts of a layer (expert_layout "shared")
     SHARED_EXPERT = "shared_expert"  # Qwen2-MoE's always-on expert
+    LINEAR = "linear"  # any linear layer of a family without a row; its name is its path in the layer
 
 
 def covers(target_modules: Sequence[str], linear: str, scope: Scope) -> bool:

@@ -52,8 +52,8 @@ def describe(folder: Path) -> PeftFolder:
     except (OSError, ValueError, msgspec.MsgspecError) as e:
         raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
     shapes = {name: e.shape for name, e in entries.items()}
-    spec = declared_spec(folder, own)
-    checked_modules(spec.rank, shapes)
+    spec = declared_spec(folder, own, shapes)
+    checked_modules(spec, shapes)
     return PeftFolder(
         spec=spec,
         shapes={wire_name(folder, n): s for n, s in shapes.items()},
@@ -61,10 +61,11 @@ def describe(folder: Path) -> PeftFolder:
     )
 
 
-def declared_spec(folder: Path, own: str | None) -> AdapterSpec:
+def declared_spec(folder: Path, own: str | None, names: Iterable[str]) -> AdapterSpec:
     """The specification stored with the tensors (``own``); for folders of other tools, one made from the configuration.
 
-    Raises AdapterError for anything beyond plain LoRA, and where the two files disagree.
+    Raises AdapterError for variants of LoRA that are not supported, and where the two files disagree about one of the
+    tensors ``names``.
     """
     try:
         config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=_PeftConfig)
@@ -72,30 +73,28 @@ def declared_spec(folder: Path, own: str | None) -> AdapterSpec:
     except (OSError, msgspec.MsgspecError) as e:
         raise AdapterError(f"{folder} is not a readable PEFT adapter folder: {e}") from e
     if odd := config.unsupported():
-        raise AdapterError(f"{folder}: {', '.join(odd)} beyond plain LoRA; merge or retrain without it")
+        raise AdapterError(f"{folder}: {'; '.join(odd)}; merge the adapter into its base, or retrain without it")
     if declared is not None:
-        if (declared.rank, declared.alpha) != (config.r, config.lora_alpha):
-            raise AdapterError(
-                f"{folder}: {CONFIG_FILE} states r {config.r}, lora_alpha {config.lora_alpha}, the tensors were saved "
-                f"with {declared.rank}, {declared.alpha}; one of the files was changed"
-            )
+        _check_numbers(folder, declared, config.spec(folder, ()), names)
         return declared
     known = linears()
     unknown = [m for m in config.target_modules if m not in known]
     if unknown:
         raise AdapterError(f"{folder}: target module {unknown[0]!r} is none of {sorted(known)}")
-    targets = tuple(sorted({known[m] for m in config.target_modules}))
-    return AdapterSpec(
-        name=folder.name,
-        base_model=config.base_model_name_or_path or "",
-        rank=config.r,
-        alpha=config.lora_alpha,
-        target_modules=targets,
-        dropout=config.lora_dropout,
-    )
+    return config.spec(folder, tuple(sorted({known[m] for m in config.target_modules})))
 
 
-def checked_modules(rank: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _check_numbers(folder: Path, saved: AdapterSpec, stated: AdapterSpec, names: Iterable[str]) -> None:
+    for module in dict.fromkeys(module_of(name.removeprefix(FILE_PREFIX)) for name in names):
+        found, wanted = ((spec.rank_of(module), spec.scale_of(module)) for spec in (stated, saved))
+        if found != wanted:
+            raise AdapterError(
+                f"{folder}: {CONFIG_FILE} states rank {found[0]} and scale {found[1]:g} for {module}, the tensors were "
+                f"saved with {wanted[0]} and {wanted[1]:g}; one of the files was changed"
+            )
+
+
+def checked_modules(spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Last path components of all adapted modules, sorted. Raises AdapterError for a wrong pair or shape."""
     modules: set[str] = set()
     for name, shape in shapes.items():
@@ -105,6 +104,7 @@ def checked_modules(rank: int, shapes: Mapping[str, tuple[int, ...]]) -> list[st
         partner = f"{path}.lora_{'B' if rest[0] == 'A' else 'A'}.weight"
         if partner not in shapes:
             raise AdapterError(f"{name} lacks its partner {partner}")
+        rank = spec.rank_of(path.removeprefix(FILE_PREFIX))
         if len(shape) != 2 or shape[0 if rest[0] == "A" else 1] != rank:
             raise AdapterError(f"{name} has shape {list(shape)}, which does not fit rank {rank}")
         modules.add(path.rpartition(".")[2])
@@ -149,6 +149,9 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     data_offsets: tuple[int, int]
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 class _PeftConfig(msgspec.Struct, kw_only=True):
     """The keys of ``adapter_config.json`` that determine the meaning of the tensors."""
 
@@ -167,18 +170,55 @@ class _PeftConfig(msgspec.Struct, kw_only=True):
     alpha_pattern: dict[str, float] | None = None
     alora_invocation_tokens: list[int] | None = None
     layer_replication: list[tuple[int, int]] | None = None
+    target_parameters: list[str] | None = None
+    trainable_token_indices: msgspec.Raw = _NULL
+    lora_bias: bool = False
+    use_qalora: bool = False
+    use_bdlora: msgspec.Raw = _NULL
+    init_lora_weights: bool | str | None = True
+
+    def spec(self, folder: Path, targets: tuple[str, ...]) -> AdapterSpec:
+        """As the configuration states it, on ``targets``."""
+        return AdapterSpec(
+            name=folder.name,
+            base_model=self.base_model_name_or_path or "",
+            rank=self.r,
+            alpha=self.lora_alpha,
+            target_modules=targets,
+            dropout=self.lora_dropout,
+            rslora=self.use_rslora,
+            rank_pattern=tuple((self.rank_pattern or {}).items()),
+            alpha_pattern=tuple((self.alpha_pattern or {}).items()),
+        )
 
     def unsupported(self) -> list[str]:
+        """What makes the tensors something else than products B A added to the base's weights, and why."""
         odd = {
-            "peft_type": self.peft_type != "LORA",
-            "bias": self.bias != "none",
-            "use_rslora": self.use_rslora,
-            "use_dora": self.use_dora,
-            "fan_in_fan_out": self.fan_in_fan_out,
-            "modules_to_save": self.modules_to_save,
-            "rank_pattern": self.rank_pattern,
-            "alpha_pattern": self.alpha_pattern,
-            "alora_invocation_tokens": self.alora_invocation_tokens,
-            "layer_replication": self.layer_replication,
+            f"peft_type {self.peft_type} is not LoRA": self.peft_type != "LORA",
+            f"bias {self.bias} trains the base's biases, which servers take from the base": self.bias != "none",
+            "use_dora scales each row by a trained magnitude, which vLLM does not serve": self.use_dora,
+            "use_qalora pools the inputs, which vLLM does not compute": self.use_qalora,
+            "use_bdlora cuts the products into blocks, which vLLM does not compute": _is_set(self.use_bdlora),
+            "lora_bias adds a bias to lora_B, which vLLM does not serve": self.lora_bias,
+            "fan_in_fan_out has transposed weights, which no supported model has": self.fan_in_fan_out,
+            f"modules_to_save holds whole modules ({_first(self.modules_to_save)}) beside LoRA": self.modules_to_save,
+            "trainable_token_indices changes rows of the embedding": _is_set(self.trainable_token_indices),
+            "alora_invocation_tokens applies the adapter to a part of the text only": self.alora_invocation_tokens,
+            "layer_replication repeats layers of the base": self.layer_replication,
+            f"target_parameters adapts fused parameters ({_first(self.target_parameters)}), whose tensors have other "
+            "names than those of single projections": self.target_parameters,
+            f"init_lora_weights {self.init_lora_weights!r} has changed the base's own weights": self.init_lora_weights
+            in _CHANGES_THE_BASE,
         }
-        return [key for key, value in odd.items() if value]
+        return [reason for reason, found in odd.items() if found]
+
+
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _is_set(value: msgspec.Raw) -> bool:
+    return bytes(value) not in (b"null", b"false", b"{}", b"[]")
+
+
+def _first(names: list[str] | None) -> str:
+    return names[0] if names else ""

@@ -58,6 +58,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-7B-Instruct": _dense(_QWEN25_WIDE, 28, 3584, 28, 4, 18944, False),
     "Qwen/Qwen2.5-14B-Instruct": _dense(_QWEN25_WIDE, 48, 5120, 40, 8, 13824, False),
     "Qwen/Qwen2.5-32B-Instruct": _dense(_QWEN25_WIDE, 64, 5120, 40, 8, 27648, False),
+    "Qwen/Qwen2.5-72B-Instruct": _dense(_QWEN25_WIDE, 80, 8192, 64, 8, 29568, False),
     "Qwen/Qwen1.5-MoE-A2.7B": _moe(_QWEN15_MOE, 24, 2048, 16, 16, 5632, 1408),
     "meta-llama/Llama-2-7b-hf": _dense(_LLAMA2, 32, 4096, 32, 32, 11008, False),
     "meta-llama/Llama-3.1-8B": _dense(_LLAMA3, 32, 4096, 32, 8, 14336, False),

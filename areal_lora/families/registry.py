@@ -9,6 +9,8 @@ from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Family, Scope
 from areal_lora.families.table import TABLE
 
+ROUTERS = {"router", "gate", "shared_expert_gate", "wg"}
+"""Components of names that belong to routers, never to a projection."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -74,6 +76,15 @@ def target_of(module: str) -> tuple[str, Scope] | None:
     so a server needs no model to judge a name.
     """
     return FAMILIES.target_of(module)
+
+
+def path_of(module: str) -> str | None:
+    """The path below its layer of a Hugging Face module, experts as ``*``; None for a router or one outside of layers.
+
+    ``model.layers.3.self_attn.qkv_proj`` is ``self_attn.qkv_proj``: the canonical target of a family without a row.
+    """
+    _, numbered, path = kind_of(module).partition(".*.")
+    return path if numbered and not ROUTERS & set(path.split(".")) else None
 
 
 def linears() -> Mapping[str, str]:

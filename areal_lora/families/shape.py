@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_lora.families.derived import Checkpoint, read_checkpoint
 from areal_lora.families.family import Family, Scope
-from areal_lora.families.registry import family_of
+from areal_lora.families.registry import family_of, supported
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -19,7 +20,8 @@ class ModelShape:
     """A family and the sizes of one of its models.
 
     ``experts`` is 0 for a dense model; only ``sparse_layers`` have experts. ``ffn``, ``expert_ffn`` and
-    ``shared_ffn`` are the widths of a dense MLP, of a routed expert and of the shared expert.
+    ``shared_ffn`` are the widths of a dense MLP, of a routed expert and of the shared expert. ``checkpoint`` is there
+    for a family without a row and says what its layers are.
     """
 
     family: Family
@@ -37,6 +39,7 @@ class ModelShape:
     vocab: int
     max_positions: int
     tied: bool
+    checkpoint: Checkpoint | None = None
 
     @property
     def moe_layers(self) -> int:
@@ -53,6 +56,8 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters of the base model, norms and biases included."""
+        if self.checkpoint is not None:
+            return self.checkpoint.parameters
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         if self.family.attention.norms:
             attention += 2 * self.head_dim
@@ -66,13 +71,15 @@ class ModelShape:
         return layers + mlps + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the fields of a config.json.
+    def from_hf(cls, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> ModelShape:
+        """Read the fields of a config.json. ``checkpoint`` stands in for a row that the family does not have.
 
         Raises:
             KeyError: a field is missing; names it.
-            ConfigError: the model type is not supported.
+            ConfigError: the family has no row and there is no ``checkpoint``.
         """
+        if checkpoint is not None and config["model_type"] not in supported():
+            return cls._derived(config, checkpoint)
         family = family_of(str(config["model_type"]))
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         experts = expert_ffn = shared_ffn = 0
@@ -104,6 +111,35 @@ class ModelShape:
             max_positions=int(config.get("max_position_embeddings") or 0),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
+
+    @classmethod
+    def _derived(cls, config: Mapping[str, Any], checkpoint: Checkpoint) -> ModelShape:
+        layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        return cls(
+            family=checkpoint.family(str(config["model_type"])),
+            layers=layers,
+            sparse_layers=checkpoint.expert_layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            ffn=int(config.get("intermediate_size") or 4 * hidden),
+            expert_ffn=checkpoint.expert_ffn,
+            shared_ffn=0,
+            experts=checkpoint.n_experts,
+            experts_per_token=int(config.get("num_experts_per_tok") or 0),
+            vocab=int(config["vocab_size"]),
+            max_positions=int(config.get("max_position_embeddings") or 0),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            checkpoint=checkpoint,
+        )
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Sizes of the model in ``folder``. Raises like `ModelShape.from_hf` and `read_hf_config`."""
+    config = read_hf_config(folder)
+    return ModelShape.from_hf(config, None if config["model_type"] in supported() else read_checkpoint(folder))
 
 
 def base_bytes(shape: ModelShape, dtype: str) -> int:

@@ -8,12 +8,15 @@ and loading from a file follow the same data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_lora.errors import UnknownTensorError
 from areal_lora.families.family import ATTENTION_LINEARS, MLP_LINEARS, Scope, covers
 from areal_lora.families.shape import ModelShape
 from areal_lora.types import ExpertLayout
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+_OUTER = {"linear_fc1": LORA_A, "linear_fc2": LORA_B}
 
 RowRanges = tuple[tuple[int, int], ...]
 """Ranges [start, stop) of the rows of a matrix, in order."""
@@ -23,13 +26,15 @@ RowRanges = tuple[tuple[int, int], ...]
 class SiteKey:
     """Identify an adapted layer: Megatron's name of the linear, global layer number, scope.
 
-    ``expert`` is the global number of a routed expert, None in every scope but ``EXPERT``.
+    ``expert`` is the global number of a routed expert, None in every scope but ``EXPERT``. ``shared`` is the side
+    (``lora_A``, ``lora_B``) that it has in common with the layer's other experts (`ExpertLayout.SHARED_OUTER`).
     """
 
     linear: str
     layer: int
     scope: Scope
     expert: int | None = None
+    shared: str = ""
 
     def covered(self, target_modules: Sequence[str]) -> bool:
         """Whether an adapter with these (canonical) targets adapts this site; see `covers`."""
@@ -40,55 +45,103 @@ class SiteKey:
 class Piece:
     """One Hugging Face projection of a site, and its rows of lora_B.
 
-    ``aliases`` are further modules with the same lora_A and lora_B (``ALL_EXPERTS``: the other experts).
+    ``aliases`` are further modules with the same lora_A and lora_B (``ALL_EXPERTS``: the other experts). ``a_of`` and
+    ``b_of`` name the module whose lora_A or lora_B this one has, if it has none of its own.
     """
 
     name: str  # `model.layers.0.self_attn.q_proj`
     in_features: int
     rows: RowRanges
     aliases: tuple[str, ...] = ()
+    a_of: str = ""
+    b_of: str = ""
+
+    @property
+    def lora_a(self) -> str:
+        """Wire name of its lora_A, if the projection is the first of its site."""
+        return f"{self.a_of or self.name}.lora_A.weight"
+
+    @property
+    def lora_b(self) -> str:
+        return f"{self.b_of or self.name}.lora_B.weight"
 
     @property
     def out_features(self) -> int:
         return sum(stop - start for start, stop in self.rows)
 
 
+def linear_sites(shape: ModelShape) -> list[SiteKey]:
+    """One site for each linear layer, in the order of `sites_of`; the first expert stands for all of its layer."""
+    found = []
+    for layer in range(shape.layers):
+        if shape.checkpoint is not None:
+            own = [linear.path for linear in shape.checkpoint.linears if layer in linear.layers]
+            found += [SiteKey(linear=path, layer=layer, scope=Scope.LINEAR) for path in own]
+        scopes = [(Scope.ATTENTION, ATTENTION_LINEARS)] if shape.checkpoint is None else []
+        if layer not in shape.sparse_layers and shape.checkpoint is None:
+            scopes += [(Scope.MLP, MLP_LINEARS)]
+        elif layer in shape.sparse_layers:
+            scopes += [(Scope.SHARED_EXPERT, MLP_LINEARS)] if shape.shared_ffn else []
+            scopes += [(Scope.EXPERT, MLP_LINEARS)]
+        for scope, linears in scopes:
+            expert = 0 if scope is Scope.EXPERT else None
+            found += [SiteKey(linear=linear, layer=layer, scope=scope, expert=expert) for linear in linears]
+    return found
+
+
 def sites_of(shape: ModelShape, expert_layout: ExpertLayout) -> list[SiteKey]:
     """List the adaptable layers.
 
     Order: by layer; in a layer linear_qkv, linear_proj, dense fc1, fc2, shared expert fc1, fc2, then fc1 of
-    every expert, fc2 of every expert (or fc1, fc2 of all experts at once).
+    every expert, fc2 of every expert (or fc1, fc2 of all experts at once). A family without a row has its own linear
+    layers by name in place of the dense ones.
     """
     found = []
-    for layer in range(shape.layers):
-        found += [SiteKey(linear=linear, layer=layer, scope=Scope.ATTENTION) for linear in ATTENTION_LINEARS]
-        if layer not in shape.sparse_layers:
-            found += [SiteKey(linear=linear, layer=layer, scope=Scope.MLP) for linear in MLP_LINEARS]
-            continue
-        if shape.shared_ffn:
-            found += [SiteKey(linear=linear, layer=layer, scope=Scope.SHARED_EXPERT) for linear in MLP_LINEARS]
-        if expert_layout is ExpertLayout.SHARED:
-            found += [SiteKey(linear=linear, layer=layer, scope=Scope.ALL_EXPERTS) for linear in MLP_LINEARS]
-            continue
-        found += [
-            SiteKey(linear=linear, layer=layer, scope=Scope.EXPERT, expert=expert)
-            for linear in MLP_LINEARS
-            for expert in range(shape.experts)
-        ]
+    for key in linear_sites(shape):
+        if key.scope is not Scope.EXPERT:
+            found.append(key)
+        elif expert_layout is ExpertLayout.SHARED:
+            found.append(replace(key, scope=Scope.ALL_EXPERTS, expert=None))
+        else:
+            shared = _OUTER[key.linear] if expert_layout is ExpertLayout.SHARED_OUTER else ""
+            found += [replace(key, expert=expert, shared=shared) for expert in range(shape.experts)]
     return found
 
 
 def pieces_of(shape: ModelShape, key: SiteKey) -> list[Piece]:
     """Projections of a site, in Megatron's order. Raises UnknownTensorError for a site that the model does not have."""
+    if key.scope is Scope.LINEAR:
+        return [_own_linear(shape, key)]
     _check(shape, key)
     paths = shape.family.projections(key.linear, key.scope)
     numbers: Sequence[int | None] = range(shape.experts) if key.scope is Scope.ALL_EXPERTS else [key.expert]
     inputs, rows = _sizes(shape, key)
     found = []
     for path, held in zip(paths, rows, strict=True):
-        first, *others = (f"model.layers.{key.layer}.{path.format(number)}" for number in numbers)
-        found.append(Piece(name=first, in_features=inputs, rows=held, aliases=tuple(others)))
+        first, *others = (_name(key, path, number) for number in numbers)
+        found.append(
+            Piece(
+                name=first,
+                in_features=inputs,
+                rows=held,
+                aliases=tuple(others),
+                a_of=_name(key, paths[0], 0) if key.shared == LORA_A and key.expert else "",
+                b_of=_name(key, path, 0) if key.shared == LORA_B and key.expert else "",
+            )
+        )
     return found
+
+
+def _name(key: SiteKey, path: str, expert: int | None) -> str:
+    return f"model.layers.{key.layer}.{path.format(expert)}"
+
+
+def _own_linear(shape: ModelShape, key: SiteKey) -> Piece:
+    for linear in shape.checkpoint.linears if shape.checkpoint else ():
+        if linear.path == key.linear and key.layer in linear.layers:
+            name = f"{linear.prefix}.{key.layer}.{linear.path}"
+            return Piece(name=name, in_features=linear.inputs, rows=((0, linear.outputs),))
+    raise UnknownTensorError(f"layer {key.layer}: {key.linear} does not exist")
 
 
 def _sizes(shape: ModelShape, key: SiteKey) -> tuple[int, list[RowRanges]]:
@@ -138,13 +191,12 @@ def wire_names(pieces: Sequence[Piece]) -> tuple[dict[str, tuple[int, ...]], dic
     Shapes have -1 where the rank goes. lora_A travels once, under the first projection's name;
     modules with the same numbers (``Piece.aliases``) do not travel.
     """
-    lora_a = f"{pieces[0].name}.lora_A.weight"
-    shapes: dict[str, tuple[int, ...]] = {lora_a: (-1, pieces[0].in_features)}
+    lora_a = pieces[0].lora_a
+    shapes: dict[str, tuple[int, ...]] = {} if pieces[0].a_of else {lora_a: (-1, pieces[0].in_features)}
     aliases: dict[str, str] = {}
     for piece in pieces:
-        lora_b = f"{piece.name}.lora_B.weight"
-        shapes[lora_b] = (piece.out_features, -1)
+        if not piece.b_of:
+            shapes[piece.lora_b] = (piece.out_features, -1)
         aliases |= {f"{name}.lora_A.weight": lora_a for name in (piece.name, *piece.aliases)}
-        aliases |= {f"{name}.lora_B.weight": lora_b for name in piece.aliases}
-    del aliases[lora_a]
-    return shapes, aliases
+        aliases |= {f"{name}.lora_B.weight": piece.lora_b for name in (piece.name, *piece.aliases)}
+    return shapes, {alias: name for alias, name in aliases.items() if alias != name}

@@ -5,7 +5,8 @@ Both lists take, with wildcards: Megatron's names (``linear_fc1``), Hugging Face
 (``experts.linear_fc1``), dotted paths of either side (``*.mlp.experts.*``), and ``all-linear``.
 
 Canonical targets are sorted: ``linear_fc1`` if every scope of the model that has the layer is selected,
-otherwise ``expert.linear_fc1`` and the like. They are valid input, too.
+otherwise ``expert.linear_fc1`` and the like. For a family without a row they are paths below a layer,
+``self_attn.qkv_proj``, and ``expert.linear_fc1`` and the like for experts. They are valid input, too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ UNTRAINABLE = (
 """Modules that can be neither trained nor served with LoRA. Only their own names match them."""
 
 _FUSED = {"linear_qkv": "qkv_proj", "linear_fc1": "gate_up_proj"}
-_SCOPES = (Scope.ATTENTION, Scope.MLP, Scope.SHARED_EXPERT, Scope.EXPERT)
+_SCOPES = (Scope.LINEAR, Scope.ATTENTION, Scope.MLP, Scope.SHARED_EXPERT, Scope.EXPERT)
+_ATTENTION = ("attn", "attention")
+"""What the names of attention modules contain, in families without a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,10 @@ class _Projection:
 
     @property
     def names(self) -> set[str]:
+        if self.scope is Scope.LINEAR:
+            module = self.linear.partition(".")[0]
+            where = Scope.ATTENTION if any(word in module for word in _ATTENTION) else module
+            return {self.linear, self.leaf, str(where)}
         scopes = {str(self.scope), *(["experts"] if self.scope is Scope.EXPERT else [])}
         linears = {self.linear, self.leaf, _FUSED.get(self.linear, self.linear)}
         return scopes | linears | {f"{scope}.{linear}" for scope in scopes for linear in linears}
@@ -93,10 +100,12 @@ def modules(
 
 
 def _canonical(parts: Sequence[_Projection], remaining: Sequence[_Projection]) -> Iterator[str]:
-    for linear in TARGETS:
+    for linear in dict.fromkeys(p.linear for p in parts):
         here = {p.scope for p in parts if p.linear == linear}
         wanted = {p.scope for p in remaining if p.linear == linear}
-        yield from [linear] if wanted == here else [f"{scope}.{linear}" for scope in wanted]
+        # In a family without a row linear_fc1 would also name what other families call so.
+        alone = wanted == here and (here == {Scope.LINEAR} or all(p.scope is not Scope.LINEAR for p in parts))
+        yield from [linear] if alone else [f"{scope}.{linear}" for scope in wanted]
 
 
 def _select(key: str, patterns: Sequence[str], parts: Sequence[_Projection]) -> list[_Projection]:
@@ -134,7 +143,7 @@ def _unknown(key: str, pattern: str, parts: Sequence[_Projection]) -> ConfigErro
             f"{pattern!r}: router, embeddings and output layer can be neither trained nor served with LoRA",
             "leave it out",
         )
-    linears = [t for t in TARGETS if any(p.linear == t for p in parts)]
+    linears = list(dict.fromkeys(p.linear for p in parts))
     scopes = [str(s) for s in Scope if any(p.scope is s for p in parts)]
     known = ", ".join([ALL_LINEAR, *linears, *dict.fromkeys(p.leaf for p in parts), *scopes])
     return ConfigError(key, f"{pattern!r} matches no module of the model", f"the model has {known}")
@@ -153,12 +162,18 @@ def _projections(shape: ModelShape) -> list[_Projection]:
     return [
         _Projection(scope=scope, linear=linear, leaf=leaf, sizes=sizes[scope, linear, leaf], paths=tuple(found))
         for (scope, linear, leaf), found in sorted(
-            paths.items(), key=lambda group: (_SCOPES.index(group[0][0]), TARGETS.index(group[0][1]))
+            paths.items(), key=lambda group: (_SCOPES.index(group[0][0]), _order(group[0][1]))
         )
     ]
 
 
+def _order(linear: str) -> int:
+    return TARGETS.index(linear) if linear in TARGETS else 0
+
+
 def _megatron_path(key: SiteKey) -> str:
+    if key.scope is Scope.LINEAR:
+        return key.linear
     parent = {
         Scope.ATTENTION: "self_attention",
         Scope.MLP: "mlp",

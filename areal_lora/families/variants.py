@@ -1,4 +1,4 @@
-"""Variants of the supported families that the trainer does not compute."""
+"""Variants of the supported families that the Megatron engine does not compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 
 def unsupported(config: Mapping[str, Any]) -> list[str]:
-    """List what the config.json of a supported family requires and the trainer does not compute, a sentence each."""
+    """List what the config.json of a supported family requires and the Megatron engine does not compute."""
     family = family_of(str(config["model_type"]))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -27,4 +27,4 @@ def unsupported(config: Mapping[str, Any]) -> list[str]:
         "rope on a part of the head": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1,
         f"sliding window of {config.get('sliding_window')}": bool(sliding),
     }
-    return [f"{what}, which the trainer does not compute" for what, found in problems.items() if found]
+    return [f"{what}, which the Megatron engine does not compute" for what, found in problems.items() if found]

@@ -1,92 +1,216 @@
-"""Output of ``--dry-run``: the resolved plan as tables. Starts and creates nothing."""
+"""Output of ``--dry-run``: a summary, memory, publishes, what runs out first, the batch script. Starts nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from areal_lora.config.adapter_run import adapter_runs, total_steps
+from areal_lora.config.algorithm import PRESETS
+from areal_lora.config.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
 from areal_lora.config.models import Config
-from areal_lora.launcher.plan import JobPlan, ProcessSpec
+from areal_lora.launcher.details import details, human_bytes, make_table
+from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.slurm.script import sbatch_script
+
+_WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller"}
+_SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:"}
+_KV = (LEAST_KV, "KV cache")
 
 
-def print_plan(config: Config, plan: JobPlan, console: Console) -> None:
-    console.print(f"[bold]{config.run.name}[/bold]: {config.run.steps} steps, nothing is started", highlight=False)
-    for table in (_processes(plan), _ranks(config, plan), _ports(plan), _estimates(plan), _files(plan)):
-        console.print(table)
+def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = False) -> None:
+    where = "this machine" if config.cluster.kind == "local" else f"Slurm, {plan.nodes} nodes"
+    console.print(f"[bold]{config.run.name}[/bold]: {_steps(config)} on {where}; nothing is started")
+    console.print(_summary(config, plan))
+    for line in (*_adapters(config, plan), *_algorithms(config)):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_memory(plan))
+    for line in (*_publishes(config, plan), *_kv(config, plan), _first_to_run_out(config, plan)):
+        console.print(line, markup=False, soft_wrap=True)
+    if config.cluster.kind == "slurm":
+        console.print("\n[bold]Batch script[/bold]")
+        console.print(sbatch_script(config, plan), markup=False, soft_wrap=True)
+    if full:
+        for table in details(config, plan):
+            console.print(table)
 
 
-def human_bytes(n: float) -> str:
-    """``1500000`` -> ``1.50 MB`` (decimal units, as link and disk sizes are given)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1000
-    return f"{n:.2f} TB"
-
-
-def _table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+def _summary(config: Config, plan: JobPlan) -> Table:
+    """One line for each role and node."""
+    table = make_table("Plan", "node", "runs", "devices", "GiB per device", "host GiB", right=("host GiB",))
+    limit = device_bytes(config, None)
+    for node in range(plan.nodes):
+        for role in (TRAINER, SERVER, CONTROLLER):
+            here = [spec for spec in plan.processes if (spec.node, spec.role) == (node, role)]
+            if here:
+                memory = [m for m in plan.memory.processes if m.role == _role(role) and node in m.nodes]
+                devices = _ranges(sorted(d for spec in here for d in spec.devices)) or "none"
+                each = max(m.device for m in memory)
+                text = f"{_gib(each)}{f' of {_gib(limit)}' if limit else ''}" if each else ""
+                host = sum(m.host * m.nodes.count(node) for m in memory)
+                table.add_row(str(node), _runs(here), devices, text, _gib(host))
     return table
 
 
-def _processes(plan: JobPlan) -> Table:
-    table = _table("Processes", "process", "node", "devices", "threads", "module", right=("node", "threads"))
-    for process in plan.processes:
-        devices = ",".join(map(str, process.devices)) or "cpu"
-        table.add_row(process.name, str(process.node), devices, str(process.cpus), _command(process))
-    return table
+def _steps(config: Config) -> str:
+    """``40 steps``; of several adapters the sum."""
+    several = f" of {len(config.adapters)} adapters" if len(config.adapters) > 1 else ""
+    return f"{total_steps(config)} steps{several}"
 
 
-def _command(process: ProcessSpec) -> str:
-    """Return module and arguments without the run folder, which is the same for all processes."""
-    _, _, module, _, _, *rest = process.argv
-    return " ".join([module, *rest])
-
-
-def _ranks(config: Config, plan: JobPlan) -> Table:
-    t = config.trainer
-    title = f"Trainer ranks (tp {t.tp}, pp {t.pp}, ep {t.ep}, etp {t.etp})"
-    table = _table(title, "rank", "tp", "pp", "dp", "ep", "etp", right=("rank", "tp", "pp", "dp", "ep", "etp"))
-    for c in plan.ranks:
-        table.add_row(*map(str, (c.rank, c.tp, c.pp, c.dp, c.ep, c.etp)))
-    return table
-
-
-def _ports(plan: JobPlan) -> Table:
-    table = _table("Ports", "process", "plane", "bind", "port", right=("port",))
-    for port in plan.ports:
-        table.add_row(port.process, port.plane, port.host, str(port.port) if port.port else "chosen by the system")
-    return table
-
-
-def _estimates(plan: JobPlan) -> Table:
-    e = plan.estimates
-    table = _table("Sizes", "what", "parameters", "tensors", "bytes", right=("parameters", "tensors", "bytes"))
-    table.add_row("base model (frozen)", f"{e.base_parameters:,}", "", human_bytes(e.base_bytes))
-    for adapter in e.adapters:
-        size = adapter.size
-        table.add_row(
-            f"adapter {adapter.name}: PEFT file",
-            f"{size.file_parameters:,}",
-            f"{size.names:,}",
-            human_bytes(adapter.file_bytes),
+def _adapters(config: Config, plan: JobPlan) -> Iterator[str]:
+    """A line for each of several adapters: its own steps, its part of the tokens, the bytes of a publish."""
+    runs = adapter_runs(config)
+    if len(runs) == 1:
+        return
+    weights = sum(run.weight for run in runs.values())
+    for estimate in plan.estimates.adapters:
+        run = runs[estimate.name]
+        yield (
+            f"Adapter {estimate.name}: {run.steps} steps, weight {run.weight:g}, "
+            f"{100 * run.weight / weights:.0f}% of the trained tokens while all train, "
+            f"{human_bytes(estimate.wire_bytes)} ({estimate.wire_dtype}) a version"
         )
-        table.add_row(
-            f"adapter {adapter.name}: wire, each publish",
-            f"{size.parameters:,}",
-            f"{size.tensors:,}",
-            human_bytes(adapter.wire_bytes),
+
+
+def _algorithms(config: Config) -> Iterator[str]:
+    """What each adapter's algorithm sets, and what of it the configuration has changed."""
+    for adapter in config.adapters:
+        chosen, changed = adapter.algorithm, adapter.algorithm.changed()
+        preset = _pairs({key: value for key, value in PRESETS[chosen.kind].items() if key not in changed})
+        own = _pairs(changed)
+        line = f"Algorithm of {adapter.name}: {chosen.kind} sets {preset or 'the defaults'}"
+        yield line + (f"; the configuration sets {own}" if own else "")
+        if adapter.sft.steps:
+            yield f"The first {adapter.sft.steps} versions of {adapter.name} are trained on given answers"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    """``a=0.2, b=true``, as overrides are written."""
+    return ", ".join(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in values.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-3, 6-7``."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True))
+
+
+def _runs(specs: list[ProcessSpec]) -> str:
+    """``trainer ranks 0-7``, ``servers 0-3, 2 devices each``."""
+    word, numbers = _WORDS[specs[0].role], [spec.index for spec in specs]
+    if specs[0].role == CONTROLLER:
+        return word
+    text = f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {numbers[0]}-{numbers[-1]}"
+    size = len(specs[0].devices)
+    return text + (f", {size} devices each" if size > 1 else "")
+
+
+def _role(role: str) -> str:
+    return "rollout" if role == SERVER else role
+
+
+def _memory(plan: JobPlan) -> Table:
+    """Estimates of the largest trainer rank, of a server replica and of the controller: part by part."""
+    kinds = [max((m for m in plan.memory.processes if m.role == role), key=_size) for role in ("trainer", "rollout")]
+    kinds.append(next(m for m in plan.memory.processes if m.role == "controller"))
+    names = list(dict.fromkeys(part.name for m in kinds for part in m.parts))
+    columns = [(m, where) for m in kinds for where in ("device", "host") if _sum(m, where)]
+    titles = [f"{_SHORT[m.role]} {where}" for m, where in columns]
+    table = make_table("Memory, estimated, in GiB of one device and of the host", "part", *titles, right=titles)
+    table.columns[0].no_wrap = True
+    for name in names:
+        values = [sum(getattr(p, where) for p in m.parts if p.name == name) for m, where in columns]
+        if any(values):
+            table.add_row(name, *(f"{value / GIB:.2f}" if value else "" for value in values))
+    table.add_row("all", *(f"{_sum(m, where) / GIB:.2f}" for m, where in columns))
+    return table
+
+
+def _size(memory: Memory) -> int:
+    return memory.device + memory.host
+
+
+def _sum(memory: Memory, where: str) -> int:
+    return memory.device if where == "device" else memory.host
+
+
+def _gib(n: float) -> str:
+    return f"{n / GIB:.1f}" if n < 10 * GIB else f"{n / GIB:.0f}"
+
+
+def _publishes(config: Config, plan: JobPlan) -> Iterator[str]:
+    """Bytes and least time of a publish: every worker of a server receives the adapter."""
+    servers, ranks = plan.role(SERVER), plan.role(TRAINER)
+    remote = [spec for spec in servers if spec.node not in {rank.node for rank in ranks}]
+    link = config.cluster.link_gbit * 1e9 / 8
+    for adapter in plan.estimates.adapters:
+        line = f"Publish of {adapter.name}: {human_bytes(adapter.wire_bytes)} ({adapter.wire_dtype})"
+        if not remote:
+            yield f"{line} a version; trainer and servers share a node, so no link is a bound"
+            continue
+        workers = max(sum(s.node == node for s in remote) for node in {s.node for s in remote}) * config.rollout.tp
+        most = workers * adapter.wire_bytes
+        yield (
+            f"{line} a version, at least {adapter.wire_bytes / link:.2f} s at {config.cluster.link_gbit:g} Gbit/s; "
+            f"{human_bytes(most)} and {most / link:.2f} s if each of the {workers} workers of a node receives a copy"
         )
-    table.add_row("adapter versions resident on a server", str(e.resident_versions), "", "")
-    return table
 
 
-def _files(plan: JobPlan) -> Table:
-    table = _table("Files", f"in RUN = {plan.run_folder}")
-    for name in plan.files:
-        table.add_row(name.removeprefix(f"{plan.run_folder}/"))
-    return table
+def _kv(config: Config, plan: JobPlan) -> Iterator[str]:
+    """What the KV cache of a replica holds."""
+    per_token, limit = plan.estimates.kv_token_bytes, device_bytes(config, None)
+    if config.rollout.kv_cache_gib is not None:
+        bytes_ = int(config.rollout.kv_cache_gib * GIB) * (config.rollout.tp if config.cluster.device == "cpu" else 1)
+    elif config.cluster.device == "cpu":
+        bytes_ = sum(p.host for m in plan.memory.processes for p in m.parts if p.name == "KV cache") * config.rollout.tp
+    elif limit is None:
+        yield "KV cache: unknown; set cluster.device_memory_gib to the memory of one device"
+        return
+    else:
+        bytes_ = int(config.rollout.gpu_memory_utilization * limit) - _fixed(plan)
+    tokens, longest = max(0, bytes_) // per_token, config.rollout.max_model_len
+    yield (
+        f"KV cache of a replica: {tokens:,} tokens, {tokens // longest:,} sequences of {longest} "
+        f"(rollout.max_num_seqs = {config.rollout.max_num_seqs})"
+    )
+
+
+def _fixed(plan: JobPlan) -> int:
+    """Bytes of a server's device besides the KV cache."""
+    return sum(p.device for m in plan.memory.processes if m.role == "rollout" for p in m.parts if p.name not in _KV)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resource:
+    name: str
+    used: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_gib(self.used)} of {_gib(self.limit)} GiB"
+
+
+def _first_to_run_out(config: Config, plan: JobPlan) -> str:
+    """Resources with a known limit, the fullest first."""
+    found, limit = [], device_bytes(config, None)
+    if limit is not None and config.cluster.device != "cpu":
+        rank = max(m.device for m in plan.memory.processes if m.role == "trainer")
+        share = config.rollout.gpu_memory_utilization * limit
+        left = limit - share if config.cluster.share_devices else limit
+        found.append(_Resource(name="device memory of a trainer rank", used=rank, limit=left))
+        found.append(_Resource(name="device memory of a server before its KV cache", used=_fixed(plan), limit=share))
+    host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else None
+    most = max(plan.memory.host_of(node) for node in range(plan.nodes))
+    if host is not None:
+        found.append(_Resource(name="host memory of a node", used=most, limit=host))
+    if not found:
+        return f"Host memory of a node: {_gib(most)} GiB; no limit of a resource is known to the plan"
+    first, *others = sorted(found, key=lambda r: -r.used / r.limit)
+    return f"Runs out first: {first}" + "".join(f"; next: {other}" for other in others)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_lora.checkpoint.recover import AdapterResume, ResumePlan, explain
+from areal_lora.config.adapter_run import steps_of
 from areal_lora.config.models import Config
 from areal_lora.config.resume import changes, conflict
 from areal_lora.config.snapshot import missing_files
-from areal_lora.launcher.dry_run import human_bytes
+from areal_lora.launcher.details import human_bytes
 from areal_lora.launcher.start import previous_run, with_absolute_root
 from areal_lora.obs.console import duration
 from areal_lora.rollout.ledger.peek import reconciliations
@@ -21,7 +22,7 @@ def explain_resume(config: Config) -> Iterator[str]:
     Raises ConfigError if the start would be refused, CheckpointError if no checkpoint can be used.
     """
     config = with_absolute_root(config)
-    folder, steps = config.run_folder, config.run.steps
+    folder, steps = config.run_folder, steps_of(config)
     earlier = previous_run(folder)
     if earlier is None:
         yield f"{folder} holds no run: a start would begin a new one. Nothing was started."
@@ -43,7 +44,7 @@ def explain_resume(config: Config) -> Iterator[str]:
     snapshots = {adapter.adapter: adapter.newest.manifest.ledger for adapter in plan.adapters if adapter.newest}
     groups = reconciliations(folder, config.run.name, versions, snapshots)
     for adapter in plan.adapters:
-        yield from _adapter(adapter, steps)
+        yield from _adapter(adapter, steps[adapter.adapter])
         yield f"  prompt groups: {groups[adapter.adapter]}"
     yield from _leftovers(plan)
     yield "Nothing was started or changed."
@@ -61,7 +62,8 @@ def _adapter(adapter: AdapterResume, steps: int) -> Iterator[str]:
         return
     found = adapter.newest
     written = f"{human_bytes(found.nbytes)}, written {duration(found.age_s())} ago"
-    yield f"{adapter.ref}: from {found.path} ({written}), step {version} of {steps} is next"
+    following = f"step {version} of {steps} is next" if version < steps else f"all its {steps} steps are made"
+    yield f"{adapter.ref}: from {found.path} ({written}), {following}"
     for line in adapter.lines():
         yield f"  {line}"
 

@@ -2,15 +2,18 @@
 
 Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that
 they use. The end of the input without a last line ``done`` means that the launcher is gone:
-whatever is still alive in the sessions of those processes is killed, and their shared memory removed.
+those processes are asked to end, whatever is still alive in their sessions after that is killed, and their
+shared memory removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -18,7 +21,7 @@ from areal_lora.launcher import shared_memory
 
 DONE, SHARED = "done", "shm:"
 GRACE_S = 5.0
-"""For the polite end that the kernel asks them for when the launcher dies."""
+"""For the processes to end by themselves after SIGTERM."""
 
 
 def main() -> int:
@@ -30,19 +33,23 @@ def main() -> int:
         return 0
     shared = {line.removeprefix(SHARED) for line in lines if line.startswith(SHARED)}
     sessions = {int(line) for line in lines if not line.startswith(SHARED)}
+    # Only what the launcher started is asked: it knows in which order its own children must go.
+    _signal(sessions.intersection(members_of(sessions)), signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while (members := members_of(sessions)) and time.monotonic() < deadline:
         shared |= shared_memory.used_by(members) - before
         time.sleep(0.1)
     while members := members_of(sessions):
-        for pid in members:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        _signal(members, signal.SIGKILL)
         time.sleep(0.05)
     shared_memory.remove(shared)
     return 0
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def members_of(sessions: set[int]) -> list[int]:

@@ -1,23 +1,27 @@
 """Config -> JobPlan: every process of a run, where it runs and with what. Pure: touches nothing.
 
-Nodes are numbered from 0. Trainer ranks fill nodes first, in rank order; each server takes
-``rollout.tp`` devices of one node; the controller sits beside trainer rank 0, the process it
-talks to.
+Which process is on which node and device is decided in ``config.pools``.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.facts import Facts, server_ports
+from areal_lora.config.memory import JobMemory, job_memory, kv_token_bytes, version_bytes
 from areal_lora.config.models import Config
+from areal_lora.config.pools import Pool, Seats, pools_of, seats_of
+from areal_lora.config.what_if import WhatIf, what_if
 from areal_lora.errors import ConfigError
 from areal_lora.families.adapter_size import AdapterSize, adapter_size
 from areal_lora.families.shape import ModelShape, base_bytes
 from areal_lora.network.addresses import WILDCARDS
 from areal_lora.network.tls import on_loopback
-from areal_lora.run_folder.paths import RunFolder
+from areal_lora.processes.devices import DEVICES_VARIABLE, VISIBLE
+from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
 TRAINER, CONTROLLER, SERVER = "trainer", "controller", "server"
 MODULES = {
@@ -25,7 +29,6 @@ MODULES = {
     CONTROLLER: "areal_lora.rollout.main",
     SERVER: "areal_lora.engine.vllm_ext.server",
 }
-_DEVICE_VARIABLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +68,18 @@ class AdapterEstimate:
     size: AdapterSize
     file_bytes: int
     wire_bytes: int
+    wire_dtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """Sizes derived from config.json and the ranks."""
+    """Sizes derived from config.json and the ranks. ``kv_token_bytes``: of one token in the KV cache of a device."""
 
     base_parameters: int
     base_bytes: int
     adapters: tuple[AdapterEstimate, ...]
     resident_versions: int
+    kv_token_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +97,28 @@ class PortPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """All that a launcher needs. ``processes`` are in starting order."""
+    """All that a launcher needs. ``processes`` are in starting order; their ``node`` counts over all ``pools``.
+
+    There is one pool, or one for each component of a heterogeneous Slurm job, in its order.
+    """
 
     run_folder: RunFolder
-    nodes: int
+    pools: tuple[Pool, ...]
     processes: tuple[ProcessSpec, ...]
     ports: tuple[PortPlan, ...]
     files: tuple[str, ...]
     ranks: tuple[RankCoordinates, ...]
     estimates: Estimates
+    memory: JobMemory
+    what_if: tuple[WhatIf, ...]
+
+    @property
+    def nodes(self) -> int:
+        return sum(pool.nodes for pool in self.pools)
+
+    def pool_of(self, node: int) -> int:
+        """Number of the pool (and of the het group) that holds ``node``."""
+        return next(i for i, pool in enumerate(self.pools) if node < pool.first_node + pool.nodes)
 
     def role(self, role: str) -> tuple[ProcessSpec, ...]:
         return tuple(p for p in self.processes if p.role == role)
@@ -109,19 +127,25 @@ class JobPlan:
 def make_plan(config: Config, facts: Facts) -> JobPlan:
     """Plan a configuration that has passed the guardrails. Raises ConfigError where it does not fit its nodes."""
     folder = RunFolder(config.run_folder.path.absolute())
-    trainers = _trainers(config, folder)
-    servers = _servers(config, folder, used=config.trainer.world_size)
+    seats = seats_of(config)
     if facts.hf_config is None:
         raise ConfigError("model.path", facts.model_problem)
+    shape = ModelShape.from_hf(facts.hf_config, facts.checkpoint)
     return JobPlan(
         run_folder=folder,
-        nodes=config.cluster.nodes,
+        pools=pools_of(config.cluster),
         # Servers take longest to come up.
-        processes=(*servers, _controller(config, folder), *trainers),
+        processes=(
+            *_servers(config, folder, seats),
+            _controller(config, folder, seats),
+            *_trainers(config, folder, seats),
+        ),
         ports=_ports(config),
         files=_files(config, folder),
         ranks=tuple(rank_coordinates(config, rank) for rank in range(config.trainer.world_size)),
-        estimates=_estimates(config, ModelShape.from_hf(facts.hf_config)),
+        estimates=_estimates(config, shape),
+        memory=job_memory(config, shape),
+        what_if=what_if(config, shape),
     )
 
 
@@ -144,87 +168,93 @@ def _common_env(config: Config, threads: int) -> dict[str, str]:
 
 
 def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str, ...]:
-    python = {TRAINER: config.trainer.python, SERVER: config.rollout.python, CONTROLLER: None}[role]
-    return (python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
+    python = {
+        TRAINER: config.trainer.python,
+        SERVER: config.rollout.python,
+        CONTROLLER: config.cluster.controller_python,
+    }[role]
+    slurm = config.cluster.slurm.wrapper
+    wrapper = {TRAINER: slurm.trainer, SERVER: slurm.rollout, CONTROLLER: slurm.controller}[role]
+    words = wrapper if config.cluster.kind == "slurm" else []
+    return (*words, python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
 
 
-def _trainers(config: Config, folder: RunFolder) -> list[ProcessSpec]:
+def _trainers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpec]:
     cluster, trainer = config.cluster, config.trainer
-    on_cpu = cluster.device == "cpu"
-    per_node = -(-trainer.world_size // cluster.nodes) if on_cpu else cluster.devices_per_node
     specs = []
-    for rank in range(trainer.world_size):
-        node, local_rank = divmod(rank, per_node)
+    for rank, seat in enumerate(seats.trainer):
         env = _common_env(config, trainer.threads) | {
             "RANK": str(rank),
             "WORLD_SIZE": str(trainer.world_size),
-            "LOCAL_RANK": str(local_rank),
+            "LOCAL_RANK": str(seats.local_ranks[rank]),
         }
         if cluster.kind == "local":
             env["MASTER_ADDR"] = cluster.bind
-        if not on_cpu:
+        if seat.devices:
             # All of the role's devices on the node are visible, so that ranks can copy to each other directly.
-            here = min(per_node, trainer.world_size - node * per_node)
-            env[_DEVICE_VARIABLE[cluster.device]] = ",".join(map(str, range(here)))
+            here = sorted(device for other in seats.trainer if other.node == seat.node for device in other.devices)
+            env[DEVICES_VARIABLE] = ",".join(map(str, here))
         specs.append(
             ProcessSpec(
                 role=TRAINER,
                 index=rank,
                 argv=_argv(config, TRAINER, folder),
                 env=env,
-                node=node,
+                node=seat.node,
                 cpus=trainer.threads,
-                devices=() if on_cpu else (local_rank,),
+                devices=seat.devices,
             )
         )
     return specs
 
 
-def _servers(config: Config, folder: RunFolder, used: int) -> list[ProcessSpec]:
-    """Servers on the devices after the first ``used``; one that would straddle two nodes starts on the next."""
-    cluster, rollout = config.cluster, config.rollout
-    next_device = used
+def _servers(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpec]:
+    rollout = config.rollout
     specs = []
-    for i in range(rollout.servers):
+    for i, seat in enumerate(seats.servers):
         env = _common_env(config, rollout.threads)
-        node, devices = 0, tuple[int, ...]()
-        if cluster.device == "cpu":
-            node = cluster.nodes - 1
-        else:
-            per_node = cluster.devices_per_node
-            if next_device % per_node + rollout.tp > per_node:
-                next_device += per_node - next_device % per_node
-            node, first = divmod(next_device, per_node)
-            next_device += rollout.tp
-            if node >= cluster.nodes:
-                raise ConfigError(
-                    "cluster.nodes",
-                    f"server {i} of {rollout.tp} devices has no room on {cluster.nodes} nodes",
-                    "raise cluster.nodes, or choose sizes that fill nodes evenly",
-                )
-            devices = tuple(range(first, first + rollout.tp))
-            env[_DEVICE_VARIABLE[cluster.device]] = ",".join(map(str, devices))
+        if seat.devices:
+            env[DEVICES_VARIABLE] = ",".join(map(str, seat.devices))
         specs.append(
             ProcessSpec(
                 role=SERVER,
                 index=i,
                 argv=_argv(config, SERVER, folder, "--index", str(i)),
                 env=env,
-                node=node,
-                cpus=rollout.threads * rollout.tp,
-                devices=devices,
+                node=seat.node,
+                # On a device each worker has a thread of its own; besides, there are the engine's loop and the planes.
+                cpus=rollout.threads * rollout.tp + (2 if seat.devices else 0),
+                devices=seat.devices,
             )
         )
     return specs
 
 
-def _controller(config: Config, folder: RunFolder) -> ProcessSpec:
+def spare_server(config: Config, folder: RunFolder, index: int, devices: Sequence[str], grace_s: float) -> ProcessSpec:
+    """A server beyond those of the plan. It leaves the run in order within ``grace_s`` after SIGTERM.
+
+    ``devices`` are the values that its device variable names.
+    """
+    env = _common_env(config, config.rollout.threads) | {SESSION_VARIABLE: folder.session}
+    if devices:
+        env[VISIBLE[config.cluster.device]] = ",".join(devices)
+    return ProcessSpec(
+        role=SERVER,
+        index=index,
+        argv=_argv(config, SERVER, folder, "--index", str(index), "--grace-s", f"{grace_s:g}"),
+        env=env,
+        cpus=config.rollout.threads * config.rollout.tp,
+    )
+
+
+def _controller(config: Config, folder: RunFolder, seats: Seats) -> ProcessSpec:
     return ProcessSpec(
         role=CONTROLLER,
         index=0,
         argv=_argv(config, CONTROLLER, folder),
         env=_common_env(config, 1),
-        cpus=1 + sum(adapter.reward.workers for adapter in config.adapters),
+        node=seats.controller.node,
+        cpus=1 + sum(reward.workers for adapter in config.adapters for reward in adapter.rewards),
     )
 
 
@@ -254,13 +284,15 @@ def _files(config: Config, folder: RunFolder) -> tuple[str, ...]:
 def _estimates(config: Config, shape: ModelShape) -> Estimates:
     adapters = []
     for adapter in config.adapters:
-        size = adapter_size(shape, adapter.rank, adapter.target_modules, adapter.expert_layout)
+        wire_dtype = adapter_run(config, adapter).wire_dtype
+        size = adapter_size(shape, adapter.spec(""))
         adapters.append(
             AdapterEstimate(
                 name=adapter.name,
                 size=size,
                 file_bytes=4 * size.file_parameters,
-                wire_bytes=size.nbytes(config.weight_sync.wire_dtype),
+                wire_bytes=version_bytes(config, shape, adapter),
+                wire_dtype=wire_dtype,
             )
         )
     return Estimates(
@@ -268,4 +300,5 @@ def _estimates(config: Config, shape: ModelShape) -> Estimates:
         base_bytes=base_bytes(shape, config.model.dtype),
         adapters=tuple(adapters),
         resident_versions=config.rollout.resident_versions,
+        kv_token_bytes=kv_token_bytes(config, shape),
     )

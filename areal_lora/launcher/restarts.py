@@ -3,19 +3,24 @@
 A unit is what starts together: a server, the controller, all ranks of the trainer (one rank alone cannot rejoin its
 peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
 ``HEALTHY_S`` restores the whole budget of its unit.
+
+A lost node costs no budget: a server on it is abandoned while enough others remain, anything else ends the session. A
+unit that could not be started on its node is tried again until the node is known to be lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
+from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
-from areal_lora.launcher.supervise import Ended
 
 BACK_OFF_S, LONGER = 1.0, 4.0
 HEALTHY_S = 600.0
+LAUNCH_AGAIN_S, LAUNCHES, FIRST_LAUNCHES = 10.0, 60, 3
+"""Delay after a start that the node did not take, and the most such starts in a row; of a unit that never worked."""
 
 
 def unit_of(spec: ProcessSpec) -> str:
@@ -42,12 +47,17 @@ class Verdict:
     times: int = 0
     most: int = 0
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether the run continues without the unit."""
+        return not self.ends_run and self.wait_s is None
+
     def __str__(self) -> str:
         name, how = self.ended.spec.name, self.ended.how()
         who = "all trainer ranks are" if self.ended.spec.role == TRAINER else "it is"
         if self.ends_run:
             return f"{name} {how}"
-        if self.wait_s is None:
+        if self.abandoned:
             return f"{name} {how}; it is not restarted, the other servers continue"
         count = f" ({self.times} of {self.most})" if self.times else ""
         return f"{name} {how}; {who} restarted in {self.wait_s:g} s{count}"
@@ -61,14 +71,16 @@ class _Unit:
     has_worked: bool = False
     due: float | None = None
     over: bool = False
+    launches: int = 0
 
 
 @dataclass(slots=True)
 class Restarts:
-    """``most`` is the number of restarts by role; see the module's text."""
+    """``most`` is the number of restarts by role, ``min_servers`` what the run needs; see the module's text."""
 
     specs: Sequence[ProcessSpec]
     most: Mapping[str, int]
+    min_servers: int = 1
     _units: dict[str, _Unit] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +101,11 @@ class Restarts:
         """
         unit = self._units[unit_of(ended.spec)]
         unit.has_worked |= worked_s is not None
+        if ended.lost:
+            return self._abandon(unit, ended)
+        if ended.never_began:
+            return self._launch_again(unit, ended, now)
+        unit.launches = 0
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
         if ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0):
@@ -96,8 +113,7 @@ class Restarts:
             return Verdict(ended=ended, ends_run=True)
         asked = ended.spec.role == SERVER and ended.code == ExitCode.TEMPORARY
         if not asked and unit.times >= unit.most:
-            unit.over = True
-            return Verdict(ended=ended, ends_run=not self._another_server(ended.spec))
+            return self._abandon(unit, ended)
         unit.times += not asked
         wait_s = BACK_OFF_S * LONGER ** max(0, unit.times - 1)
         unit.due = now + wait_s
@@ -113,6 +129,15 @@ class Restarts:
                 ready.append(unit.specs)
         return ready
 
-    def _another_server(self, spec: ProcessSpec) -> bool:
-        others = (u for name, u in self._units.items() if u.specs[0].role == SERVER and name != spec.name)
-        return spec.role == SERVER and any(not unit.over for unit in others)
+    def _abandon(self, unit: _Unit, ended: Ended) -> Verdict:
+        unit.over = True
+        servers = [u for u in self._units.values() if u.specs[0].role == SERVER]
+        enough = sum(not u.over for u in servers) >= min(self.min_servers, len(servers))
+        return Verdict(ended=ended, ends_run=ended.spec.role != SERVER or not enough)
+
+    def _launch_again(self, unit: _Unit, ended: Ended, now: float) -> Verdict:
+        unit.launches += 1
+        if unit.launches >= (LAUNCHES if unit.has_worked else FIRST_LAUNCHES):
+            return self._abandon(unit, replace(ended, lost=unit.has_worked))
+        unit.due = now + LAUNCH_AGAIN_S
+        return Verdict(ended=ended, ends_run=False, wait_s=LAUNCH_AGAIN_S)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
 
 from areal_lora.checkpoint.recover import check_present
+from areal_lora.config.adapter_run import more_steps
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.errors import ConfigErrors, ExitCode
+from areal_lora.launcher.ended import RunEnd
 from areal_lora.launcher.hub import Download, download, resolve
 from areal_lora.launcher.local import run_local
+from areal_lora.launcher.packages import check_packages
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.slurm import submit
+from areal_lora.launcher.slurm.submit import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
-from areal_lora.obs.report.summary import print_closing
+from areal_lora.obs.report.closing import print_closing
+from areal_lora.tasks.check import task_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,7 @@ def run(config: Config, *, fresh: bool = False) -> int:
     """
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     prepared = prepare(config, err, fresh=fresh)
-    return start(prepared.config, prepared.plan, out, fresh, prepared.download)
+    return start(prepared.config, prepared.plan, out, fresh, prepared.download).code
 
 
 def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool = True) -> PreparedRun:
@@ -50,7 +55,11 @@ def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool =
     here = starts and config.cluster.kind == "local"
     resolved = resolve(config, lambda: None if fresh else recorded_model(config), online=starts)
     facts = gather_facts(resolved.config, runs_here=here)
+    if here:
+        check_packages(resolved.config)
     refuse_or_warn(resolved.config, facts, err)
+    if problems := list(task_problems(resolved.config, online=starts)):
+        raise ConfigErrors(problems)
     config = resolve_targets(resolved.config, facts)
     return PreparedRun(config=config, plan=make_plan(config, facts), download=resolved.download)
 
@@ -65,9 +74,19 @@ def refuse_or_warn(config: Config, facts: Facts, err: Console) -> None:
         say(err, f"{finding.severity}: {finding.error()}")
 
 
-def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, needed: Download | None = None) -> int:
-    """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm."""
-    with RunStart(config, fresh) as begun:
+def start(
+    config: Config,
+    plan: JobPlan,
+    out: Console,
+    fresh: bool = False,
+    needed: Download | None = None,
+    code: Mapping[str, str] | None = None,
+) -> RunEnd:
+    """Make or take up the run folder, download what of the model is ``needed``, run here or submit to Slurm.
+
+    ``code`` is user code by file name that the run folder gets.
+    """
+    with RunStart(config, fresh, code) as begun:
         if begun.moved is not None:
             say(out, f"A previous run was in {plan.run_folder}; it is now {begun.moved.name}.")
         if begun.previous is not None and begun.previous.finished(config):
@@ -81,13 +100,13 @@ def start(config: Config, plan: JobPlan, out: Console, fresh: bool = False, need
         if needed is not None:
             download(needed, partial(say, out))
         if config.cluster.kind == "slurm":
-            say(out, f"Submitted Slurm job {submit(config, plan, begun)}; logs in {plan.run_folder.logs}")
-            return ExitCode.DONE
+            say(out, f"Submitted Slurm job {submit(config, plan, begun.prepare)}; logs in {plan.run_folder.logs}")
+            return RunEnd(code=ExitCode.DONE)
         begun.prepare()
-        code = run_local(config, plan, out)
-    if code == ExitCode.DONE:
+        end = run_local(config, plan, out)
+    if plan.run_folder.summary.is_file():  # also where an adapter has failed
         print_closing(plan.run_folder, out)
-    return code
+    return end
 
 
 def resumed_from(previous: PreviousRun) -> str:
@@ -98,12 +117,12 @@ def resumed_from(previous: PreviousRun) -> str:
     return f"The run in it is resumed; its newest checkpoints: {', '.join(newest)}."
 
 
-def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> int:
+def say_finished(previous: PreviousRun, plan: JobPlan, out: Console) -> RunEnd:
     """Print the closing lines of a finished run again; this is a success."""
-    more = f"more steps, such as run.steps={2 * previous.steps_done}"
+    more = f"more steps, such as {' '.join(more_steps(previous.config, previous.steps))}"
     say(out, f"This run is done: {previous.steps_done} steps. Continue with {more}, or start over with --fresh.")
     print_closing(plan.run_folder, out)
-    return ExitCode.DONE
+    return RunEnd(code=ExitCode.DONE)
 
 
 def say(console: Console, text: str) -> None:

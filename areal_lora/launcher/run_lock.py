@@ -38,6 +38,13 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: int
 
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decoded(cls, text: bytes) -> Self:
+        return msgspec.json.decode(text, type=cls)
+
     @classmethod
     def me(cls) -> Self:
         return cls(
@@ -68,6 +75,22 @@ def _started(pid: int) -> int | None:
         return None
     # Its second field is a name in parentheses that may hold anything; this is the 22nd.
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def is_locked(run_folder: RunFolder, locks: Path = Path("/proc/locks")) -> bool:
+    """Whether a launcher of this host uses ``run_folder``. Takes no lock, which a launcher that starts would meet."""
+    try:
+        owner = msgspec.json.decode(run_folder.owner.read_bytes(), type=Owner)
+        return not owner.is_over()
+    except (FileNotFoundError, msgspec.DecodeError):
+        pass
+    try:
+        inode = run_folder.lock.stat().st_ino
+    except FileNotFoundError:
+        return False
+    # 1: FLOCK  ADVISORY  WRITE 707 fe:00:263171 0 EOF
+    rows = [line.split() for line in locks.read_text(encoding="ascii").splitlines()]
+    return any("FLOCK" in row and row[5].rpartition(":")[2] == str(inode) for row in rows if len(row) > 5)
 
 
 class RunLock:

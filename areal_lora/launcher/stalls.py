@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from areal_lora.processes import stacks
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 
 WRITE_S, SETTLE_S = 3.0, 0.3
 
 
-def write_stall(run_folder: RunFolder, pids: Iterable[int], stuck: str) -> Path:
-    """Ask all ``pids`` for their stacks and gather them in ``stacks/stall-N.txt``; returns that file."""
+def write_stall(run_folder: RunFolder, ask: Callable[[], int], stuck: str) -> Path:
+    """Gather the stacks of all processes in ``stacks/stall-N.txt``; returns that file.
+
+    ``ask`` asks them to write their stacks and returns how many will do so.
+    """
     folder = run_folder.stacks
     folder.mkdir(exist_ok=True)
     before = _sizes(folder)
-    asked = sum(stacks.ask(pid) for pid in pids)
-    _wait_for(folder, before, asked)
+    _wait_for(folder, before, ask())
     parts = [f"{stuck}; {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"]
     statuses = read_statuses(run_folder)
     for name in sorted(statuses.keys() | {path.stem for path in before}):

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from areal_lora.checkpoint.store import versions_in
+from areal_lora.config.adapter_run import steps_of
 from areal_lora.config.models import Config, ModelConfig
 from areal_lora.config.recorded import read_config, write_config
 from areal_lora.config.resume import conflict
 from areal_lora.errors import ConfigError
 from areal_lora.launcher.run_lock import RunLock
+from areal_lora.launcher.slurm.queue import look
+from areal_lora.launcher.slurm.states import Phase, explain, is_active
 from areal_lora.obs.report.summary import read_summary
 from areal_lora.run_folder.events import StartEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import create_secret
-
-SQUEUE_S = 60.0
-_FORGOTTEN = "Invalid job id"
-"""Error of squeue for a job that ended some minutes ago."""
+from areal_lora.run_folder.sessions import begin_session, forget_sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousRun:
-    """The run that a folder holds. ``versions`` are those with a checkpoint, by adapter, whole or not."""
+    """The run that a folder holds.
+
+    ``steps`` are those that each adapter of a run that ended has made, 0 in any other. ``versions`` are those with a
+    checkpoint, by adapter, whole or not.
+    """
 
     config: Config
-    steps_done: int
+    steps: dict[str, int]
     versions: dict[str, list[int]]
 
+    @property
+    def steps_done(self) -> int:
+        return sum(self.steps.values())
+
     def finished(self, config: Config) -> bool:
-        """Whether the run has made all steps of ``config``."""
-        return self.steps_done >= config.run.steps
+        """Whether every adapter has made its own steps of ``config``. One that failed has not."""
+        return all(self.steps.get(name, 0) >= wanted for name, wanted in steps_of(config).items())
 
 
 def previous_run(folder: RunFolder) -> PreviousRun | None:
@@ -44,7 +50,7 @@ def previous_run(folder: RunFolder) -> PreviousRun | None:
         return None
     config = read_config(folder)
     versions = {a.name: versions_in(folder.adapter_checkpoints(a.name)) for a in config.adapters}
-    return PreviousRun(config=config, steps_done=_steps_done(folder), versions=versions)
+    return PreviousRun(config=config, steps=_steps(folder, config), versions=versions)
 
 
 def recorded_model(config: Config) -> ModelConfig | None:
@@ -53,12 +59,13 @@ def recorded_model(config: Config) -> ModelConfig | None:
     return previous.config.model if previous else None
 
 
-def _steps_done(folder: RunFolder) -> int:
-    """Return the steps of a run that ended with success, else 0."""
+def _steps(folder: RunFolder, config: Config) -> dict[str, int]:
+    """Return the steps of each adapter of a run that ended, else 0."""
     try:
-        return read_summary(folder).steps
+        summary = read_summary(folder)
     except (FileNotFoundError, msgspec.DecodeError):
-        return 0
+        return dict.fromkeys(steps_of(config), 0)
+    return {adapter.name: summary.steps_of(adapter.name) for adapter in config.adapters}
 
 
 def with_absolute_root(config: Config) -> Config:
@@ -70,18 +77,19 @@ class RunStart:
     """The run folder, locked while the launcher runs.
 
     Entering takes the lock and, with ``fresh``, moves an earlier run aside (``moved``). ``previous`` is
-    the run to resume; ``prepare`` makes the folder ready for processes to start.
+    the run to resume; ``prepare`` makes the folder ready for processes to start and puts ``code`` (texts by file name)
+    into it.
 
     Raises ConfigError where a launcher or a job is using the folder, it holds something else, or
     the run in it cannot be resumed with this configuration.
     """
 
-    def __init__(self, config: Config, fresh: bool = False) -> None:
+    def __init__(self, config: Config, fresh: bool = False, code: Mapping[str, str] | None = None) -> None:
         self.config = with_absolute_root(config)
         self.folder = self.config.run_folder
         self.previous: PreviousRun | None = None
         self.moved: Path | None = None
-        self._fresh = fresh
+        self._fresh, self._code = fresh, code or {}
         self._lock = RunLock(self.folder)
 
     def __enter__(self) -> RunStart:
@@ -106,16 +114,20 @@ class RunStart:
             raise error
 
     def prepare(self) -> None:
-        """Write the configuration; recreate what describes processes: secret, endpoints, statuses, heartbeats."""
+        """Write the configuration and the given code; begin the session of a run on this machine."""
         self.folder.path.mkdir(exist_ok=True)
-        for path in self.folder.living():
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
+        if self.config.cluster.kind == "local":
+            begin_session(self.folder)
+        else:
+            forget_sessions(self.folder)  # the job begins its own
         self.folder.logs.mkdir(exist_ok=True)
         # Written at the end: an unfinished run has none.
         self.folder.summary.unlink(missing_ok=True)
+        if self._code:
+            self.folder.code.mkdir(exist_ok=True)
+        for name, text in self._code.items():
+            (self.folder.code / name).write_text(text, encoding="utf-8")
         write_config(self.folder, self.config)
-        create_secret(self.folder)
         write_event(self.folder, StartEvent(at=now_utc(), resumes=self.previous is not None))
 
 
@@ -146,21 +158,13 @@ def check_no_job(folder: RunFolder) -> None:
         job = folder.job_id.read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return
-    command = ["squeue", "-h", "-j", job, "-o", "%T"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SQUEUE_S)
-        why = " ".join(done.stderr.split())
-    except FileNotFoundError:
-        done, why = None, "squeue is not on this machine"
-    except subprocess.TimeoutExpired:
-        done, why = None, f"squeue gave no answer within {SQUEUE_S:g} s"
-    if done is not None and done.returncode == 0:
-        if done.stdout.strip():
-            fix = f"wait for it, scancel {job}, or set another run.name"
-            raise ConfigError("run.name", f"Slurm job {job} works in {folder}", fix)
-    elif _FORGOTTEN not in why:
+    record = look(job)
+    if is_active(record):
+        fix = f"wait for it, scancel {job}, or set another run.name"
+        raise ConfigError("run.name", f"Slurm job {job} works in {folder}", fix)
+    if explain(record).phase is Phase.UNKNOWN and not record.forgotten:
         raise ConfigError(
             "run.name",
-            f"Slurm job {job} may still work in {folder}: {why}",
-            f"start where squeue works, or remove {folder.job_id} if the job is over",
+            f"Slurm job {job} may still work in {folder}: {record.why or record.state}",
+            f"start where scontrol works, or remove {folder.job_id} if the job is over",
         )

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,9 @@ import psutil
 
 from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import guardian, shared_memory
+from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import ProcessSpec
+from areal_lora.processes import stacks
 
 KILL_WAIT_S = 1.5
 SHARED_LOOKS = 20
@@ -33,30 +35,7 @@ SHARED_LOOKS = 20
 KERNEL_S = 60.0
 """A driver may need so long to take the memory of a killed process apart."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# Loaded here because nothing may be loaded between fork and exec.
-_LIBC = ctypes.CDLL(None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A process that is over. ``code`` is negative for a signal, as in ``subprocess``.
-
-    ``why`` states the reason if the launcher itself ended it.
-    """
-
-    spec: ProcessSpec
-    pid: int
-    code: int
-    log: Path
-    why: str = ""
-
-    def how(self) -> str:
-        if self.why:
-            return self.why
-        if self.code < 0:
-            return f"was killed by {signal.Signals(-self.code).name}"
-        return f"exited with code {self.code}"
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervisor:
@@ -103,7 +82,8 @@ class Supervisor:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
-                        preexec_fn=_die_with_launcher,
+                        # No preexec_fn: with one the child runs Python after the fork, and destroys there what
+                        # other threads hold (torch keeps process groups so), which does not return.
                     )
                 except OSError as error:
                     raise EnvironmentError_(
@@ -167,12 +147,29 @@ class Supervisor:
         for name in ours:
             self._tell_guardian(guardian.SHARED + name)
 
+    def clear(self, ended: Collection[Ended]) -> None:
+        """Kill what processes that are over have left in their sessions."""
+        kill_sessions({e.pid for e in ended})
+
+    def look_after(self) -> None:
+        """Called often; see ``note_shared_memory``."""
+        self.note_shared_memory()
+
+    def ask_stacks(self) -> int:
+        """Ask every process for its stacks; returns how many will write them."""
+        return sum(stacks.ask(pid) for pid in self.pids())
+
     def running(self) -> list[ProcessSpec]:
         return [spec for spec, _ in self._running]
 
     def pids(self) -> list[int]:
         """Everything that is alive below this process: what was started, and what that started."""
         return [process.pid for process in self._descendants()]
+
+    def terminate(self) -> None:
+        """Send SIGTERM to every process that was started, without waiting."""
+        for _, process in self._running:
+            process.terminate()
 
     def stop(self, grace_s: float | None = None, interrupted: Interrupts | None = None) -> None:
         """Ask every process to end, wait up to ``grace_s``, then kill the remaining ones, grandchildren included.
@@ -268,19 +265,4 @@ class Interrupts:
 def _adopt_orphans(adopt: bool) -> None:
     """Make this process the parent of descendants whose own parent ends, or stop that."""
     if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
-
-
-def last_lines(path: Path, n: int) -> list[str]:
-    """The last ``n`` lines of a log; reads at most its last 64 KiB."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65536))
-            return file.read().decode("utf-8", "replace").splitlines()[-n:]
-    except FileNotFoundError:
-        return []
-
-
-def _die_with_launcher() -> None:
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)

@@ -6,10 +6,8 @@ All data comes from the run folder, without a connection to any process.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,10 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_lora.config.evals import DEFAULT_SET
 from areal_lora.obs.metrics.reader import MetricsTail
 from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
     CheckpointRecord,
     EvalRecord,
+    MembersRecord,
     PublishRecord,
     Record,
     ResumeRecord,
@@ -29,17 +30,16 @@ from areal_lora.obs.metrics.records import (
     StepRecord,
     mean_lag,
 )
+from areal_lora.obs.run_view import AdapterView, RunView, publish_problem
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
+from areal_lora.types import AdapterPhase
 
 QUIET_S = 15.0
 """Time without a record after which process statuses are shown again."""
-PROBLEMS_SHOWN = 3
-WINDOW = 20
-"""Steps and publishes that medians and the remaining time are computed over."""
-KEPT = 512
-"""The number of newest steps and publishes in memory; staleness is shown over these steps."""
 BARS = "▁▂▃▄▅▆▇█"
+ROW_BARS = 12
+"""Characters of the curve in the row of an adapter."""
 
 
 def sparkline(values: list[float], width: int = 32) -> str:
@@ -64,94 +64,42 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}g}" if abs(value) < 1e-3 and value else f"{value:.{digits}f}"
 
 
-def publish_problem(record: PublishRecord) -> str | None:
-    """Describe the problem of a publish in one line; None if there is none."""
-    if record.version > 0 and not record.differs_from_base:
-        return f"publish v{record.version}: the servers still score like the base model"
-    if record.probe_mean_abs is None:
-        return f"publish v{record.version}: the parity probe returned no finite value"
-    return None
+def sampling_rate(record: StepRecord) -> str:
+    """Sampled tokens per second since the step before, e.g. ``4321 tok/s``.
+
+    The batches of the last steps are sampled earlier, so nothing is sampled then.
+    """
+    return f"{number(record.rollout_tokens_per_s, 0)} tok/s" if record.rollout_tokens_per_s != 0.0 else "no sampling"
 
 
-class RunView:
-    """Accumulates the records shown; drawing is separate, so that the state is testable."""
-
-    def __init__(self) -> None:
-        self.steps: deque[StepRecord] = deque(maxlen=KEPT)
-        self.publishes: deque[PublishRecord] = deque(maxlen=KEPT)
-        self._resumed_at = 0
-        self.last_eval: EvalRecord | None = None
-        self.first_eval: EvalRecord | None = None
-        self.problems: deque[str] = deque(maxlen=PROBLEMS_SHOWN)
-
-    def add(self, record: Record) -> None:
-        match record:
-            case StepRecord():
-                self.steps.append(record)
-            case PublishRecord():
-                self.publishes.append(record)
-                problem = publish_problem(record)
-                if problem:
-                    self.problems.append(problem)
-            case EvalRecord():
-                self.first_eval, self.last_eval = self.first_eval or record, record
-            case RolloutSampleRecord() | CheckpointRecord():
-                pass
-            case ResumeRecord(adapter=name, version=version):
-                self._resumed_at = version
-                steps = (s for s in self.steps if s.adapter != name or s.step < version)
-                publishes = (p for p in self.publishes if p.adapter != name or p.version <= version)
-                self.steps, self.publishes = deque(steps, maxlen=KEPT), deque(publishes, maxlen=KEPT)
-
-    @property
-    def staleness(self) -> dict[int, int]:
-        """Trained tokens of the newest steps by versions of lag."""
-        counts: Counter[int] = Counter()
-        for record in self.steps:
-            counts.update(record.staleness)
-        return dict(counts)
-
-    @property
-    def steps_done(self) -> int:
-        return self.steps[-1].step + 1 if self.steps else self._resumed_at
-
-    def remaining_s(self, total_steps: int) -> float | None:
-        """Remaining seconds at the recorded pace of the last steps; None before step 2."""
-        recent = list(self.steps)[-WINDOW - 1 :]
-        if len(recent) < 2:
-            return None
-        pace = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
-        return max(0, total_steps - self.steps_done) * max(0.0, pace)
-
-    def sync_p50(self) -> tuple[float, dict[str, float]] | None:
-        """Median total and median of each sequential phase over the last publishes, in ms."""
-        recent = list(self.publishes)[-WINDOW:]
-        totals = [p.total_ms for p in recent if p.total_ms is not None]
-        if not totals:
-            return None
-        rows = [p.sequence_ms() for p in recent]
-        return statistics.median(totals), {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+def members_line(record: MembersRecord) -> str | None:
+    """Which servers joined and left; None if none did (`publish_problem` reports losses)."""
+    parts = [("joined", record.joined), ("left", record.left)]
+    changes = "; ".join(f"{', '.join(names)} {what}" for what, names in parts if names)
+    return f"{changes}: {record.servers} servers serve v{record.version}" if changes else None
 
 
 class LiveConsole:
-    """Call ``start``, then ``tick`` a few times a second, then ``stop``. A tick reads only new records."""
+    """Call ``start``, then ``tick`` a few times a second, then ``stop``. A tick reads only new records.
+
+    ``steps`` are the training steps of each adapter.
+    """
 
     def __init__(
         self,
         run_folder: RunFolder,
-        total_steps: int,
+        steps: Mapping[str, int],
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = run_folder
-        self._total = total_steps
         self._console = console or Console(highlight=False)
         self._clock = clock
         self._tail = MetricsTail(run_folder)
         self._live: Live | None = None
         self._statuses: dict[str, str] = {}
         self._started = self._changed = clock()
-        self.view = RunView()
+        self.view = RunView(steps)
 
     def start(self) -> None:
         """Start. Existing records of a resumed run are read but not printed."""
@@ -204,25 +152,36 @@ class LiveConsole:
         self._console.print(f"[{duration(self._clock() - self._started)}] {text}", markup=False, soft_wrap=True)
 
     def _plain_line(self, record: Record) -> str | None:
+        name = self.view.prefix(record.adapter)
         match record:
             case StepRecord():
-                sync = self.view.sync_p50()
-                left = self.view.remaining_s(self._total)
-                parts = [f"step {record.step + 1}/{self._total}", f"reward {number(record.reward_mean)}"]
-                parts += [f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
-                parts += [f"staleness {_histogram(record.staleness)}", f"sync {number(sync[0], 1) if sync else '-'} ms"]
-                parts += [f"{number(record.rollout_tokens_per_s, 0)} tok/s", f"{record.step_s:.2f} s"]
-                return "  ".join([*parts, f"ETA {duration(left)}" if left is not None else "ETA -"])
+                return name + self._step_line(record)
             case EvalRecord():
-                return f"eval of v{record.version}: {record.figures()}"
+                which = "" if record.name == DEFAULT_SET else f", {record.name}"
+                return f"{name}eval of v{record.version}{which}: {record.figures()}"
             case PublishRecord():
-                return publish_problem(record)
+                problem = publish_problem(record)
+                return problem and name + problem
             case CheckpointRecord(failed=True, version=version):
-                return f"checkpoint v{version} was not written, see the trainer's log"
+                return f"{name}checkpoint v{version} was not written, see the trainer's log"
             case RolloutSampleRecord() | CheckpointRecord():
                 return None
+            case MembersRecord():
+                return members_line(record)
             case ResumeRecord():
-                return f"resumed from checkpoint v{record.version}"
+                return f"{name}resumed from checkpoint v{record.version}"
+            case AdapterStateRecord():
+                return name + state_text(record) if name or record.state is AdapterPhase.FAILED else None
+
+    def _step_line(self, record: StepRecord) -> str:
+        view, adapter = self.view, self.view.adapter(record.adapter)
+        sync, left = view.sync_p50(), view.remaining_s()
+        parts = [f"step {record.step + 1}/{adapter.total}", f"reward {number(record.reward_mean)}"]
+        parts += [f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
+        parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync[0], 1) if sync else '-'} ms"]
+        parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
+        parts += [sampling_rate(record), f"{record.step_s:.2f} s"]
+        return "  ".join([*parts, f"ETA {duration(left)}" if left is not None else "ETA -"])
 
     def render(self) -> RenderableType:
         """The panel for a terminal."""
@@ -232,8 +191,8 @@ class LiveConsole:
         rows.add_row("steps", self._progress())
         if view.steps:
             self._add_step_rows(rows)
-        if view.last_eval and view.first_eval:
-            first, last = view.first_eval, view.last_eval
+        if view.only and view.only.last_eval and view.only.first_eval:
+            first, last = view.only.first_eval, view.only.last_eval
             text = f"v{last.version}: {last.figures()}"
             before = first.reward_mean if last.accuracy is None else first.accuracy
             rows.add_row("eval", text if first is last else f"{text}   (v{first.version}: {number(before)})")
@@ -241,30 +200,29 @@ class LiveConsole:
         if sync:
             phases = "  ".join(f"{name} {number(ms, 1)}" for name, ms in sync[1].items())
             rows.add_row("sync", f"{number(sync[0], 1)} ms p50   {phases}")
-        parts: list[RenderableType] = [rows]
-        parts += [Text(problem, style="bold red") for problem in view.problems]
+        parts: list[RenderableType] = [rows] if view.only else [rows, Text(""), adapter_table(view)]
+        parts += [Text(problem, style="bold red") for problem in (*failures(view), *view.problems)]
         if not view.steps or self._clock() - self._changed > QUIET_S:
             parts += [Text(""), self._status_table()]
         return Panel(Group(*parts), title=self._folder.name, title_align="left", border_style="dim")
 
     def _progress(self) -> RenderableType:
-        left = self.view.remaining_s(self._total)
+        left, done, total = self.view.remaining_s(), self.view.steps_done, self.view.total
         eta = "-" if left is None else duration(left)
         grid = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._total, completed=min(self.view.steps_done, self._total), width=32)
+        bar = ProgressBar(total=total, completed=min(done, total), width=32)
         elapsed = duration(self._clock() - self._started)
-        grid.add_row(bar, f"{self.view.steps_done}/{self._total}", f"elapsed {elapsed}", f"ETA {eta}")
+        grid.add_row(bar, f"{done}/{total}", f"elapsed {elapsed}", f"ETA {eta}")
         return grid
 
     def _add_step_rows(self, rows: Table) -> None:
-        last = self.view.steps[-1]
-        rewards = [s.reward_mean for s in self.view.steps if s.reward_mean is not None]
-        rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
-        rows.add_row("loss", f"{number(last.loss)}   grad {number(last.grad_norm)}   lr {number(last.lr)}")
-        rows.add_row(
-            "staleness", f"{_histogram(self.view.staleness)}   mean {number(mean_lag(self.view.staleness), 2)}"
-        )
-        rows.add_row("rollout", f"{number(last.rollout_tokens_per_s, 0)} tokens/s   {last.groups_ready} groups ready")
+        view, last = self.view, self.view.steps[-1]
+        if view.only:
+            rewards = [s.reward_mean for s in view.steps if s.reward_mean is not None]
+            rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
+            rows.add_row("loss", f"{number(last.loss)}   grad {number(last.grad_norm)}   lr {number(last.lr)}")
+        rows.add_row("staleness", f"{histogram(view.staleness)}   mean {number(mean_lag(view.staleness), 2)}")
+        rows.add_row("rollout", f"{sampling_rate(last)}   {last.groups_ready} groups ready")
         rows.add_row("step", f"{last.step_s:.2f} s: wait {last.wait_batch_s:.2f}  train {last.train_s:.2f}")
 
     def _status_table(self) -> RenderableType:
@@ -274,7 +232,46 @@ class LiveConsole:
         return table if self._statuses else Text("starting processes", style="dim")
 
 
-def _histogram(counts: dict[int, int]) -> str:
-    """``{0: 30, 1: 10}`` -> ``0:75% 1:25%``."""
+def histogram(counts: dict[int, int]) -> str:
+    """Shares in percent: ``{0: 30, 1: 10}`` -> ``0:75% 1:25%``."""
     total = sum(counts.values())
     return " ".join(f"{lag}:{100 * n / total:.0f}%" for lag, n in sorted(counts.items())) if total else "-"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def state_text(record: AdapterStateRecord) -> str:
+    """``failed at v3: reward is NaN``."""
+    return f"{record.state} at v{record.version}" + (f": {record.reason}" if record.reason else "")
+
+
+def failures(view: RunView) -> list[str]:
+    """One line per failed adapter, with its reason."""
+    failed = {name: one for name, one in view.adapters.items() if one.state is AdapterPhase.FAILED}
+    return [f"{view.prefix(name)}failed at v{one.steps_done}: {one.reason}" for name, one in failed.items()]
+
+
+def eval_text(adapter: AdapterView) -> str:
+    """``0.850 (v20)``: accuracy of the last evaluation, or mean reward where the task has no rule."""
+    last = adapter.last_eval
+    if last is None:
+        return "-"
+    return f"{number(last.reward_mean if last.accuracy is None else last.accuracy)} (v{last.version})"
+
+
+def adapter_table(view: RunView) -> Table:
+    """A row per adapter: state, its own steps, newest reward, mean lag, last evaluation, share of trained tokens."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("adapter", "state", "step", "reward", "lag", "eval", "share"):
+        table.add_column(column, no_wrap=True)
+    table.add_column(overflow="crop")  # the curve: a narrow terminal does without it
+    shares = view.shares()
+    for name, one in view.adapters.items():
+        rewards = [step.reward_mean for step in one.steps if step.reward_mean is not None]
+        newest = number(rewards[-1] if rewards else None)
+        step, lag, share = f"{one.steps_done}/{one.total}", number(one.mean_lag, 2), percent(shares[name])
+        curve = sparkline(rewards, ROW_BARS)
+        table.add_row(name, str(one.state), step, newest, lag, eval_text(one), share, curve)
+    return table

@@ -30,7 +30,11 @@ class Spans:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - started
+            self.add(name, self._clock() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add a time that was measured elsewhere."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     @property
     def total_s(self) -> float:

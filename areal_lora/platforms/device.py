@@ -12,17 +12,16 @@ from areal_lora.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """``collective`` is the torch.distributed backend string, ``xccl`` the weight-sync group's backend."""
+    """``collective`` is the torch.distributed backend string of the trainer's own groups."""
 
     device_type: str
     collective: str
-    xccl: str
 
 
 PLATFORMS = {
-    "cpu": Platform(device_type="cpu", collective="gloo", xccl="gloo"),
-    "cuda": Platform(device_type="cuda", collective="cpu:gloo,cuda:nccl", xccl="nccl"),
-    "npu": Platform(device_type="npu", collective="cpu:gloo,npu:hccl", xccl="hccl"),
+    "cpu": Platform(device_type="cpu", collective="gloo"),
+    "cuda": Platform(device_type="cuda", collective="cpu:gloo,cuda:nccl"),
+    "npu": Platform(device_type="npu", collective="cpu:gloo,npu:hccl"),
 }
 
 

@@ -3,7 +3,8 @@
 ``reached(name)`` costs one comparison unless the variable ``AREAL_LORA_FAULT`` is set. The value is a list of
 ``point:n:action``, separated by commas. When this process reaches ``point`` for the ``n``-th time (from 1), the action
 runs: ``kill`` sends SIGKILL to the process, ``hang`` blocks the thread, an errno name such as ``ENOSPC`` raises that
-OSError. With the prefix ``once=FOLDER:`` each fault happens in one process only, which leaves a mark in the folder.
+OSError. ``wrong_prefix`` and ``other_layer`` alter the names that pass their point (``renamed``). With the prefix
+``once=FOLDER:`` each fault happens in one process only, which leaves a mark in the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 VARIABLE = "AREAL_LORA_FAULT"
+WRONG_PREFIX, OTHER_LAYER = RENAMES = ("wrong_prefix", "other_layer")
 
 
 @dataclass(slots=True)
@@ -65,8 +67,8 @@ def parse(text: str) -> _Plan:
     faults = {}
     for part in text.split(","):
         point, n, action = part.split(":")
-        if action not in ("kill", "hang") and action not in errno.errorcode.values():
-            raise ValueError(f"{VARIABLE}: {action!r} is neither kill, hang nor the name of an errno")
+        if action not in ("kill", "hang", *RENAMES) and action not in errno.errorcode.values():
+            raise ValueError(f"{VARIABLE}: {action!r} is neither kill, hang, a renaming nor the name of an errno")
         faults[point] = (int(n), action)
     return _Plan(faults, marks)
 
@@ -78,3 +80,18 @@ def reached(point: str) -> None:
     """Mark ``point`` as reached by this process and run its fault, if any."""
     if _plan is not None:
         _plan.reached(point)
+
+
+def renamed(point: str, name: str) -> str:
+    """Return ``name`` as a faulty conversion at ``point`` would have it; unchanged without a fault there.
+
+    ``wrong_prefix`` adds a prefix, as of a wrapped model; ``other_layer`` swaps layers 0 and 1, which have equal
+    shapes, so that no check of names or shapes can notice.
+    """
+    _, action = _plan.faults.get(point, (0, "")) if _plan is not None else (0, "")
+    if action == WRONG_PREFIX:
+        return f"base_model.{name}"
+    if action == OTHER_LAYER:
+        swap = {".layers.0.": ".layers.1.", ".layers.1.": ".layers.0."}
+        return next((name.replace(old, new) for old, new in swap.items() if old in name), name)
+    return name

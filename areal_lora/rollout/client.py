@@ -7,7 +7,9 @@ a retry can succeed. This module never retries; the controller retries whole gro
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +21,7 @@ from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Generation, Outcome
+from areal_lora.weight_sync.messages import LEAVING_HEADER
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
 KEEP_ALIVE_S = 4.0
@@ -60,6 +63,21 @@ class GenerationFault(RolloutError):
         return self.kind is not FaultKind.REJECTED
 
 
+class HandedBack(Exception):
+    """The server is leaving: another one has to answer the request. No fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Restrictions of sampling: only the ``top_k`` likeliest tokens (0: all), only those with at least ``min_p`` of
+    the likeliest one's probability, and no end within ``min_tokens``.
+    """
+
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+
+
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Body of ``POST /v1/completions``; ``prompt`` is one prompt's token ids, or those of several."""
 
@@ -73,12 +91,52 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     return_token_ids: bool = False
     seed: int | None = None
     stop: list[str] | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
     ignore_eos: bool = False
+    echo: bool = False
     pin_version: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyAnswer:
+    """A greedy answer; ``n_tokens`` counts its tokens."""
+
+    text: str
+    n_tokens: int
+    finish_reason: str
+
+
+class ToolCallsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /v1/tool_calls``. ``tools`` are in OpenAI's chat format."""
+
+    parser: str
+    tools: list[dict[str, Any]]
+    texts: list[str]
+
+
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ParsedText(msgspec.Struct, frozen=True, kw_only=True):
+    """What a text says beside its tool calls."""
+
+    content: str
+    calls: list[ParsedCall]
+
+
+class ParsedTexts(msgspec.Struct, frozen=True, kw_only=True):
+    answers: list[ParsedText]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float]
+    top_ids: list[dict[int, float]] | None = None
 
 
 class SampledChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,13 +160,17 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Completion).decode
+_decode_parsed = msgspec.json.Decoder(ParsedTexts).decode
 
 
 class CompletionClient:
-    """One session with keep-alive to all rollout servers. Use as an async context manager."""
+    """One session with keep-alive to all rollout servers. Use as an async context manager.
+
+    ``pins``: requests are answered by the version that they name, or fail; a newer version never takes over.
+    """
 
     def __init__(self, router: Router, secret: str) -> None:
-        self.router, self._secret = router, secret
+        self.router, self._secret, self.pins = router, secret, False
         # An open data plane on loopback needs no key, and another process may have taken its port.
         self._plain = {"Content-Type": "application/json"}
         self._keyed = self._plain | authorization(secret, Plane.DATA)
@@ -124,6 +186,16 @@ class CompletionClient:
     async def __aexit__(self, *exc_info: Any) -> None:
         await self._session.close()
 
+    def pinned(self) -> CompletionClient:
+        """The same session, for evaluations; this client has been entered."""
+        pinned = copy.copy(self)
+        pinned.pins = True
+        return pinned
+
+    def newest(self, ref: AdapterRef) -> AdapterRef:
+        """The version of ``ref``'s adapter to ask: the newest that a server holds; ``ref`` if requests are pinned."""
+        return ref if self.pins else self.router.newest(ref)
+
     async def sample(
         self,
         ref: AdapterRef,
@@ -136,12 +208,16 @@ class CompletionClient:
         seed: int,
         timeout_s: float,
         stop: list[str] | None = None,
+        limits: Limits | None = None,
         ignore_eos: bool = False,
+        top_logprobs: int = 0,
     ) -> list[Generation]:
         """``n`` sampled answers with per-token logprobs; raises GenerationFault.
 
-        An answer that ends at one of ``stop`` has the stop's tokens, but not its text.
+        An answer that ends at one of ``stop`` has the stop's tokens, but not its text. ``top_logprobs``: so many of the
+        likeliest tokens come with each token.
         """
+        limits = limits or Limits()
         request = CompletionRequest(
             model=str(ref),
             prompt=token_ids,
@@ -149,34 +225,108 @@ class CompletionClient:
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
-            logprobs=0,
+            logprobs=top_logprobs,
             return_token_ids=True,
             seed=seed,
             stop=stop,
+            top_k=limits.top_k,
+            min_p=limits.min_p,
+            min_tokens=limits.min_tokens,
             ignore_eos=ignore_eos,
+            pin_version=self.pins,
         )
         completion = await self._post(ref, request, n, timeout_s)
-        _served_ref(completion, ref)
-        return [_generation(choice) for choice in completion.choices]
+        _served_ref(completion, ref, exactly=self.pins)
+        return [_generation(choice, ref if self.pins else None) for choice in completion.choices]
+
+    async def score(
+        self, ref: AdapterRef, prompt_ids: list[int], answer_ids: list[int], *, temperature: float, timeout_s: float
+    ) -> Generation:
+        """``answer_ids`` as if they had been sampled after ``prompt_ids``; raises GenerationFault.
+
+        Log-probabilities at ``temperature`` and versions are those of the version that the server asks.
+        """
+        token_ids = [*prompt_ids, *answer_ids]
+        request = CompletionRequest(
+            model=str(ref),
+            prompt=token_ids,
+            max_tokens=1,  # a server samples at least one
+            temperature=temperature,
+            top_p=1.0,
+            logprobs=0,
+            echo=True,
+            pin_version=self.pins,
+        )
+        completion = await self._post(ref, request, 1, timeout_s)
+        served, (choice,) = _served_ref(completion, ref, exactly=self.pins), completion.choices
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+        if len(logprobs) != len(token_ids) + 1:
+            detail = f"{len(logprobs)} log-probabilities for {len(token_ids)} scored tokens and a sampled one"
+            raise GenerationFault(FaultKind.PROTOCOL, detail)
+        return Generation(
+            token_ids=answer_ids,
+            logprobs=logprobs[len(prompt_ids) : -1],
+            versions=[served.version] * len(answer_ids),
+            finish_reason="stop",
+        )
+
+    async def tool_calls(self, ref: AdapterRef, request: ToolCallsRequest, *, timeout_s: float) -> list[ParsedText]:
+        """What each text says and which tools it calls, by a server that serves ``ref``; raises GenerationFault."""
+        server, payload = await self._request(ref, "/v1/tool_calls", _encode(request), 0, timeout_s)
+        try:
+            answers = _decode_parsed(payload).answers
+        except msgspec.DecodeError as error:
+            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: no parsed texts: {error}") from None
+        if len(answers) != len(request.texts):
+            n = len(request.texts)
+            raise GenerationFault(FaultKind.PROTOCOL, f"{server.url}: {len(answers)} parsed texts for {n}")
+        return answers
 
     async def greedy(
-        self, ref: AdapterRef, prompts: Sequence[list[int]], *, max_tokens: int, timeout_s: float
-    ) -> list[str]:
-        """The greedy answer text of every prompt, in order; raises GenerationFault."""
+        self,
+        ref: AdapterRef,
+        prompts: Sequence[list[int]],
+        *,
+        max_tokens: int,
+        timeout_s: float,
+        stop: list[str] | None = None,
+    ) -> list[GreedyAnswer]:
+        """The greedy answer to every prompt, in order; raises GenerationFault."""
         request = CompletionRequest(
-            model=str(ref), prompt=list(prompts), max_tokens=max_tokens, temperature=0.0, top_p=1.0, pin_version=True
+            model=str(ref),
+            prompt=list(prompts),
+            max_tokens=max_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            stop=stop,
+            return_token_ids=True,
+            pin_version=True,
         )
         completion = await self._post(ref, request, len(prompts), timeout_s)
-        if _served_ref(completion, ref) != ref:
-            raise GenerationFault(FaultKind.PROTOCOL, f"asked for {ref}, answered by {completion.model}")
-        return [choice.text for choice in completion.choices]
+        _served_ref(completion, ref, exactly=True)
+        return [
+            GreedyAnswer(text=c.text, n_tokens=len(c.token_ids or ()), finish_reason=c.finish_reason or "")
+            for c in completion.choices
+        ]
 
-    async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float) -> Completion:
-        """One request to the least loaded server; choices are returned complete and ordered by index."""
+    async def _request(
+        self, ref: AdapterRef, path: str, body: bytes, sequences: int, timeout_s: float
+    ) -> tuple[Server, bytes]:
+        """One request to the least loaded server; who answered, and what."""
         server: Server | None = None
+        deadline = asyncio.get_running_loop().time() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s) as clock, self.router.lease(ref, sequences, clock) as server:
-                payload = await self._exchange(server, ref, _encode(request))
+            while True:
+                try:
+                    async with (
+                        asyncio.timeout_at(deadline) as clock,
+                        self.router.lease(ref, sequences, clock) as server,
+                    ):
+                        return server, await self._exchange(server, ref, path, body)
+                except HandedBack:
+                    if server is not None:
+                        self.router.leaves(server)
+                    server = None
         except TimeoutError:
             if server is not None and server.lost:
                 raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: excluded by the trainer") from None
@@ -187,6 +337,10 @@ class CompletionClient:
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None
+
+    async def _post(self, ref: AdapterRef, request: CompletionRequest, sequences: int, timeout_s: float) -> Completion:
+        """The choices of one request, complete and ordered by index."""
+        server, payload = await self._request(ref, "/v1/completions", _encode(request), sequences, timeout_s)
         try:
             completion = _decode(payload)
         except msgspec.DecodeError as error:
@@ -200,17 +354,21 @@ class CompletionClient:
             raise GenerationFault(FaultKind.ABORTED, f"{server.url}: generation was cut off")
         return completion
 
-    async def _exchange(self, server: Server, ref: AdapterRef, body: bytes) -> bytes:
+    async def _exchange(self, server: Server, ref: AdapterRef, path: str, body: bytes) -> bytes:
         headers = self._keyed if server.url.startswith("https:") else self._plain
         try:
-            async with self._session.post(f"{server.url}/v1/completions", data=body, headers=headers) as response:
+            async with self._session.post(f"{server.url}{path}", data=body, headers=headers) as response:
                 payload = await response.read()
         except aiohttp.ClientError as error:
+            if server.leaving:
+                raise HandedBack from error
             self.router.failed(server)
             raise GenerationFault(FaultKind.CONNECTION, f"{server.url}: {error}") from error
         if response.status == 200:
             self.router.succeeded(server)
             return payload
+        if LEAVING_HEADER in response.headers:
+            raise HandedBack
         detail = f"{server.url}: HTTP {response.status}: {payload[:200].decode(errors='replace')}"
         if response.status == 404:
             self.router.retired(server, ref)
@@ -221,22 +379,31 @@ class CompletionClient:
         raise GenerationFault(FaultKind.REJECTED, detail)
 
 
-def _served_ref(completion: Completion, asked: AdapterRef) -> AdapterRef:
-    """The version that the server reports: it may differ from the requested one, the adapter may not."""
+def _served_ref(completion: Completion, asked: AdapterRef, *, exactly: bool) -> AdapterRef:
+    """The version that the server reports: it may differ from the requested one unless ``exactly``.
+
+    The adapter may not.
+    """
     try:
         ref = AdapterRef.parse(completion.model)
     except ValueError as error:
         raise GenerationFault(FaultKind.PROTOCOL, str(error)) from None
-    if ref.name != asked.name:
+    if ref.name != asked.name or (exactly and ref != asked):
         raise GenerationFault(FaultKind.PROTOCOL, f"asked for {asked}, answered by {ref}")
     return ref
 
 
-def _generation(choice: SampledChoice) -> Generation:
-    """Tokens carry the version that the server reports (contract C2)."""
-    if not choice.token_ids or choice.logprobs is None or choice.versions is None:
+def _generation(choice: SampledChoice, pinned: AdapterRef | None) -> Generation:
+    """Tokens carry the version that the server reports (contract C2).
+
+    A server of one version, as `areal-lora eval` asks, reports none for tokens: they are of the ``pinned`` one.
+    """
+    versions = choice.versions
+    if versions is None and pinned is not None:
+        versions = [pinned.version] * len(choice.token_ids or ())
+    if not choice.token_ids or choice.logprobs is None or versions is None:
         raise GenerationFault(FaultKind.PROTOCOL, f"answer {choice.index} lacks token ids, logprobs or versions")
-    logprobs, versions = choice.logprobs.token_logprobs, choice.versions
+    logprobs = choice.logprobs.token_logprobs
     lengths = (len(choice.token_ids), len(logprobs), len(versions))
     if len(set(lengths)) != 1:
         raise GenerationFault(
@@ -250,4 +417,5 @@ def _generation(choice: SampledChoice) -> Generation:
         versions=versions,
         finish_reason=choice.finish_reason or "",
         text=choice.text,
+        top_logprobs=choice.logprobs.top_ids,
     )

@@ -12,17 +12,45 @@ from areal_lora.config import models as config
 from areal_lora.data.checks import check_alignment, check_rewards
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import AlignmentError, ConfigError
-from areal_lora.rollout.agents import AgentWorkflow, Sessions
+from areal_lora.rollout.agent_api.session import Sessions
+from areal_lora.rollout.agents import AgentWorkflow
+from areal_lora.rollout.baseline import WithBaseline, greedy
 from areal_lora.rollout.client import FaultKind
+from areal_lora.rollout.conversations import ConversationFile
+from areal_lora.rollout.given import GivenFirst, GivenWorkflow
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext, first_fault, given_score
 from areal_lora.rollout.workflows.user_code import call, describe
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.loading import load_import_path
-from areal_lora.types import AdapterRef, Outcome, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, Outcome, Trajectory
 
 
-def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sessions: Sessions) -> Workflow:
-    """Import what ``chosen`` names and build it. ``sessions`` are the agents' endpoint's. Raises ConfigError."""
+def build_training(
+    adapter: config.AdapterConfig, context: WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+) -> Workflow:
+    """The adapter's workflow for training: given answers for the first versions, then its own. Raises ConfigError.
+
+    Its groups have the baseline that the algorithm compares with, if it does.
+    """
+    rollouts = build_workflow(adapter.workflow, context, sessions, folder)
+    if adapter.algorithm.has_baseline:
+        alone = replace(context, sampling=greedy(context.sampling))
+        rollouts = WithBaseline(answers=rollouts, greedy=build_workflow(adapter.workflow, alone, sessions, folder))
+    if not adapter.sft.steps:
+        return rollouts
+    return GivenFirst(
+        given=GivenWorkflow(context=context, column=adapter.sft.column), then=rollouts, steps=adapter.sft.steps
+    )
+
+
+def build_workflow(
+    chosen: config.WorkflowConfig, context: WorkflowContext, sessions: Sessions, folder: RunFolder | None = None
+) -> Workflow:
+    """Import what ``chosen`` names and build it. Raises ConfigError.
+
+    ``sessions`` are the agents' endpoint's; what agents say is kept in ``folder``.
+    """
     match chosen:
         case config.SingleTurnWorkflowConfig():
             return SingleTurnWorkflow(context=context)
@@ -37,7 +65,13 @@ def build_workflow(chosen: config.WorkflowConfig, context: WorkflowContext, sess
         case config.CustomWorkflowConfig():
             return CheckedWorkflow(inner=_custom(chosen, context), context=context)
         case config.AgentWorkflowConfig():
-            return AgentWorkflow(context=context, sessions=sessions, agent=_callable(chosen.path))
+            return AgentWorkflow(
+                context=context,
+                sessions=sessions,
+                agent=_callable(chosen.path),
+                tool_parser=chosen.tool_parser,
+                kept=ConversationFile(folder, chosen.conversations_mib << 20) if folder else None,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +92,7 @@ class CheckedWorkflow:
     async def _checked(self, episode: Episode, prompt: Prompt, ref: AdapterRef) -> Episode:
         """Return the episode as the ledger will decode it, with float rewards. A wrong type may raise any exception."""
         graded = tuple(map(_graded, episode.group.trajectories))
-        episode = Episode(group=TrajectoryGroup(uid=episode.group.uid, trajectories=graded), texts=tuple(episode.texts))
+        episode = Episode(group=replace(episode.group, trajectories=graded), texts=tuple(episode.texts))
         episode = msgspec.msgpack.decode(msgspec.msgpack.encode(episode), type=Episode)
         if episode.group.uid != prompt.uid:
             raise AlignmentError(f"{prompt.uid}: the workflow returned an Episode of {episode.group.uid}")

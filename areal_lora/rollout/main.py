@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import signal
 import sys
 import time
@@ -18,37 +17,40 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.data.prompts import PromptStream, TextTokenizer, tokenize
-from areal_lora.data.tokenizer import load_tokenizer
+from areal_lora.data.formatting import Formatter
+from areal_lora.data.prompts import PromptStream
+from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes import stacks
 from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.parent import die_with_parent
 from areal_lora.processes.watched import watched_task
-from areal_lora.rollout.agents import Sessions
+from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.channel.control import ControlSocket
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.controller.controller import Controller
-from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator, HeldOut, fitting
+from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
+from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
-from areal_lora.rollout.controller.runtime import AdapterRuntime
+from areal_lora.rollout.controller.runtime import AdapterRuntime, Capacity
 from areal_lora.rollout.controller.staleness import StalenessBudget
 from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.loading import build_workflow
+from areal_lora.rollout.loading import build_training, build_workflow
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.workflow import Scorer, WorkflowContext
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import set_status
-from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.scorer import ScorerPool
+from areal_lora.tasks.datasets import load_samples, prompt_format
+from areal_lora.tasks.reward_sum import RewardSum
 
 ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
@@ -62,12 +64,12 @@ class _Stop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterData:
-    """Prompts of one adapter: the training stream, and the held-out split with its tokens."""
+    """Prompts of one adapter: the training stream, and the sets of its evaluations."""
 
     config: AdapterConfig
-    tokenizer: TextTokenizer
+    formatter: Formatter
     prompts: PromptStream
-    held_out: HeldOut
+    sets: tuple[EvalSet, ...]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,18 +100,18 @@ def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
 
 
 def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
-    samples = load_samples(adapter.task, "eval")[: adapter.task.n_eval]
+    formatter = Formatter(tokenizer=tokenizer, how=prompt_format(adapter.task))
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
-    held_out = fitting(samples, tokenize(samples, tokenizer), max_prompt_tokens)
-    if held_out.left_out:
-        log.warning("%s: %s; %d tokens are room for a prompt", adapter.name, held_out.note(), max_prompt_tokens)
     return AdapterData(
         config=adapter,
-        tokenizer=tokenizer,
+        formatter=formatter,
         prompts=PromptStream(
-            load_samples(adapter.task, "train"), tokenizer, seed=config.run.seed, max_prompt_tokens=max_prompt_tokens
+            load_samples(adapter.task, "train"),
+            formatter,
+            seed=adapter_run(config, adapter).seed,
+            max_prompt_tokens=max_prompt_tokens,
         ),
-        held_out=held_out,
+        sets=load_sets(config, adapter, tokenizer),
     )
 
 
@@ -133,7 +135,7 @@ async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterDat
             gateway = await stack.enter_async_context(AgentGateway())
         runtimes = {}
         for part in data:
-            scorer = await stack.enter_async_context(ScorerPool(part.config.reward, hidden=run_folder.path))
+            scorer = await stack.enter_async_context(RewardSum(part.config.rewards, hidden=run_folder.path))
             runtimes[part.config.name] = build_runtime(
                 config,
                 part,
@@ -141,19 +143,22 @@ async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterDat
                 scorer,
                 gateway.sessions if gateway else Sessions(),
                 Ledger(ledger, part.config.name, part.prompts.digest),
+                run_folder,
             )
+            runtimes[part.config.name].take_costs = scorer.take_costs
         host = own_place(config.cluster, run_folder).address
         socket = ControlSocket(host, secret)
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
-                controller = Controller(runtimes, router, tasks=tasks, stop=stop)
+                weights = {adapter.name: adapter.weight for adapter in config.adapters}
+                controller = Controller(runtimes, router, weights=weights, tasks=tasks, stop=stop)
                 watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
                 watched_task("leases", controller.watch_leases, tasks)
                 watched_task("event-loop-ticks", partial(_tick, config, run_folder), tasks)
                 ports = {"control": socket.port} | ({"agents": gateway.port} if gateway else {})
                 publish_endpoint(run_folder, ROLE, 0, ports, host=host)
-                notes = [note for part in data if (note := part.held_out.note())]
+                notes = [note for part in data for each in part.sets if (note := each.held_out.note())]
                 set_status(run_folder, ROLE, 0, "; ".join(["serving", *notes]))
                 log.info("serving %s on port %d", ", ".join(runtimes), socket.port)
                 await stop.wait()
@@ -181,52 +186,100 @@ def _first(errors: BaseExceptionGroup[ArealLoraError]) -> ArealLoraError:
 
 
 def build_runtime(
-    config: Config, data: AdapterData, client: CompletionClient, scorer: Scorer, sessions: Sessions, ledger: Ledger
+    config: Config,
+    data: AdapterData,
+    client: CompletionClient,
+    scorer: Scorer,
+    sessions: Sessions,
+    ledger: Ledger,
+    folder: RunFolder | None = None,
 ) -> AdapterRuntime:
-    sampling, servers = data.config.sampling, config.rollout.servers
-    sequences = servers * config.rollout.max_num_seqs
+    sampling, servers, run = data.config.sampling, config.rollout.servers, adapter_run(config, data.config)
+    capacity = Capacity(
+        sequences=config.rollout.max_num_seqs,
+        n_samples=sampling.n_samples + data.config.algorithm.has_baseline,
+        adapters=len(config.adapters),
+    )
     runtime: AdapterRuntime
 
     feed = AdapterFeed(
         data.config.name,
         budget=StalenessBudget(
-            max_staleness=config.rollout.max_staleness,
-            prompts_per_step=sampling.prompts_per_step,
-            last_version=config.run.steps - 1,
+            max_staleness=run.max_staleness, prompts_per_step=sampling.prompts_per_step, last_version=run.steps - 1
         ),
         pacing=config.rollout.pacing,
         prompts=data.prompts,
         ledger=ledger,
-        max_running=max(1, math.ceil(sequences / (sampling.n_samples * len(config.adapters)))),
+        max_running=capacity.groups(servers),  # until the first announcement
         on_expire=lambda ticket: runtime.expire(ticket),
         clock=time.monotonic,
         lease_s=2 * sampling.timeout_s + LEASE_SLACK_S,
-        drop_uniform=sampling.drop_uniform,
+        drop_uniform=data.config.algorithm.drop_uniform,
     )
     runtime = AdapterRuntime(
         feed=feed,
-        seed=config.run.seed,
-        workflow=build_workflow(
-            data.config.workflow,
+        seed=run.seed,
+        capacity=capacity,
+        workflow=build_training(
+            data.config,
             WorkflowContext(
                 client=client,
                 scorer=scorer,
                 sampling=sampling,
-                tokenizer=data.tokenizer,
+                formatter=data.formatter,
                 max_model_len=config.rollout.max_model_len,
             ),
             sessions,
+            folder,
         ),
-        evaluator=Evaluator(
-            client=client,
-            scorer=scorer,
-            sampling=sampling,
-            held_out=data.held_out,
-            # Half of the servers' capacity stays for training rollouts.
-            max_chunks=max(1, sequences // (2 * CHUNK)),
+        evaluator=build_evaluator(
+            config, data.config, data.sets, client, scorer, sessions, max_chunks=capacity.chunks(servers), folder=folder
         ),
     )
     return runtime
+
+
+def build_evaluator(
+    config: Config,
+    adapter: AdapterConfig,
+    sets: Sequence[EvalSet],
+    client: CompletionClient,
+    scorer: Scorer,
+    sessions: Sessions,
+    *,
+    max_chunks: int,
+    folder: RunFolder | None = None,
+) -> Evaluator:
+    """``client`` has been entered. What agents say is kept in ``folder``.
+
+    Raises ConfigError for a workflow that cannot be built.
+    """
+    pinned = client.pinned()
+    workflows = {
+        each.name: build_workflow(
+            each.workflow,
+            WorkflowContext(
+                client=pinned,
+                scorer=scorer,
+                sampling=each.sampling,
+                formatter=each.formatter,
+                max_model_len=config.rollout.max_model_len,
+            ),
+            sessions,
+            folder,
+        )
+        for each in sets
+        if not each.single_greedy
+    }
+    return Evaluator(
+        client=pinned,
+        scorer=scorer,
+        reward_kind=adapter.rewards[0].kind,
+        sets=sets,
+        workflows=workflows,
+        max_chunks=max_chunks,
+        seed=adapter_run(config, adapter).seed,
+    )
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.rollout.workflows.user_code import call
-from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.tasks.scorer import Score
 from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The environment's reply to an answer; ``text`` goes into the sequence as it is, so with its own separators.
+    """The environment's reply to an answer. A plain ``text`` goes into the sequence as it is, with its own separators.
+
+    With ``task.format.kind: chat`` it is a message of ``role``, and the chat template writes what is around it.
 
     ``reward`` is what this turn earned; an episode's reward is the sum of its turns'. An episode in which no turn
     has a reward gets the configured reward of the model's last answer.
@@ -31,6 +33,7 @@ class Reply:
     text: str = ""
     done: bool = False
     reward: float | None = None
+    role: str = "user"
 
 
 class Environment(Protocol):
@@ -48,7 +51,7 @@ class Environment(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Played:
     packed: PackedTurns
-    last_text: str
+    last: Generation
     reward: float | None
 
 
@@ -70,7 +73,7 @@ class MultiTurnWorkflow:
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         n = self.context.sampling.n_samples
         played = await all_samples(self._within_deadline(prompt, ref, derived_seed(seed, i)) for i in range(n))
-        scores = await self._scores(played, prompt.sample.answer)
+        scores = await self._scores(played, prompt.sample)
         trajectories = tuple(
             p.packed.trajectory(f"{prompt.uid}:{i}", i, ref.name, score)
             for i, (p, score) in enumerate(zip(played, scores, strict=True))
@@ -81,8 +84,8 @@ class MultiTurnWorkflow:
             texts=tuple(self.context.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled),
         )
 
-    async def _scores(self, played: list[_Played], gold: str) -> list[Score]:
-        left = [ScoreItem(completion=p.last_text, gold=gold) for p in played if p.reward is None]
+    async def _scores(self, played: list[_Played], sample: Sample) -> list[Score]:
+        left = [self.context.item(sample, p.last) for p in played if p.reward is None]
         scored = iter(await self.context.score(left) if left else ())
         return [next(scored) if p.reward is None else given_score(p.reward) for p in played]
 
@@ -110,7 +113,7 @@ class MultiTurnWorkflow:
                 rewards.append(given_score(_checked("step's reward", reply.reward, float, int)).reward)
             if reply.done or answer.finish_reason == "length":
                 break
-            added = await self._tokens(_checked("step's text", reply.text, str))
+            added = await self._reply(_checked("step's text", reply.text, str), reply.role, answer.token_ids)
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
             elif len(packed.token_ids) + len(added) >= longest:
@@ -118,7 +121,7 @@ class MultiTurnWorkflow:
                 break
             else:
                 packed.given(added)
-        return _Played(packed=packed, last_text=answer.text, reward=sum(rewards) if rewards else None)
+        return _Played(packed=packed, last=answer, reward=sum(rewards) if rewards else None)
 
     async def _answer(self, packed: PackedTurns, ref: AdapterRef, seed: int) -> Generation:
         # The episode's deadline cuts a request off; its own is no shorter, so that no server is blamed for it.
@@ -131,6 +134,13 @@ class MultiTurnWorkflow:
         )
         packed.sampled(answer)
         return answer
+
+    async def _reply(self, text: str, role: str, answer_ids: list[int]) -> list[int]:
+        async def encode() -> list[int]:
+            return self.context.formatter.reply(text, role, answer_ids)
+
+        ids: list[int] = await call(FaultKind.ENVIRONMENT, encode)
+        return ids
 
     async def _tokens(self, text: str) -> list[int]:
         """Not every text an environment makes can be tokenized: half a surrogate pair cannot."""

@@ -4,7 +4,8 @@ The trainer's announcements name the servers and the versions they hold. Only se
 that hold the asked version and are not cooling down after a failure are considered. A server that
 failed gets no requests for a time that doubles with each failure; the first request after that is
 its trial. A server that the trainer has excluded gets no requests until it is announced again,
-and its running requests are cut off, so that another server can have them.
+and its running requests are cut off, so that another server can have them. A server that leaves gets no
+requests either, but ends those that run; what it hands back goes to another server.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal_lora.types import AdapterRef
 
 COOL_DOWN_S = 0.25
 MAX_COOL_DOWN_S = 10.0
+LEAVING_S = 0.1  # between two looks while all servers that hold a version leave
 KEEP_VERSIONS = 64  # of an adapter, back from the newest: rollouts ask for that one, evaluations for a few before
 
 server_observer: ContextVar[Callable[[str], None] | None] = ContextVar("server_observer", default=None)
@@ -41,6 +43,7 @@ class Server:
     down_until_s: float = 0.0
     versions: set[AdapterRef] = field(default_factory=set)
     lost: bool = False
+    leaving: bool = False
     clocks: set[asyncio.Timeout] = field(default_factory=set)
 
     def lose(self) -> None:
@@ -58,15 +61,20 @@ class Router:
         self.servers: dict[str, Server] = {}
         self._clock = clock
 
-    def announce(self, ref: AdapterRef, servers: Mapping[str, str], lost: Iterable[str] = ()) -> None:
+    def announce(
+        self, ref: AdapterRef, servers: Mapping[str, str], lost: Iterable[str] = (), left: Iterable[str] = ()
+    ) -> None:
         """``ref`` serves on ``servers`` (URL by name) and nowhere else: a publish is complete only then (contract C3).
 
         ``lost`` were excluded before; a server that is also among ``servers``, or has a new URL, is a new
-        session and holds ``ref`` only.
+        session and holds ``ref`` only. Servers that ``left`` end what they run.
         """
         for name, server in list(self.servers.items()):
             if name in lost or servers.get(name) != server.url:
-                server.lose()
+                if name in left:
+                    server.leaving = True
+                if not server.leaving:
+                    server.lose()
                 del self.servers[name]
         for name, url in servers.items():
             server = self.servers.setdefault(name, Server(url))
@@ -79,6 +87,10 @@ class Router:
 
     def retired(self, server: Server, ref: AdapterRef) -> None:
         server.versions.discard(ref)
+
+    def leaves(self, server: Server) -> None:
+        """``server`` takes no more requests; it remains known until the trainer announces a version without it."""
+        server.leaving = True
 
     def failed(self, server: Server) -> None:
         """Start a cool-down; failures of requests sent before it do not lengthen it."""
@@ -93,7 +105,7 @@ class Router:
 
     @asynccontextmanager
     async def lease(self, ref: AdapterRef, sequences: int, clock: asyncio.Timeout) -> AsyncIterator[Server]:
-        """A server for ``sequences`` sequences of ``ref``; waits while all that hold it cool down.
+        """A server for ``sequences`` sequences of ``ref``; waits while all that hold it cool down or leave.
 
         ``clock`` bounds the request and runs out at once if the server is excluded (``lost``).
         Raises VersionRetired if none holds ``ref``.
@@ -112,7 +124,10 @@ class Router:
 
     async def _choose(self, ref: AdapterRef) -> Server:
         while True:
-            holders = [server for server in self.servers.values() if ref in server.versions]
+            holders = [s for s in self.servers.values() if ref in s.versions and not s.leaving]
+            if not holders and any(ref in s.versions for s in self.servers.values()):
+                await asyncio.sleep(LEAVING_S)
+                continue
             if not holders:
                 raise VersionRetired(f"no rollout server holds {ref}")
             now = self._clock()

@@ -7,7 +7,7 @@ injected; everything it was asked is kept.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,18 @@ def echo_answer(prompt: list[int], sample: int) -> Answer:
     return [1000 + sample, 2], f"{sum(prompt)}"
 
 
+def no_calls(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Texts without tool calls."""
+    return [{"content": text, "calls": []} for text in body["texts"]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """Replacement of one answer: a status, a dropped connection, or an edited body."""
 
     status: int = 200
     disconnect: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
     edit: Callable[[dict[str, Any]], None] | None = None
 
 
@@ -35,7 +41,7 @@ class FakeServer:
     """``async with FakeServer() as server``; then ``server.url``. Versions not in ``models`` are a 404.
 
     ``fault(k)`` and ``delay_s(k)`` are asked for the k-th request (from 0). ``served_as`` lets
-    the server use another version than the one asked for.
+    the server use another version than the one asked for. ``parse`` answers ``POST /v1/tool_calls``.
     """
 
     models: set[str] = field(default_factory=set)
@@ -43,6 +49,7 @@ class FakeServer:
     delay_s: Callable[[int], float] = lambda _: 0.0
     fault: Callable[[int], Fault | None] = lambda _: None
     served_as: Callable[[str], str] = lambda model: model
+    parse: Callable[[dict[str, Any]], list[dict[str, Any]]] = no_calls
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     port: int = 0
@@ -52,6 +59,7 @@ class FakeServer:
     async def __aenter__(self) -> FakeServer:
         app = web.Application()
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/tool_calls", self._parse)
         # Handlers end with their client, as in the real server.
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
@@ -73,6 +81,9 @@ class FakeServer:
         finally:
             self.open_requests -= 1
 
+    async def _parse(self, request: web.Request) -> web.Response:
+        return web.json_response({"answers": self.parse(await request.json())})
+
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         number = len(self.requests)
@@ -84,7 +95,7 @@ class FakeServer:
             request.transport.abort()
             return web.Response()
         if fault is not None and fault.status != 200:
-            return web.json_response({"error": {"message": "injected"}}, status=fault.status)
+            return web.json_response({"error": {"message": "injected"}}, status=fault.status, headers=fault.headers)
         if body["model"] not in self.models:
             return web.json_response({"error": {"message": f"no such model {body['model']}"}}, status=404)
         reply = self._reply(body)
@@ -100,6 +111,8 @@ class FakeServer:
         choices = []
         for index, (prompt, sample) in enumerate((prompt, sample) for prompt in prompts for sample in range(n)):
             token_ids, text = self.answer(prompt, sample)
+            if body.get("echo"):
+                token_ids = token_ids[: body["max_tokens"]]
             choice: dict[str, Any] = {
                 "index": index,
                 "text": text,
@@ -109,6 +122,10 @@ class FakeServer:
             if body.get("return_token_ids"):
                 choice["token_ids"] = token_ids
             if body.get("logprobs") is not None:
-                choice["logprobs"] = {"token_logprobs": [-0.5 * (t + 1) for t in range(len(token_ids))]}
+                scored = [-0.01 * t for t in range(len(prompt))] if body.get("echo") else []
+                values = [-0.5 * (t + 1) for t in range(len(token_ids))]
+                choice["logprobs"] = {"token_logprobs": [*scored, *values]}
+                if body["logprobs"]:
+                    choice["logprobs"]["top_ids"] = [{t: v, 65: v - 1} for t, v in zip(token_ids, values, strict=True)]
             choices.append(choice)
         return {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": model, "choices": choices}

@@ -15,11 +15,13 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from areal_lora.config.models import SamplingConfig
-from areal_lora.data.prompts import Prompt, TextTokenizer
-from areal_lora.rollout.client import CompletionClient
+from areal_lora.data.formatting import Formatter
+from areal_lora.data.prompts import Prompt
+from areal_lora.data.tokenizer import TextTokenizer
+from areal_lora.rollout.client import CompletionClient, Limits
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.tasks.scorer import Score, ScoreItem
-from areal_lora.types import AdapterRef, Generation, Outcome, Trajectory, TrajectoryGroup
+from areal_lora.types import AdapterRef, Generation, Outcome, Sample, Trajectory, TrajectoryGroup
 
 T = TypeVar("T")
 
@@ -35,14 +37,24 @@ class WorkflowContext:
     """Context of a workflow. ``client`` samples, ``scorer`` returns the configured reward.
 
     ``sampling`` is the adapter's; log-probabilities are trained on at its temperature, so every sampled token has
-    to be sampled with it. No sequence may be longer than ``max_model_len`` tokens.
+    to be sampled with it. In an evaluation it is the set's, ``client`` asks for one version only, and nothing is
+    trained on (``evaluating``). ``formatter`` writes prompts and replies as tokens. No sequence may be longer than
+    ``max_model_len`` tokens.
     """
 
     client: CompletionClient
     scorer: Scorer
     sampling: SamplingConfig
-    tokenizer: TextTokenizer
+    formatter: Formatter
     max_model_len: int
+
+    @property
+    def evaluating(self) -> bool:
+        return self.client.pins
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self.formatter.tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a piece of text that continues others: without begin or end of sequence."""
@@ -58,6 +70,7 @@ class WorkflowContext:
         max_tokens: int | None = None,
         n: int = 1,
         stop: list[str] | None = None,
+        top_logprobs: int = 0,
     ) -> list[Generation]:
         """``n`` answers to ``token_ids`` by the newest version of ``ref``'s adapter; raises GenerationFault.
 
@@ -67,7 +80,7 @@ class WorkflowContext:
         room = self.max_model_len - len(token_ids)
         longest = min(room, self.sampling.max_new_tokens, room if max_tokens is None else max_tokens)
         return await self.client.sample(
-            self.client.router.newest(ref),
+            self.client.newest(ref),
             token_ids,
             n=n,
             max_tokens=longest,
@@ -75,7 +88,19 @@ class WorkflowContext:
             timeout_s=timeout_s,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
-            stop=stop,
+            stop=[*self.sampling.stop, *(stop or ())] or None,
+            limits=limits(self.sampling),
+            top_logprobs=top_logprobs,
+        )
+
+    def item(self, sample: Sample, answer: Generation) -> ScoreItem:
+        """What the reward gets of one answer to ``sample``."""
+        return ScoreItem.of(
+            sample,
+            answer.text,
+            n_tokens=len(answer.token_ids),
+            finish_reason=answer.finish_reason,
+            prefill=self.formatter.prefill,
         )
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
@@ -116,8 +141,10 @@ class SingleTurnWorkflow:
             top_p=sampling.top_p,
             seed=seed,
             timeout_s=sampling.timeout_s,
+            stop=sampling.stop or None,
+            limits=limits(sampling),
         )
-        scores = await self.context.score([ScoreItem(completion=a.text, gold=prompt.sample.answer) for a in answers])
+        scores = await self.context.score([self.context.item(prompt.sample, answer) for answer in answers])
         trajectories = tuple(
             single_turn(prompt, index, ref.name, answer, score)
             for index, (answer, score) in enumerate(zip(answers, scores, strict=True))
@@ -135,15 +162,19 @@ def single_turn(prompt: Prompt, sample: int, adapter: str, answer: Generation, s
     return packed.trajectory(f"{prompt.uid}:{sample}", sample, adapter, score)
 
 
+def limits(sampling: SamplingConfig) -> Limits:
+    return Limits(top_k=sampling.top_k, min_p=sampling.min_p, min_tokens=sampling.min_tokens)
+
+
 def given_score(reward: float) -> Score:
-    """A reward that user code gave; one that is not finite is an error, as from a scorer."""
+    """A reward that user code gave; one that is not finite is an error, as from a scorer. A bool is also `correct`."""
     try:
         value = float(reward)
     except OverflowError:  # an int that no float can hold
         value = math.inf
     if not math.isfinite(value):
         return Score(reward=math.nan, outcome=Outcome.ERROR, detail=f"the reward is {value}, not a finite number")
-    return Score(reward=value, outcome=Outcome.OK)
+    return Score(reward=value, outcome=Outcome.OK, correct=reward if isinstance(reward, bool) else None)
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -34,7 +34,24 @@ class StallEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     stacks: str
 
 
-Event = StartEvent | RestartEvent | StallEvent
+class AbandonEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="abandoned"):
+    """The run continues without ``who``, a server: its node was lost, or it has no restarts left."""
+
+    at: str
+    who: str
+    how: str
+
+
+class RequeueEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="requeue"):
+    """Slurm job ``job`` was requeued. ``without``: so often in a row without a new checkpoint."""
+
+    at: str
+    job: str
+    why: str
+    without: int
+
+
+Event = StartEvent | RestartEvent | StallEvent | AbandonEvent | RequeueEvent
 
 
 def now_utc() -> str:
@@ -59,3 +76,8 @@ def count_restarts(run_folder: RunFolder) -> dict[str, int]:
     """Restarts by process since the run began, over all starts of the launcher; ``trainer`` is all ranks together."""
     counts = Counter(event.who for event in read_events(run_folder) if isinstance(event, RestartEvent))
     return dict(sorted(counts.items()))
+
+
+def count_requeues(run_folder: RunFolder) -> int:
+    """Requeues of the Slurm jobs of the run since it began."""
+    return sum(isinstance(event, RequeueEvent) for event in read_events(run_folder))

@@ -2,24 +2,47 @@
 
 No other module of the package spells one of these names. Readers of a finished run take a plain path too and convert it
 with :meth:`RunFolder.of`.
+
+What describes the living processes of a Slurm job (secret, endpoints, statuses, heartbeats, exit codes) is in
+``sessions/<job id>-<restarts>``: a node whose view of the file system is old never meets an earlier life of the job.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+SESSION_VARIABLE = "AREAL_LORA_SESSION"
+"""Names the session of a Slurm job to all its processes."""
+
+
+def _inherited() -> str:
+    return os.environ.get(SESSION_VARIABLE, "")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file."""
+    """Paths below ``path``. ``process`` is ``<role>-<index>``, for example ``trainer-0``. Touches no file.
+
+    ``session`` is that of this process, empty outside of Slurm jobs.
+    """
 
     path: Path
+    session: str = field(default_factory=_inherited)
 
     @classmethod
     def of(cls, folder: RunFolder | Path | str) -> RunFolder:
         return folder if isinstance(folder, RunFolder) else cls(Path(folder))
+
+    @classmethod
+    def current(cls, folder: RunFolder | Path | str) -> RunFolder:
+        """The folder with its newest session, for commands and clients that are not part of the job."""
+        path = Path(folder)
+        try:
+            return cls(path, cls(path).session_name.read_text(encoding="ascii").strip())
+        except FileNotFoundError:
+            return cls(path, "")
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
@@ -39,6 +62,11 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def code(self) -> Path:
+        """Folder of the user code that was given to ``areal_lora.train`` as objects."""
+        return self.path / "code"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -46,6 +74,16 @@ class RunFolder:
     def samples(self) -> Path:
         """Folder of the rollout samples (``obs.samples``)."""
         return self.path / "samples"
+
+    @property
+    def conversations(self) -> Path:
+        """What agents asked and were answered (``rollout.conversations``)."""
+        return self.path / "conversations.jsonl"
+
+    @property
+    def conversations_before(self) -> Path:
+        """The conversations before those."""
+        return self.path / "conversations.1.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -60,6 +98,11 @@ class RunFolder:
     def ledger(self) -> Path:
         """The run ledger of the rollout controller, an SQLite file."""
         return self.path / "ledger.sqlite"
+
+    @property
+    def judge(self) -> Path:
+        """Folder with the replies of judges (``tasks.judge_cache``); their scorer processes may write it."""
+        return self.path / "judge"
 
     @property
     def checkpoints(self) -> Path:
@@ -85,9 +128,23 @@ class RunFolder:
     # --- of the processes of one start
 
     @property
+    def session_name(self) -> Path:
+        """Names the session of the Slurm job that works in the folder, or was the last to do so."""
+        return self.path / "session"
+
+    @property
+    def sessions(self) -> Path:
+        return self.path / "sessions"
+
+    @property
+    def living_root(self) -> Path:
+        """Folder of what describes the processes of this session."""
+        return self.sessions / self.session if self.session else self.path
+
+    @property
     def secret(self) -> Path:
         """The run secret, mode 0600 (contract C12)."""
-        return self.path / "secret"
+        return self.living_root / "secret"
 
     @property
     def ca(self) -> Path:
@@ -102,21 +159,25 @@ class RunFolder:
     @property
     def endpoints(self) -> Path:
         """Folder of the published ports (``run_folder.rendezvous``)."""
-        return self.path / "rendezvous"
+        return self.living_root / "rendezvous"
 
     def endpoint(self, process: str) -> Path:
         return self.endpoints / f"{process}.json"
 
+    def excluded(self, process: str) -> Path:
+        """Exists once the launcher does without ``process`` for the rest of this start."""
+        return self.endpoints / f"{process}.excluded"
+
     @property
     def heartbeats(self) -> Path:
-        return self.path / "heartbeats"
+        return self.living_root / "heartbeats"
 
     def heartbeat(self, process: str) -> Path:
         return self.heartbeats / process
 
     @property
     def statuses(self) -> Path:
-        return self.path / "status"
+        return self.living_root / "status"
 
     def status(self, process: str) -> Path:
         return self.statuses / f"{process}.txt"
@@ -148,6 +209,11 @@ class RunFolder:
         """Beside the folder: names the launcher that uses it, on file systems without flock."""
         return self.path.with_name(f".{self.path.name}.owner")
 
+    @property
+    def spares(self) -> Path:
+        """Folder of claimed server indices and of jobs that run spare servers (``launcher.spare_folder``)."""
+        return self.path / "spares"
+
     # --- of a Slurm job
 
     @property
@@ -159,20 +225,21 @@ class RunFolder:
         return self.path / "job.id"
 
     @property
-    def job_failures(self) -> Path:
-        """Number of starts that followed a failure."""
-        return self.path / "job.failures"
+    def job_requeues(self) -> Path:
+        """Requeues of the last job and the checkpoints that each life began with (``launcher.slurm.requeues``)."""
+        return self.path / "job.requeues.json"
+
+    def step(self, name: str) -> Path:
+        """Folder of a job step: its task script, host file and the exit codes of its tasks.
+
+        ``first`` in it links to the first code that is not 0.
+        """
+        return self.living_root / "steps" / name
 
     @property
-    def exits(self) -> Path:
-        """Folder of the exit codes of tasks; ``first`` links to the first that is not 0."""
-        return self.path / "exits"
-
-    def task_hosts(self, role: str) -> Path:
-        return self.path / f"hosts-{role}"
-
-    def task_script(self, role: str) -> Path:
-        return self.path / f"task-{role}.sh"
+    def asked(self) -> Path:
+        """Exists when USR1 has reached a task: the job is to be requeued."""
+        return self.living_root / "asked-USR1"
 
     def living(self) -> tuple[Path, ...]:
         """Folders that describe processes which run now; emptied at every start."""

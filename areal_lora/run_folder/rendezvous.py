@@ -146,6 +146,24 @@ def wait_endpoint(
         time.sleep(POLL_S)
 
 
+def wait_servers(run_folder: RunFolder, count: int, timeout_s: float) -> None:
+    """Wait until each of the first ``count`` servers has published, or the launcher does without it.
+
+    Raises ProcessFailed as `wait_endpoint`, and if no server remains.
+    """
+    remaining = 0
+    for index in range(count):
+        excluded = run_folder.excluded(f"server-{index}")
+        try:
+            wait_endpoint(run_folder, "server", index, timeout_s, lambda excluded=excluded: not excluded.exists())  # type: ignore[misc]
+            remaining += 1
+        except ProcessFailed:
+            if not excluded.exists():
+                raise
+    if not remaining:
+        raise ProcessFailed(f"none of {count} servers came up; see {run_folder.logs}")
+
+
 def create_secret(run_folder: RunFolder) -> Path:
     """Write a fresh run secret, readable by this user only; returns the file's path.
 

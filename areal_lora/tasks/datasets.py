@@ -1,98 +1,230 @@
-"""Load the problems of a task: generated, from a GSM8K JSONL file, or from a hub data set."""
+"""Load the problems of a task: the rows of any data set, or generated word problems.
+
+``gsm8k`` is a preset of ``dataset``. A row becomes a `Sample`: the text of the prompt or its chat messages, the gold
+answer, and all columns, which a reward may take as arguments.
+"""
 
 from __future__ import annotations
 
-import json
+import random
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from itertools import islice
 from typing import Any, assert_never
 
-from areal_lora.config.models import Gsm8kTask, TaskConfig, WordProblemsTask
-from areal_lora.errors import ConfigError, EnvironmentError_
+from areal_lora.config.task import (
+    ChatFormat,
+    Columns,
+    DatasetTask,
+    Gsm8kTask,
+    PromptFormat,
+    TaskConfig,
+    TemplateFormat,
+    WordProblemsTask,
+)
+from areal_lora.errors import ConfigError
+from areal_lora.tasks.loading import load_import_path
+from areal_lora.tasks.long_problems import long_problem
 from areal_lora.tasks.rewards import extract_answer
+from areal_lora.tasks.rows import Row, RowSource, read_rows
 from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+HELD_OUT = 256
+"""Rows of ``train`` that are held out if the task has no ``eval`` and no ``n_eval``."""
 
 
 def load_samples(task: TaskConfig, split: Split) -> list[Sample]:
     """Return all problems of one split, in a fixed order with stable uids.
 
-    Raises ConfigError for a missing file, a bad row (``file:line``), a bad template or an
-    answer without a number; EnvironmentError_ if a hub data set is not available.
+    Raises ConfigError for a missing file or column, a bad row (``file:line``), a bad template or an answer of the
+    wrong kind; EnvironmentError_ if a hub data set or a package is not available.
     """
     match task:
         case WordProblemsTask():
             size = task.n_train if split == "train" else task.n_eval
-            return [word_problem(task.seed, split, index) for index in range(size)]
+            make = long_problem if task.level == "three_step" else word_problem
+            return [_reformatted(make(task.seed, split, index), task.format) for index in range(size)]
         case Gsm8kTask():
-            return _load_gsm8k(task, split)
+            return [_with_number(place, sample) for place, sample in _placed(gsm8k_as_dataset(task), split, "gsm8k")]
+        case DatasetTask():
+            return [sample for _, sample in _placed(task, split, "dataset")]
         case _:
             assert_never(task)
 
 
-def _load_gsm8k(task: Gsm8kTask, split: Split) -> list[Sample]:
-    source = task.train if split == "train" else task.eval
-    rows = _jsonl_rows(Path(source)) if Path(source).is_file() else _hub_rows(source, split)
-    samples = []
-    for index, (place, row) in enumerate(rows):
-        if split == "eval" and index == task.n_eval:
-            break
-        question, answer = _text(row, "question", place), _text(row, "answer", place)
-        if extract_answer(answer) is None:
-            raise ConfigError(place, "the answer states no number", "end it with `#### n`")
-        samples.append(Sample(uid=f"gsm8k/{split}/{index}", prompt=_prompt(task, question), answer=answer))
-    if not samples:
-        raise ConfigError(source, "no problems in this file")
-    return samples
-
-
-def _prompt(task: Gsm8kTask, question: str) -> str:
+def gsm8k_as_dataset(task: Gsm8kTask) -> DatasetTask:
+    """The general task that the preset ``gsm8k`` stands for."""
     if "{question}" not in task.prompt_template:
         raise ConfigError("task.prompt_template", "has no {question}", "write {question} where the problem goes")
-    # replace, not format: a template may contain braces of its own (\boxed{}).
-    return task.prompt_template.replace("{question}", question)
+    return DatasetTask(
+        train=task.train,
+        eval=task.eval,
+        n_eval=task.n_eval,
+        columns=Columns(prompt="question", answer="answer"),
+        format=TemplateFormat(template=task.prompt_template),
+        subset="main",
+    )
 
 
-def _text(row: Any, field: str, place: str) -> str:
-    value = row.get(field) if isinstance(row, dict) else None
+def hub_sources(task: TaskConfig) -> list[RowSource]:
+    """The splits of ``task`` that are on the hub."""
+    match task:
+        case WordProblemsTask():
+            return []
+        case Gsm8kTask():
+            return hub_sources(gsm8k_as_dataset(task))
+        case DatasetTask():
+            splits: tuple[Split, ...] = ("train", "eval") if task.eval else ("train",)
+            sources = [_source(task, split) for split in splits if split == "eval" or task.train]
+            return [source for source in sources if source.on_hub]
+        case _:
+            assert_never(task)
+
+
+def prompt_format(task: TaskConfig) -> PromptFormat:
+    """How the prompts of ``task`` become tokens."""
+    return TemplateFormat() if isinstance(task, Gsm8kTask) else task.format
+
+
+def _source(task: DatasetTask, split: Split) -> RowSource:
+    held_out = split == "eval" and task.eval is not None
+    return RowSource(
+        path=task.eval if held_out and task.eval is not None else task.train,
+        key="task.eval" if held_out else "task.train",
+        subset=task.subset,
+        split=task.eval_split if held_out else task.train_split,
+        revision=task.revision,
+    )
+
+
+def _placed(task: DatasetTask, split: Split, prefix: str) -> Iterator[tuple[str, Sample]]:
+    """Yield ``(place, sample)``; raises ConfigError where there is none."""
+    source = _source(task, split)
+    rows = list(enumerate(_kept(task, read_rows(source))))
+    if task.eval is None:
+        held_out = _held_out(len(rows), task.n_eval)
+        rows = [(index, row) for index, row in rows if (index in held_out) == (split == "eval")]
+    most = task.n_train if split == "train" else task.n_eval
+    if not rows:
+        why = "no problems in this file" if not task.where and task.keep is None else "no row passes the filter"
+        raise ConfigError(source.path, why, "check the file, task.where and task.keep")
+    for index, row in islice(rows, most):
+        uid = f"{prefix}/{split}/{_identity(task.columns, row, index)}"
+        yield row.place, _sample(uid, row, task.columns, task.format)
+
+
+def _held_out(n: int, wanted: int | None) -> frozenset[int]:
+    """Numbers of the rows that are held out: the same for every start and every seed of the run."""
+    size = min(HELD_OUT, n // 5) if wanted is None else wanted
+    if not 0 < size < n:
+        reason = f"{size} of {n} rows would be held out"
+        raise ConfigError("task.n_eval", reason, "give task.eval, or a number that leaves rows to train on")
+    return frozenset(random.Random("held out").sample(range(n), size))
+
+
+def _kept(task: DatasetTask, rows: Iterable[Row]) -> Iterator[Row]:
+    keep = None if task.keep is None else load_import_path(task.keep)
+    for row in rows:
+        for name, wanted in task.where.items():
+            value = _column(row, name, "task.where")
+            if value not in wanted if isinstance(wanted, list) else value != wanted:
+                break
+        else:
+            if keep is None or _asked(keep, task.keep, row):
+                yield row
+
+
+def _asked(keep: Any, name: str | None, row: Row) -> bool:
+    try:
+        return bool(keep(dict(row.values)))
+    except Exception as error:  # fault boundary: a user's filter may fail in any way
+        raise ConfigError(row.place, f"{name} fails: {type(error).__name__}: {error}", "correct task.keep") from error
+
+
+def _column(row: Row, name: str, key: str) -> Any:
+    if name not in row.values:
+        raise ConfigError(row.place, f"no column {name!r}", f"set {key} to one of: {', '.join(row.values)}")
+    return row.values[name]
+
+
+def _text(row: Row, name: str, key: str) -> str:
+    value = _column(row, name, key)
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(place, f"no text in field {field!r}", "each row needs the fields question and answer")
+        raise ConfigError(row.place, f"no text in column {name!r}", f"remove the row, or set {key}")
     return value
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ``(file:line, row)`` for every non-empty line."""
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except ValueError as error:
-            raise ConfigError(place, f"not a line of JSON: {error}") from error
-        yield place, row
+def _identity(columns: Columns, row: Row, index: int) -> str:
+    if columns.id is None:
+        return str(index)
+    value = _column(row, columns.id, "task.columns.id")
+    if not isinstance(value, str | int) or value == "":
+        raise ConfigError(row.place, f"{value!r} identifies no row", "use a column of texts or integers")
+    return str(value)
 
 
-def _hub_rows(name: str, split: Split) -> Iterable[tuple[str, Any]]:
-    if not _HUB_NAME.fullmatch(name):
-        raise ConfigError(name, "no such file", "give a JSONL file, or a hub name such as openai/gsm8k")
-    try:
-        import datasets
-    except ImportError as error:
-        raise EnvironmentError_(
-            f"{name}: not a file, and the hub needs the package `datasets`"
-            " (fix: pip install datasets, or give a JSONL file)"
-        ) from error
-    hub_split = _HUB_SPLITS[split]
-    try:
-        rows = datasets.load_dataset(name, "main", split=hub_split)
-    except Exception as error:  # fault boundary: the hub client raises many unrelated types
-        reason = str(error).partition("\n")[0]
-        raise EnvironmentError_(
-            f"{name}: not a file, and the hub did not give it: {reason} (fix: give a JSONL file)"
-        ) from error
-    return ((f"{name}[{hub_split}][{index}]", row) for index, row in enumerate(rows))
+def _reformatted(sample: Sample, how: PromptFormat) -> Sample:
+    """A generated problem in another format than its own."""
+    if how == TemplateFormat():
+        return sample
+    row = Row(sample.uid, {"prompt": sample.prompt, "answer": sample.answer})
+    return _sample(sample.uid, row, Columns(), how)
+
+
+def _sample(uid: str, row: Row, columns: Columns, how: PromptFormat) -> Sample:
+    messages = _messages(columns, row)
+    if messages is None:
+        prompt = _filled(how.template, row, columns.prompt)
+        messages = [{"role": "user", "content": prompt}]
+    elif isinstance(how, ChatFormat):
+        prompt = "\n".join(str(m["content"]) for m in messages if m["role"] != "system")
+    else:
+        raise ConfigError("task.format.kind", "messages need a chat template", "set task.format.kind=chat")
+    answer = None if columns.answer is None else _column(row, columns.answer, "task.columns.answer (or null)")
+    if not isinstance(how, ChatFormat):
+        return Sample(uid=uid, prompt=prompt, answer=answer, columns=row.values)
+    if how.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": how.system_prompt}, *messages]
+    return Sample(uid=uid, prompt=prompt, answer=answer, messages=tuple(messages), columns=row.values)
+
+
+def _filled(template: str, row: Row, prompt_column: str) -> str:
+    """``template`` with the row's columns. Braces around anything else stay: a template may contain ``\\boxed{}``."""
+    own = "prompt" if "prompt" in row.values else prompt_column
+    values = {name: str(value) for name, value in row.values.items()}
+    named = set(_PLACEHOLDER.findall(template))
+    if named & {"prompt", prompt_column}:
+        values["prompt"] = _text(row, own, "task.columns.prompt")
+        values[prompt_column] = _text(row, prompt_column, "task.columns.prompt")
+    elif not named & row.values.keys():
+        columns = ", ".join(f"{{{name}}}" for name in row.values)
+        raise ConfigError("task.format.template", "names no column", f"write {{prompt}} or one of {columns}")
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
+
+
+def _messages(columns: Columns, row: Row) -> list[dict[str, Any]] | None:
+    if columns.messages is None:
+        return None
+    messages = _column(row, columns.messages, "task.columns.messages")
+    if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
+        raise ConfigError(
+            row.place, f"column {columns.messages!r} holds no list of messages", "each has role and content"
+        )
+    if messages[-1]["role"] == "assistant":
+        fix = "remove it, and name the gold answer's column in task.columns.answer"
+        raise ConfigError(row.place, "the last message is the assistant's, so there is nothing to answer", fix)
+    return messages
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _with_number(place: str, sample: Sample) -> Sample:
+    if not isinstance(sample.answer, str) or not sample.answer.strip():
+        raise ConfigError(place, "no text in column 'answer'", "each row needs the columns question and answer")
+    if extract_answer(sample.answer) is None:
+        raise ConfigError(place, "the answer states no number", "end it with `#### n`")
+    return sample

@@ -16,21 +16,20 @@ _CLOCK_MONOTONIC, _SIGEV_SIGNAL = 1, 0
 
 
 class Deadline:
-    """End this process if more than ``seconds`` pass between ``start`` and ``stop``."""
+    """End this process if more than the allowed seconds pass between ``start`` and ``stop``."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         """Create the timer. ``kept`` is False on a machine without such timers."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._timer = ctypes.c_int()
         create, self._set = _CALLS.get(os.uname().machine, (-1, -1))
         event = struct.pack("qii48x", 0, signal.SIGKILL, _SIGEV_SIGNAL)
         self.kept = self._libc.syscall(create, _CLOCK_MONOTONIC, event, ctypes.byref(self._timer)) == 0
-        whole = int(seconds)
-        self._on = struct.pack("qqqq", 0, 0, whole, max(1, int((seconds - whole) * 1e9)))
         self._off = struct.pack("qqqq", 0, 0, 0, 0)
 
-    def start(self) -> None:
-        self._settime(self._on)
+    def start(self, seconds: float) -> None:
+        whole = int(seconds)
+        self._settime(struct.pack("qqqq", 0, 0, whole, max(1, int((seconds - whole) * 1e9))))
 
     def stop(self) -> None:
         self._settime(self._off)

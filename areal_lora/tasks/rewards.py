@@ -7,27 +7,32 @@ digit is consumed once, as a number or as another token. Values are exact fracti
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NotRequired, TypedDict
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
 
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.loading import load_import_path
+from areal_lora.tasks.reward_calls import RewardCall
+from areal_lora.types import gold_text
 
 
-class Graded(TypedDict):
-    """Return type of a reward function in place of a number: the reward, and whether the answer is correct."""
+class Graded(TypedDict, total=False):
+    """Return type of a reward function in place of a number: the reward, and whether the answer is correct.
+
+    Further entries are named components of the reward; without ``reward`` their sum is the reward.
+    """
 
     reward: float
-    correct: NotRequired[bool | None]
+    correct: bool | None
 
-
-RewardFunction = Callable[[str, str], float | Graded]
 
 MAX_DIGITS = 64  # longer runs are no answers, and int() of a long string takes quadratic time
 
@@ -106,45 +111,73 @@ def numeric_match(completion: str, gold: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """A finite reward. ``correct`` is None where the task has no rule for it."""
+    """A finite reward. ``correct`` is None where the task has no rule for it. ``components`` are its named parts."""
 
     reward: float
     correct: bool | None
+    components: Mapping[str, float] = field(default_factory=dict)
 
 
 def grade(value: object, correct_threshold: float | None) -> Grade:
     """Check the return value of a reward function. Raises TypeError, ValueError, OverflowError.
 
-    A bool states whether the answer is correct, and its reward is 1 or 0. A mapping has a ``reward`` and may have
-    ``correct``. Any other reward is correct if it is at least ``correct_threshold``.
+    A bool states whether the answer is correct, and its reward is 1 or 0. A mapping may have ``correct``; its other
+    entries are named components, and the reward is its ``reward``, or else the sum of the components. Any other reward
+    is correct if it is at least ``correct_threshold``.
     """
     correct: object = None
+    components: dict[str, float] = {}
     if isinstance(value, Mapping):
-        if "reward" not in value or value.keys() - {"reward", "correct"}:
-            keys = ", ".join(map(repr, value)) or "nothing"
-            raise TypeError(f"a dict must have 'reward' and may have 'correct', this one has {keys}")
+        components = {str(k): _component(k, v) for k, v in value.items() if k not in ("reward", "correct")}
+        if "reward" not in value and not components:
+            raise TypeError("a dict must have 'reward' or named components, this one has neither")
         correct = value.get("correct")
-        value = value["reward"]
+        value = value["reward"] if "reward" in value else sum(components.values())
         if correct is not None and correct not in (True, False):
             raise ValueError(f"'correct' is {correct!r}, neither true nor false")
-    reward = float(value)  # type: ignore[arg-type]  # it raises the TypeError
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}, not a finite number")
+    reward = _finite("reward", value)
     if correct is None and isinstance(value, bool):
         correct = value
     if correct is None and correct_threshold is not None:
         correct = reward >= correct_threshold
-    return Grade(reward=reward, correct=None if correct is None else bool(correct))
+    return Grade(reward=reward, correct=None if correct is None else bool(correct), components=components)
 
 
-def reward_function(kind: str, path: str | None = None) -> RewardFunction:
-    """Return the reward of a configured ``kind``; ``path`` names the function of kind ``function``, which is imported.
+def _component(name: object, value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError(f"component {name!r} is a bool, not a number; only 'correct' may be one")
+    return _finite(name, value)
 
-    Raises EnvironmentError_ if a package is missing, ConfigError if the function cannot be loaded.
+
+def _finite(name: object, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the {name} is {number}, not a finite number")
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A configured reward: ``path`` of a function, ``settings`` of a judge or code reward as the configuration's keys.
+
+    ``kept`` is the folder of a judge's cache, ``scratch`` a folder that may be written.
     """
-    match kind:
+
+    kind: str
+    path: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    kept: Path | None = None
+    scratch: Path | None = None
+
+
+def reward_call(wanted: Wanted) -> RewardCall:
+    """Load a reward; a function is imported.
+
+    Raises EnvironmentError_ if a package is missing, ConfigError if the function cannot be loaded or a key is not set.
+    """
+    match wanted.kind:
         case "numeric_match":
-            return numeric_match
+            return RewardCall.of(_by_text(numeric_match), wanted.kind)
         case "math_verify":
             try:
                 from areal_lora.tasks.math_reward import math_verify
@@ -152,21 +185,29 @@ def reward_function(kind: str, path: str | None = None) -> RewardFunction:
                 raise EnvironmentError_(
                     f"reward math_verify: {error} (fix: pip install math-verify, or use kind: numeric_match)"
                 ) from error
-            return math_verify
-    if path is None:
-        raise ConfigError("reward.kind", f"there is no reward {kind!r}")
-    function: RewardFunction = load_import_path(path)
-    fix = "name a function reward(completion, answer) that returns a number"
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        kind = "a coroutine function" if callable(function) else f"of type {type(function).__name__}"
-        raise ConfigError(path, f"is {kind}, not a plain function", fix)
-    try:
-        inspect.signature(function).bind("", "")
-    except TypeError as error:
-        raise ConfigError(path, f"cannot be called with completion and answer: {error}", fix) from None
-    except ValueError:
-        pass  # compiled functions may have no signature
-    return function
+            return RewardCall.of(_by_text(math_verify), wanted.kind)
+        case "judge":
+            from areal_lora.tasks.judge import JudgeSettings, LlmJudge
+
+            judge = LlmJudge(msgspec.convert(wanted.settings, JudgeSettings), wanted.kept)
+            return RewardCall.of(judge, wanted.kind, judge.take_costs)
+        case "code":
+            from areal_lora.tasks.code_reward import CodeRunner, CodeSettings
+
+            assert wanted.scratch is not None
+            return RewardCall.of(CodeRunner(msgspec.convert(wanted.settings, CodeSettings), wanted.scratch), "code")
+    if wanted.path is None:
+        raise ConfigError("reward.kind", f"there is no reward {wanted.kind!r}")
+    return RewardCall.of(load_import_path(wanted.path), wanted.path)
+
+
+def _by_text(match: Callable[[str, str], bool]) -> Callable[[str, Any], bool]:
+    """A built-in rule for gold answers of any type."""
+
+    def reward(completion: str, answer: Any) -> bool:
+        return match(completion, gold_text(answer))
+
+    return reward
 
 
 def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:

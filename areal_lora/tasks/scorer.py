@@ -16,12 +16,14 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +31,13 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from areal_lora.config.models import FunctionReward, RewardConfig
+from areal_lora.config.reward import JudgeReward, RewardConfig
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
-from areal_lora.tasks.scorer_child import Ready, ScoreItem, ScoreResult, Setup, pack_frame
+from areal_lora.tasks.reward_calls import Style
+from areal_lora.tasks.score_item import ScoreItem
+from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame
+from areal_lora.tasks.scorer_setup import in_a_box, setup_of
+from areal_lora.tasks.seccomp import Processes
 from areal_lora.types import Outcome
 
 __all__ = ["Score", "ScoreItem", "ScorerPool"]
@@ -41,6 +47,7 @@ END_DEADLINE_S = 1.0
 LATE_S = 1.0  # the parent's limit exceeds the child's by this time
 LARGEST_REPLY_BYTES = 1 << 16
 PRINTS_LOGGED = 20
+_PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 _READY = msgspec.msgpack.Decoder(Ready)
 _RESULT = msgspec.msgpack.Decoder(ScoreResult)
 
@@ -53,13 +60,15 @@ log = logging.getLogger(__name__)
 class Score:
     """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` states the reason.
 
-    ``correct`` is None if the answer was not scored or the reward has no rule for correctness.
+    ``correct`` is None if the answer was not scored or the reward has no rule for correctness. ``components`` are the
+    named parts of the reward, if it has any.
     """
 
     reward: float
     outcome: Outcome
     detail: str = ""
     correct: bool | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
 
 
 class ScorerPool:
@@ -71,16 +80,9 @@ class ScorerPool:
     """
 
     def __init__(self, reward: RewardConfig, *, hidden: Path | None = None) -> None:
-        self._setup = Setup(
-            kind=reward.kind,
-            path=reward.path if isinstance(reward, FunctionReward) else None,
-            correct_threshold=reward.correct_threshold if isinstance(reward, FunctionReward) else None,
-            timeout_s=reward.timeout_s,
-            memory_bytes=reward.memory_mib << 20,
-            hidden=None if hidden is None else str(hidden.absolute()),
-            parent_pid=os.getpid(),
-            search_path=tuple(folder or os.getcwd() for folder in sys.path),
-        )
+        self._setup = setup_of(reward, None if hidden is None else hidden.absolute())
+        self._key_env = reward.key_env if isinstance(reward, JudgeReward) else None
+        self._costs: dict[str, float] = {}
         self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
         for _ in range(reward.workers):
             self._idle.put_nowait(None)
@@ -100,7 +102,10 @@ class ScorerPool:
             while len(scores) < len(items):
                 if child is None:
                     child = await self._start()
-                scores += await child.score(items[len(scores) :])
+                try:
+                    scores += await child.score(items[len(scores) :])
+                finally:
+                    _add(child.take_costs(), self._costs)
                 if self._closed:
                     raise RolloutError("scorer pool: closed while it was scoring")
                 if child.spent:
@@ -115,6 +120,11 @@ class ScorerPool:
         finally:
             self._idle.put_nowait(child)
         return scores
+
+    def take_costs(self) -> dict[str, float]:
+        """What the reward has spent since the last call, by name; empty for rewards without costs."""
+        costs, self._costs = self._costs, {}
+        return costs
 
     async def close(self) -> None:
         """Kill the children and wait for their end. Calls in progress raise RolloutError."""
@@ -136,10 +146,10 @@ class ScorerPool:
     async def _start(self) -> _Child:
         if self._closed:
             raise RolloutError("scorer pool: already closed")
-        child = await _Child.spawn(self._setup.timeout_s, self._log_print)
+        child = await _Child.spawn(self._setup, self._log_print, self._key_env)
         self._children.add(child)
         try:
-            _warn_of(tuple(await child.set_up(self._setup)))
+            _warn_of(tuple(await child.set_up()))
         except BaseException:
             await self._discard(child)
             raise
@@ -159,29 +169,45 @@ class ScorerPool:
 class _Child:
     """One scorer process and its two pipes. ``spent``: the process must be killed, not used again."""
 
-    def __init__(self, process: Process, timeout_s: float, on_print: Callable[[str], None]) -> None:
+    def __init__(self, process: Process, setup: Setup, on_print: Callable[[str], None]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process, self._timeout_s, self._on_print = process, timeout_s, on_print
+        self._process, self._setup, self._on_print = process, setup, on_print
+        self._timeout_s = setup.timeout_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self.spent = False
+        self._style = Style.EACH
+        self._costs: dict[str, float] = {}
+
+    def take_costs(self) -> dict[str, float]:
+        costs, self._costs = self._costs, {}
+        return costs
 
     @classmethod
-    async def spawn(cls, timeout_s: float, on_print: Callable[[str], None]) -> Self:
+    async def spawn(cls, setup: Setup, on_print: Callable[[str], None], key_env: str | None) -> Self:
+        environment = {"PATH": os.defpath}
+        if setup.kind == "judge":
+            names = ("SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else []))
+            environment |= {name: os.environ[name] for name in names if name in os.environ}
+        if setup.scratch_bytes and setup.kind != "judge":
+            scratch = tempfile.mkdtemp(prefix=f"areal-lora-reward-{os.getpid()}-")
+            setup = msgspec.structs.replace(setup, scratch=scratch)
+            environment |= {"TMPDIR": scratch, "HOME": scratch}
+        argv = [sys.executable, "-I", "-m", "areal_lora.tasks.scorer_child"]
+        if setup.processes is not Processes.NONE:
+            argv, setup = await asyncio.to_thread(in_a_box, argv, setup)
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-m",
-            "areal_lora.tasks.scorer_child",
+            *argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={"PATH": os.defpath},
+            env=environment,
             start_new_session=True,
         )
-        return cls(process, timeout_s, on_print)
+        return cls(process, setup, on_print)
 
-    async def set_up(self, setup: Setup) -> list[str]:
+    async def set_up(self) -> list[str]:
         """Load the reward in the child; return the missing protections. Raises ConfigError, EnvironmentError_."""
+        setup = self._setup
         reward = setup.path or setup.kind
         try:
             self._stdin.write(pack_frame(setup))
@@ -199,12 +225,14 @@ class _Child:
             raise ConfigError("reward", ready.problem)
         if ready.problem:
             raise EnvironmentError_(ready.problem)
+        self._style = Style(ready.style)
         return ready.missing
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return the scores of all items, or of those up to the one after which this child is spent."""
         scores: list[Score] = []
-        patience_s = self._timeout_s + LATE_S
+        # A batch is scored within the time of all its answers, and the results come together.
+        patience_s = self._timeout_s * (len(items) if self._style is Style.BATCH else 1) + LATE_S
         began_s = time.monotonic()
         try:
             self._stdin.write(pack_frame(list(items)))
@@ -213,12 +241,10 @@ class _Child:
                 verdict = _RESULT.decode(await _patient(self._reply(), patience_s))
                 if verdict.index != index:
                     raise msgspec.DecodeError(f"verdict {verdict.index} in place of {index}")
+                _add(verdict.costs, self._costs)
                 if verdict.printed:
                     self._on_print(verdict.printed)
-                if verdict.value is None:
-                    scores.append(_fault(Outcome.ERROR, verdict.detail))
-                else:
-                    scores.append(Score(reward=verdict.value, outcome=Outcome.OK, correct=verdict.correct))
+                scores.append(self._score(verdict))
                 if verdict.tainted:
                     self.spent = True
                     return scores
@@ -233,13 +259,21 @@ class _Child:
         self.spent = True
         return scores
 
+    def _score(self, verdict: ScoreResult) -> Score:
+        if verdict.timed_out:
+            return self._too_long()
+        if verdict.value is None:
+            return _fault(Outcome.ERROR, verdict.detail)
+        return Score(reward=verdict.value, outcome=Outcome.OK, correct=verdict.correct, components=verdict.components)
+
     def _too_long(self) -> Score:
         return _fault(Outcome.TIMEOUT, f"scoring took longer than {self._timeout_s:g} s")
 
     async def _ended(self, began_s: float) -> Score:
         """Return the score of the answer that was in progress since ``began_s`` when the process ended."""
         how = await self._end()
-        limits = (-signal.SIGKILL, -signal.SIGXCPU)  # the deadline's, and that of CPU time
+        # The deadline's, and that of CPU time; inside bubblewrap they are exit statuses.
+        limits = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
         if self._process.returncode in limits and time.monotonic() - began_s >= self._timeout_s:
             return self._too_long()
         return _fault(Outcome.ERROR, f"scorer process {how}")
@@ -258,6 +292,8 @@ class _Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._stdin.close()
         await self._process.wait()
+        if self._setup.scratch is not None:
+            shutil.rmtree(self._setup.scratch, ignore_errors=True)
 
     async def _reply(self) -> bytes:
         """Read one reply. Raises EOFError (IncompleteReadError) at the end of the pipe, DecodeError if malformed."""
@@ -265,6 +301,11 @@ class _Child:
         if size > LARGEST_REPLY_BYTES:
             raise msgspec.DecodeError(f"a reply of {size} bytes")
         return await self._stdout.readexactly(size)
+
+
+def _add(costs: Mapping[str, float], total: dict[str, float]) -> None:
+    for name, value in costs.items():
+        total[name] = total.get(name, 0.0) + value
 
 
 async def _patient(work: Coroutine[Any, Any, T], patience_s: float) -> T:

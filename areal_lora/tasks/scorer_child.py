@@ -12,6 +12,8 @@ itself (:mod:`areal_lora.tasks.fence`). It limits its own memory.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import math
 import os
@@ -19,24 +21,34 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
-from areal_lora.errors import ArealLoraError
+from areal_lora.errors import ArealLoraError, EnvironmentError_
 from areal_lora.tasks.deadline import Deadline
-from areal_lora.tasks.fence import raise_fence
-from areal_lora.tasks.rewards import RewardFunction, grade, reward_function
+from areal_lora.tasks.fence import Doors, end_with_parent, raise_fence
+from areal_lora.tasks.reward_calls import RewardCall, Style
+from areal_lora.tasks.rewards import Grade, Wanted, grade, reward_call
+from areal_lora.tasks.score_item import ScoreItem
+from areal_lora.tasks.seccomp import Processes
 
 PRINTED_CHARACTERS = 2000
+ASYNC_LATE_S = 0.5  # a coroutine's own time-out comes before the end of the process
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """First message. ``path`` is the function of kind ``function``, ``hidden`` a folder that must not be readable.
 
+    ``scratch`` is a folder that may be written, with files of up to ``scratch_bytes``.
+
     ``memory_bytes`` is the address space beyond the size of the process after loading the function.
-    ``correct_threshold`` is the configured one (see `rewards.grade`).
+    ``correct_threshold`` is the configured one (see `rewards.grade`). ``settings`` are the keys of a judge or code
+    reward, ``kept`` the folder of a judge's cache.
     """
 
     kind: str
@@ -45,42 +57,56 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     memory_bytes: int
     hidden: str | None
+    scratch: str | None
+    scratch_bytes: int
+    network: bool
     parent_pid: int
     search_path: tuple[str, ...]
+    processes: Processes = Processes.NONE
+    settings: dict[str, Any] = {}
+    kept: str | None = None
+
+    @property
+    def doors(self) -> Doors:
+        return Doors(
+            scratch=None if self.scratch is None else Path(self.scratch),
+            scratch_bytes=self.scratch_bytes,
+            network=self.network,
+            kept=None if self.kept is None else Path(self.kept),
+            processes=self.processes,
+        )
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to `Setup`. ``problem`` states why no reward function was loaded; ``exit_code`` classifies it.
 
-    ``missing`` names the protections that this machine lacks.
+    ``missing`` names the protections that this machine lacks. ``style`` is that of the reward's calls.
     """
 
     problem: str = ""
     exit_code: int = 0
     missing: list[str] = []
-
-
-class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion with its gold answer."""
-
-    completion: str
-    gold: str
+    style: str = Style.EACH.value
 
 
 class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     """Verdict on one item. ``value`` is the reward; None if it could not be computed, for the reason in ``detail``.
 
     ``correct`` is None if the task has no rule for it. ``index`` counts the answers of a batch. ``ended_s`` is
-    ``time.monotonic``, which parent and child share. ``tainted``: this process must not score another answer.
+    ``time.monotonic``, which parent and child share. ``timed_out``: an asynchronous reward took too long.
+    ``tainted``: this process must not score another answer. ``costs``: spent since the last result.
     """
 
     index: int
     value: float | None
     ended_s: float
     correct: bool | None = None
+    components: dict[str, float] = {}
     detail: str = ""
     printed: str = ""
+    timed_out: bool = False
     tainted: bool = False
+    costs: dict[str, float] = {}
 
 
 class Printed(io.TextIOBase):
@@ -119,29 +145,97 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return stream.read(int.from_bytes(head, "big"))
 
 
-def judge(
-    reward: RewardFunction, correct_threshold: float | None, index: int, item: ScoreItem, printed: Printed
-) -> ScoreResult:
-    before = threads()
-    value: float | None = None
-    correct: bool | None = None
-    detail, tainted = "", False
-    try:
-        graded = grade(reward(item.completion, item.gold), correct_threshold)
-        value, correct = graded.reward, graded.correct
-    except Exception as error:  # fault boundary: a reward function may fail in any way on a model's text  # noqa: BLE001
-        detail, tainted = describe(error), isinstance(error, MemoryError)
-    if threads() - before:
-        value, correct, detail, tainted = None, None, "a thread that it started is still running", True
-    return ScoreResult(
-        index=index,
-        value=value,
-        correct=correct,
-        ended_s=time.monotonic(),
-        detail=detail,
-        printed=printed.take(),
-        tainted=tainted,
-    )
+@dataclass(slots=True)
+class Judge:
+    """Scores answers with one reward function, and writes a `ScoreResult` for each as soon as it is known."""
+
+    call: RewardCall
+    setup: Setup
+    printed: Printed
+    replies: BinaryIO
+    deadline: Deadline
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)  # one loop: a client of an earlier batch still works
+
+    def batch(self, items: Sequence[ScoreItem]) -> None:
+        match self.call.style:
+            case Style.EACH:
+                for index, item in enumerate(items):
+                    with self._limited(1):
+                        verdict = self._verdict(index, partial(self.call.one, item))
+                    write_frame(self.replies, verdict)
+            case Style.ASYNC:
+                self.runner.run(self._concurrently(items))
+            case Style.BATCH:
+                with self._limited(len(items)):
+                    values = self._values(items)
+                for index, value in enumerate(values):
+                    write_frame(self.replies, self._verdict(index, value))
+
+    @contextlib.contextmanager
+    def _limited(self, answers: int) -> Iterator[None]:
+        """Allow the time of so many answers."""
+        renew_cpu_limit(answers * self.setup.timeout_s)
+        self.deadline.start(answers * self.setup.timeout_s)
+        try:
+            yield
+        finally:
+            self.deadline.stop()  # before writing, which waits for a parent that does not read
+
+    async def _concurrently(self, items: Sequence[ScoreItem]) -> None:
+        """Each answer has its own time-out; the kernel's deadline ends a function that blocks the event loop."""
+        limit_s = self.setup.timeout_s
+        renew_cpu_limit(limit_s)
+        self.deadline.start(limit_s + ASYNC_LATE_S)
+
+        async def one(item: ScoreItem) -> Callable[[], Any]:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return partial(_return, await self.call.one(item))
+            except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
+                return partial(_raise, error)
+
+        values = await asyncio.gather(*map(one, items))
+        self.deadline.stop()
+        for index, value in enumerate(values):
+            write_frame(self.replies, self._verdict(index, value))
+
+    def _values(self, items: Sequence[ScoreItem]) -> list[Callable[[], Any]]:
+        try:
+            return [partial(_return, value) for value in self.call.many(items)]
+        except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
+            return [partial(_raise, error)] * len(items)
+
+    def _verdict(self, index: int, value: Callable[[], Any]) -> ScoreResult:
+        before = threads()
+        graded: Grade | None = None
+        detail, timed_out, tainted = "", False, False
+        try:
+            graded = grade(value(), self.setup.correct_threshold)
+        except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
+            timed_out = isinstance(error, TimeoutError) and self.call.style is Style.ASYNC
+            detail, tainted = describe(error), isinstance(error, MemoryError)
+        if threads() - before:
+            graded, detail, tainted = None, "a thread that it started is still running", True
+        return ScoreResult(
+            index=index,
+            value=None if graded is None else graded.reward,
+            correct=None if graded is None else graded.correct,
+            components={} if graded is None else dict(graded.components),
+            ended_s=time.monotonic(),
+            detail=detail,
+            printed=self.printed.take(),
+            timed_out=timed_out,
+            tainted=tainted,
+            costs=self.call.take_costs(),
+        )
+
+
+def _return(value: Any) -> Any:
+    return value
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def describe(error: Exception) -> str:
@@ -156,10 +250,13 @@ def threads() -> set[int]:
     return set(sys._current_frames())
 
 
-def load(setup: Setup) -> RewardFunction | Ready:
+def load(setup: Setup) -> RewardCall | Ready:
     sys.path += [folder for folder in setup.search_path if folder not in sys.path]
     try:
-        return reward_function(setup.kind, setup.path)
+        doors = setup.doors
+        return reward_call(
+            Wanted(kind=setup.kind, path=setup.path, settings=setup.settings, kept=doors.kept, scratch=doors.scratch)
+        )
     except ArealLoraError as error:
         return Ready(problem=str(error), exit_code=error.exit_code)
 
@@ -189,6 +286,25 @@ def take_over_standard_streams() -> tuple[BinaryIO, BinaryIO, Printed]:
     return requests, replies, printed
 
 
+def keep_group(parent_pid: int) -> int:
+    """Continue as a child of this process, and return its pid.
+
+    This process stays behind and ends its whole group when the child or the parent ends: what a reward started may
+    outlive neither. The group cannot be left, because seccomp refuses it.
+    """
+    own_pid = os.getpid()
+    child = os.fork()
+    if child == 0:
+        return own_pid
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    end_with_parent(signal.SIGTERM)
+    if os.getppid() == parent_pid:
+        os.closerange(0, 64)  # the pipes are the child's
+        os.waitpid(child, 0)
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
     requests, replies, printed = take_over_standard_streams()
@@ -196,25 +312,27 @@ def main() -> None:
     if first is None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
-    missing = raise_fence(None if setup.hidden is None else Path(setup.hidden), setup.parent_pid)
-    deadline = Deadline(setup.timeout_s)
+    parent_pid = setup.parent_pid
+    if setup.processes is Processes.MANY:
+        parent_pid = keep_group(parent_pid)
+    missing = raise_fence(None if setup.hidden is None else Path(setup.hidden), parent_pid, setup.doors)
+    deadline = Deadline()
     if not deadline.kept:
         missing.append("POSIX timers (an answer that hangs is found later, by the controller)")
     reward = load(setup)
+    if setup.kind == "code" and missing and setup.processes is Processes.MANY:
+        what = "; ".join(missing)
+        reward = Ready(problem=f"reward code: this machine lacks {what}", exit_code=EnvironmentError_.exit_code)
     if isinstance(reward, Ready):
         write_frame(replies, reward)
         return
     limit_memory(setup.memory_bytes)
-    write_frame(replies, Ready(missing=missing))
+    write_frame(replies, Ready(missing=missing, style=reward.style.value))
     printed.take()
+    judge = Judge(call=reward, setup=setup, printed=printed, replies=replies, deadline=deadline)
     decoder = msgspec.msgpack.Decoder(list[ScoreItem])
     while (frame := read_frame(requests)) is not None:
-        for index, item in enumerate(decoder.decode(frame)):
-            renew_cpu_limit(setup.timeout_s)
-            deadline.start()
-            verdict = judge(reward, setup.correct_threshold, index, item, printed)
-            deadline.stop()  # before writing, which waits for a parent that does not read
-            write_frame(replies, verdict)
+        judge.batch(decoder.decode(frame))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import errno
 import os
 import struct
 import sys
+from enum import StrEnum
 
 # Numbers on (x86_64, aarch64); None if the machine has no such call.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -80,6 +81,8 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "userfaultfd": (323, 282),
 }
 _CLONE = (56, 220)  # allowed for threads
+_STARTS = ("fork", "vfork", "execve", "execveat")
+_ATTRIBUTES = ("chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "futimesat", "utimensat")
 _CLONE3 = (435, 435)  # its flags cannot be read by a filter; "no such call" makes the C library use clone
 _OWN_PID_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
 _SELF_ONLY = (302, 261)  # prlimit64 of process 0, which means itself
@@ -87,6 +90,7 @@ _SELF_ONLY = (302, 261)  # prlimit64 of process 0, which means itself
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 _X32 = 0x40000000
 _CLONE_THREAD = 0x00010000
+_CLONE_NAMESPACES = 0x7E020000
 _LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data; the low half of argument 0
@@ -95,11 +99,34 @@ _PR_SET_SECCOMP, _FILTER_MODE = 22, 2
 Instruction = tuple[int, int, int, int]
 
 
-def program(machine: str, pid: int) -> list[Instruction] | None:
+class Processes(StrEnum):
+    """Which processes may be started.
+
+    ``none``: no other one. ``exec``: none, but this one may become another program. ``many``: any, which can be
+    signalled too and stay in the process group; in a ``box`` of its own they may also change attributes of files.
+    """
+
+    NONE = "none"
+    EXEC = "exec"
+    MANY = "many"
+    BOX = "box"
+
+    @property
+    def several(self) -> bool:
+        return self in (Processes.MANY, Processes.BOX)
+
+
+def program(
+    machine: str, pid: int, *, network: bool = False, processes: Processes = Processes.NONE
+) -> list[Instruction] | None:
     """Build the filter as BPF ``(code, jump if true, jump if false, k)``; None for a machine without known numbers."""
     if machine not in _MACHINES:
         return None
     column, arch = _MACHINES[machine]
+    open_calls = {"socket"} if network else set()
+    open_calls |= {"execve"} if processes is Processes.EXEC else set()
+    open_calls |= {*_STARTS, "tkill"} if processes.several else set()
+    open_calls |= set(_ATTRIBUTES) if processes is Processes.BOX else set()
     refuse: Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     code: list[Instruction] = [
@@ -110,23 +137,30 @@ def program(machine: str, pid: int) -> list[Instruction] | None:
         (_JGE, 0, 1, _X32),
         refuse,
     ]
-    for numbers in REFUSED.values():
+    for name, numbers in REFUSED.items():
+        if name in open_calls:
+            continue
         number = numbers[column]
         if number is not None:
             code += [(_JEQ, 0, 1, number), refuse]
     code += [(_JEQ, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    code += [(_JEQ, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARG0), (_JSET, 1, 0, _CLONE_THREAD), refuse, allow]
-    for numbers, wanted in [*((n, pid) for n in _OWN_PID_ONLY.values()), (_SELF_ONLY, 0)]:
+    code += [(_JEQ, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARG0)]
+    if processes.several:
+        code += [(_JSET, 0, 1, _CLONE_NAMESPACES), refuse, allow]
+    else:
+        code += [(_JSET, 1, 0, _CLONE_THREAD), refuse, allow]
+    own_pid = [] if processes.several else [(numbers, pid) for numbers in _OWN_PID_ONLY.values()]
+    for numbers, wanted in [*own_pid, (_SELF_ONLY, 0)]:
         code += [(_JEQ, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARG0), (_JEQ, 1, 0, wanted), refuse, allow]
     return [*code, allow]
 
 
-def install() -> bool:
+def install(*, network: bool = False, processes: Processes = Processes.NONE) -> bool:
     """Install the filter in this process; False if the kernel or machine does not support it.
 
     The process must have one thread and PR_SET_NO_NEW_PRIVS set.
     """
-    code = program(os.uname().machine, os.getpid())
+    code = program(os.uname().machine, os.getpid(), network=network, processes=processes)
     if code is None or sys.maxsize < 2**32:
         return False
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)

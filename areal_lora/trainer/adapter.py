@@ -13,15 +13,18 @@ keyed by adapter and belongs to the object that needs it::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from areal_lora.algorithms.kl import adapted
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
 from areal_lora.checkpoint.state import Evaluation
+from areal_lora.config.adapter_run import AdapterRun, adapter_run
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.data.collate import scoring_batch
-from areal_lora.data.prompts import TextTokenizer
+from areal_lora.data.tokenizer import TextTokenizer
+from areal_lora.errors import ArealLoraError
 from areal_lora.tasks.datasets import load_samples
-from areal_lora.types import AdapterRef, AdapterSpec, TrainBatch
+from areal_lora.types import AdapterPhase, AdapterRef, AdapterSpec, TrainBatch
 
 TokenRows = list[list[int]]
 
@@ -30,11 +33,12 @@ TokenRows = list[list[int]]
 class Adapter:
     """The identity of an adapter, fixed for a run.
 
-    ``probe`` are the sequences of the truth check (contract C6), ``base_commit`` is the revision of a base from the
-    hub.
+    ``run`` are its settings, with the run's in place of those it leaves out. ``probe`` are the sequences of the
+    truth check (contract C6), ``base_commit`` is the revision of a base from the hub.
     """
 
     config: AdapterConfig
+    run: AdapterRun
     spec: AdapterSpec
     algorithm: Algorithm
     probe: TrainBatch
@@ -47,15 +51,19 @@ class Adapter:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """State that training changes besides tensors. Only `advance`, called by the loop, changes it.
+    """State that training changes besides tensors. Only the loop changes it.
 
     ``version`` counts the training steps taken, one batch and one published version each. ``skipped_steps`` counts
-    the latest steps in a row whose gradients were not finite.
+    the latest steps in a row whose gradients were not finite. ``kl_scale`` times the configured KL coefficient is
+    the one in use. ``failure`` is the error of an adapter in phase FAILED.
     """
 
     adapter: Adapter
     version: int = 0
+    phase: AdapterPhase = AdapterPhase.PENDING
+    failure: ArealLoraError | None = None
     skipped_steps: int = 0
+    kl_scale: float = 1.0
 
     @property
     def name(self) -> str:
@@ -65,10 +73,21 @@ class TrainingState:
     def ref(self) -> AdapterRef:
         return AdapterRef(name=self.name, version=self.version)
 
-    def advance(self, *, skipped: bool) -> None:
-        """Count one training step; ``skipped`` if no optimizer step of it was taken."""
+    @property
+    def tuned(self) -> Adapter:
+        """The adapter with the KL coefficient of the version in training."""
+        return replace(self.adapter, algorithm=self.adapter.algorithm.with_kl_scale(self.kl_scale))
+
+    def advance(self, *, skipped: bool, kl: float | None) -> None:
+        """Count one training step; ``skipped`` if no optimizer step of it was taken. ``kl``: mean of a token."""
         self.version += 1
+        self.kl_scale = adapted(self.kl_scale, kl, self.adapter.algorithm.kl_target)
         self.skipped_steps = self.skipped_steps + 1 if skipped else 0
+
+    @property
+    def due_phase(self) -> AdapterPhase:
+        """The phase that follows from the version."""
+        return AdapterPhase.DRAINING if self.version >= self.adapter.run.steps else AdapterPhase.ACTIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +109,20 @@ class Restored:
 
     version: int
     controller: ControllerState
+    kl_scale: float = 1.0
 
 
 def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> Adapter:
     return Adapter(
         config=adapter,
+        run=adapter_run(config, adapter),
         spec=adapter.spec(config.model.path),
-        algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
+        algorithm=build_algorithm(
+            adapter.algorithm,
+            minibatches=adapter.minibatches,
+            max_new_tokens=adapter.sampling.max_new_tokens,
+            given_steps=adapter.sft.steps,
+        ),
         probe=scoring_batch(probe, adapter.name),
         base_commit=config.model.commit,
     )
@@ -105,5 +131,6 @@ def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> A
 def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> TokenRows:
     """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers."""
     sync = config.weight_sync
+    # Without the chat template: sequences that begin with one system prompt would test the same tokens.
     samples = load_samples(adapter.task, "eval")[: sync.probe_sequences]
-    return [tokenizer.encode(s.prompt + s.answer, add_special_tokens=False)[: sync.probe_tokens] for s in samples]
+    return [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[: sync.probe_tokens] for s in samples]

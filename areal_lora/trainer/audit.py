@@ -57,13 +57,14 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Result of one audit: ``tokens`` were compared, ``gap`` is the mean |recorded - scored| over them.
+    """Result of one audit of a batch of ``adapter``.
 
-    ``error`` states how the batch contradicts its recorded versions, ``missing`` why excerpts could not be compared;
-    both are empty otherwise. ``silent_steps`` counts steps in a row without a comparison. ``took_s`` is the time in
-    the audit thread.
+    ``tokens`` were compared, ``gap`` is the mean |recorded - scored| over them. ``error`` states how the batch
+    contradicts its recorded versions, ``missing`` why excerpts could not be compared; both are empty otherwise.
+    ``silent_steps`` counts steps in a row without a comparison. ``took_s`` is the time in the audit thread.
     """
 
+    adapter: str = ""
     tokens: int = 0
     gap: float | None = None
     error: str = ""
@@ -159,6 +160,7 @@ def _merged(audits: Sequence[Audit]) -> Audit | None:
     tokens = sum(a.tokens for a in audits)
     total = sum(a.tokens * a.gap for a in audits if a.gap is not None)
     return Audit(
+        adapter=audits[-1].adapter,
         tokens=tokens,
         gap=total / tokens if tokens else None,
         silent_steps=audits[-1].silent_steps,
@@ -190,13 +192,17 @@ class Auditor:
         if self._running is not None:
             self._end(self._running.result())
         excerpts = choose(batch, name, seed, self._max_tokens)
-        self._running = self._pool.submit(self._audit, excerpts, temperature)
+        self._running = self._pool.submit(self._audit, name, excerpts, temperature)
 
-    def collect(self, *, wait: bool = False) -> Audit | None:
-        """Return the merged audits that ended since the last call, or None; with ``wait``, wait for one in progress."""
+    def collect(self, name: str, *, wait: bool = False) -> Audit | None:
+        """Return the merged audits of ``name`` that ended since its last call, or None.
+
+        With ``wait``, wait for the one in progress. Audits of other adapters stay for their calls.
+        """
         if self._running is not None and (wait or self._running.done()):
             self._end(self._running.result())
-        ended, self._ended = self._ended, []
+        ended = [audit for audit in self._ended if audit.adapter == name]
+        self._ended = [audit for audit in self._ended if audit.adapter != name]
         return _merged(ended)
 
     def close(self) -> None:
@@ -215,7 +221,7 @@ class Auditor:
             )
         self._ended.append(replace(audit, silent_steps=self._silent_steps))
 
-    def _audit(self, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
+    def _audit(self, name: str, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
         began = time.monotonic()
         deadline = began + self._timeout_s
         servers = self.servers
@@ -237,4 +243,4 @@ class Auditor:
             raise PublishError("; ".join(reasons) or f"no server could be asked within {self._timeout_s:g} s")
 
         ended = audit(excerpts, score, self._limit)
-        return replace(ended, took_s=time.monotonic() - began)
+        return replace(ended, adapter=name, took_s=time.monotonic() - began)

@@ -13,26 +13,29 @@ import msgspec
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
+from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.data.tokenizer import load_tokenizer
 from areal_lora.distributed.exchange import Exchange, GroupExchange
-from areal_lora.engine.megatron_engine import MegatronEngine
-from areal_lora.platforms.device import own_device, platform_of
+from areal_lora.engine.engines import build_engine
+from areal_lora.platforms.device import own_device
 from areal_lora.processes.faults import reached
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint
+from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
 from areal_lora.run_folder.status import set_status
 from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
+from areal_lora.trainer.payload import outgoing_payload
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.state import Rank0, Trainer
+from areal_lora.trainer.turns import Turns
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
@@ -51,15 +54,17 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     started_s = time.monotonic()
     set_status(run_folder, "trainer", rank, "loading the base model")
     device = own_device(config.cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
-    engine = MegatronEngine(config.model, config.trainer, device)
+    engine = build_engine(config.model, config.trainer, device)
     control = GroupExchange(timeout_s=CONTROL_TIMEOUT_S)
     probes = _probes(config, control)
     adapters = [build_adapter(config, adapter, probes[adapter.name]) for adapter in config.adapters]
     for adapter in adapters:
-        engine.add_adapter(adapter.spec, adapter.config.optimizer, config.run.seed)
+        engine.add_adapter(adapter.spec, adapter.config.optimizer, adapter.run.seed)
     restored = resume(engine, adapters, config, run_folder, control)
     versions = {name: found.version for name, found in restored.items()}
     states = {a.name: TrainingState(adapter=a, version=versions.get(a.name, 0)) for a in adapters}
+    for name, found in restored.items():
+        states[name].kl_scale = found.kl_scale
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
     rank_0 = _rank_0(config, run_folder, client, states, restored, started_s) if client else None
     store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
@@ -69,9 +74,10 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         config=config.weight_sync,
         exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
         role=_leader(config, run_folder, client, rank_0.auditor) if client and rank_0 else Follower(),
+        sources=engine.adapter_sources(),
         secret=read_secret(run_folder),
         bind=own_place(config.cluster, run_folder).address,
-        backend=platform_of(device).xccl,
+        backend=broadcast_backend(config),
         device=device,
     )
     on_report = rank_0.recorder.published if rank_0 else None
@@ -81,14 +87,16 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         engine=engine,
         states=states,
         checkpointing=Checkpointing(config, engine, saver, versions),
-        publishing=AdapterPublishing(engine, publisher, config.weight_sync, on_report),
+        publishing=AdapterPublishing(
+            engine, publisher, outgoing_payload(config, engine), on_report, rank_0.recorder.members if rank_0 else None
+        ),
         control=control,
         rank_0=rank_0,
     )
 
 
 def _probes(config: Config, control: Exchange) -> dict[str, TokenRows]:
-    """The truth check's sequences by adapter. Rank 0 tokenizes for all ranks: only it imports transformers."""
+    """The truth check's sequences by adapter. Rank 0 tokenizes for all ranks."""
     mine = None
     if control.rank == 0:
         tokenizer = load_tokenizer(config.model.folder)
@@ -132,7 +140,12 @@ def _rank_0(
         timeout_s=config.weight_sync.attempt_s,
         max_model_len=config.rollout.max_model_len,
     )
-    return Rank0(controller=ControllerLink(config, client, recorder, kept), recorder=recorder, auditor=auditor)
+    return Rank0(
+        controller=ControllerLink(config, client, recorder, kept),
+        recorder=recorder,
+        auditor=auditor,
+        turns=Turns({name: state.adapter.run.weight for name, state in states.items()}),
+    )
 
 
 def controller_patience_s(config: Config) -> float:
@@ -151,19 +164,24 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, aud
     """Build rank 0's publish role, which announces to the controller the servers of each active version."""
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
-    for index in range(config.rollout.servers):
-        wait_endpoint(run_folder, "server", index, STARTUP_TIMEOUT_S)
+    wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S)
 
     def announce(active: Active) -> None:
         auditor.servers = active.servers
-        client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost)
+        client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost, active.left)
         reached("trainer.published")
+
+    def waits(ref: AdapterRef, held: str) -> None:
+        said = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
+        set_status(run_folder, "trainer", 0, said)
 
     return Leader(
         run=config.run.name,
         secret=read_secret(run_folder),
         servers=watch.present(),
         config=config.weight_sync,
+        min_servers=config.cluster.min_servers,
         watch=watch,
         on_active=announce,
+        on_wait=waits,
     )

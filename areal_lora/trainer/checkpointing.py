@@ -11,15 +11,25 @@ import torch
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import Found, ResumePlan, explain, tidy
 from areal_lora.checkpoint.saver import Save, Saver
-from areal_lora.checkpoint.state import MANIFEST_FILE, Clock, Manifest, RankRandom, decode_manifest, read_files
+from areal_lora.checkpoint.state import (
+    MANIFEST_FILE,
+    Clock,
+    Manifest,
+    RankRandom,
+    decode_manifest,
+    files_of,
+    read_files,
+)
 from areal_lora.checkpoint.store import Snapshot
+from areal_lora.config.adapter_run import AdapterRun, adapter_named, adapter_run
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.adapter import Adapter, ControllerState, Restored
+from areal_lora.trainer import companions
+from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
 from areal_lora.trainer.peft import warm_start
 from areal_lora.types import AdapterRef
 
@@ -39,16 +49,18 @@ class Checkpointing:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
 
-    def save(self, adapter: Adapter, version: int, controller: ControllerState) -> Save | None:
-        """Copy the adapter's tensors and begin to write them, if ``version`` is due for a checkpoint and has none.
+    def save(self, state: TrainingState, controller: ControllerState) -> Save | None:
+        """Copy the adapter's tensors and begin to write them, if its version is due for a checkpoint and has none.
 
         At most one save per adapter is in progress: call ``join`` first. Rank 0's ``controller`` goes into the
         manifest.
         """
-        if self._newest.get(adapter.name) == version or not self.due(version):
+        adapter, version = state.adapter, state.version
+        if self._newest.get(adapter.name) == version or not due(adapter.run, version):
             return None
         self._newest[adapter.name] = version
-        state = self._engine.export_state(adapter.name)
+        tensors = self._engine.export_state(adapter.name)
+        others = companions.states(self._engine, adapter)
         optimizer = adapter.config.optimizer
         manifest = Manifest(
             run=self._config.run.name,
@@ -57,22 +69,23 @@ class Checkpointing:
             base_digest=self._engine.base_digest(),
             layout=self._config.trainer.model_dump(include=set(LAYOUT)),
             clock=Clock(
-                step=state.step, total_steps=self._config.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
+                step=tensors.step, total_steps=adapter.run.steps, lr=optimizer.lr, settings=optimizer.model_dump()
             ),
             files=(),
             random=(),
             ledger=controller.ledger,
             evaluations=dict(controller.evaluations),
             awaited=tuple(sorted(controller.pending)),
+            kl_scale=state.kl_scale,
+            companions=companions.described(self._engine, adapter, others),
             written_s=0.0,
         )
         ref = AdapterRef(name=adapter.name, version=version)
         return self._saver.save(
-            Snapshot(ref=ref, state=state, random=random_state(self._engine.device), manifest=manifest)
+            Snapshot(
+                ref=ref, state=tensors, companions=others, random=random_state(self._engine.device), manifest=manifest
+            )
         )
-
-    def due(self, version: int) -> bool:
-        return version % self._config.checkpoint.every_steps == 0 or version >= self._config.run.steps
 
     def join(self, adapter: str) -> Save | None:
         """Wait until the previous checkpoint is written and its step committed; see `Saver.join`."""
@@ -80,6 +93,11 @@ class Checkpointing:
 
     def close(self) -> None:
         self._saver.close()
+
+
+def due(run: AdapterRun, version: int) -> bool:
+    """Whether ``version`` gets a checkpoint: every so many steps, and the last one."""
+    return version % run.checkpoint_every == 0 or version >= run.steps
 
 
 def random_state(device: torch.device) -> RankRandom:
@@ -103,7 +121,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 def resume(
     engine: TrainEngine, adapters: Sequence[Adapter], config: Config, run_folder: RunFolder, exchange: Exchange
 ) -> dict[str, Restored]:
-    """Load every adapter from its newest whole checkpoint, or its first version if it has none.
+    """Load every adapter from its newest whole checkpoint, or its first version if it has none, with its companions.
 
     Collective. Rank 0 verifies the checkpoints in whole, the others read what they need. Adapters without a
     checkpoint are not in the result.
@@ -122,22 +140,24 @@ def resume(
     paths = msgspec.msgpack.decode(exchange.broadcast_bytes(chosen), type=list[str])
     restored = {}
     for adapter, path in zip(adapters, paths, strict=True):
+        if not path:
+            warm_start(engine, adapter, adapter.run.seed)
+        companions.begin(engine, adapter, adapter.run.seed)
         if path:
-            restored[adapter.name] = _load(engine, adapter.name, Path(path))
-        else:
-            warm_start(engine, adapter, config.run.seed)
+            restored[adapter.name] = _load(engine, adapter, Path(path))
     return restored
 
 
-def _load(engine: TrainEngine, adapter: str, folder: Path) -> Restored:
+def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> Restored:
     manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes())
-    tensors = read_files([folder / entry.name for entry in manifest.files])
-    engine.load_state(adapter, tensors, manifest.clock.step)
+    tensors = read_files([folder / entry.name for entry in files_of(manifest)])
+    engine.load_state(adapter.name, tensors, manifest.clock.step)
+    companions.load(engine, adapter, manifest, folder)
     set_random_state(manifest.random, engine.rank, engine.device)
     controller = ControllerState(
         ledger=manifest.ledger, evaluations=manifest.evaluations, pending=frozenset(manifest.awaited)
     )
-    return Restored(version=manifest.version, controller=controller)
+    return Restored(version=manifest.version, controller=controller, kl_scale=manifest.kl_scale)
 
 
 def _log(plan: ResumePlan, config: Config) -> None:
@@ -150,13 +170,14 @@ def _log(plan: ResumePlan, config: Config) -> None:
 
 def _resumed(ref: AdapterRef, found: Found, config: Config) -> str:
     """The log line of one adapter: which checkpoint, and what is configured otherwise than when it was written."""
-    was, now = found.manifest, next(a for a in config.adapters if a.name == ref.name).optimizer.model_dump()
+    adapter = adapter_named(config, ref.name)
+    was, now, steps = found.manifest, adapter.optimizer.model_dump(), adapter_run(config, adapter).steps
     layout = config.trainer.model_dump(include=set(LAYOUT))
     changes = [f"{k} {was.layout[k]} -> {layout[k]}" for k in was.layout if layout[k] != was.layout[k]]
     settings = was.clock.settings
     changes += [f"{k} {settings[k]} -> {now[k]}" for k in now if k in settings and now[k] != settings[k]]
-    if was.clock.total_steps != config.run.steps:
-        changes.append(f"run.steps {was.clock.total_steps} -> {config.run.steps}")
+    if was.clock.total_steps != steps:
+        changes.append(f"{'run.' if adapter.steps is None else ''}steps {was.clock.total_steps} -> {steps}")
     text = f"resumed from checkpoint {ref} in {found.path}, written {found.age_s():.0f} s ago"
     return text + (f"; changed since: {', '.join(changes)}" if changes else "")
 

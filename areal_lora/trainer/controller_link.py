@@ -1,23 +1,26 @@
 """Rank 0's link to the rollout controller: batches, evaluations, and what a checkpoint keeps of both.
 
-next_groups        a batch, its ledger snapshot, evaluations that finished meanwhile
+next_work          a batch and its ledger snapshot, the end of an adapter, evaluations that finished meanwhile
 evaluate_if_due    requests an evaluation, which begins when the version is active
 state              -> `ControllerState` of an adapter, for its checkpoint
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from areal_lora.checkpoint.state import Evaluation
+from areal_lora.config.adapter_run import adapter_runs
 from areal_lora.config.models import Config
 from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.client import ControllerClient
+from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.channel.client import ControllerClient, WaitingLines
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.trainer.adapter import ControllerState
 from areal_lora.trainer.recording import Recorder
-from areal_lora.types import AdapterRef, TrajectoryGroup
+from areal_lora.trainer.work import Drained, Faulted, TrainOn, Work
+from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
 
@@ -37,7 +40,10 @@ def evaluation_due(version: int, newest: int, *, every_steps: int, last: int) ->
 
 @dataclass(slots=True, kw_only=True)
 class EvalTracker:
-    """The held-out evaluations of one adapter: results by version, versions without an answer, newest requested."""
+    """The evaluations of one adapter: results by version, versions without an answer, newest requested.
+
+    The results are those of the first set, by which the best version is chosen.
+    """
 
     results: dict[int, Evaluation] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
@@ -54,8 +60,9 @@ class EvalTracker:
 
     def answered(self, result: EvalResult) -> None:
         self.pending.discard(result.version)
-        if not result.error:
-            self.results[result.version] = Evaluation(accuracy=result.accuracy, reward_mean=result.reward_mean)
+        first = result.sets[0]
+        if not first.error:
+            self.results[result.version] = Evaluation(accuracy=first.accuracy, reward_mean=first.reward_mean)
 
 
 class ControllerLink:
@@ -64,7 +71,7 @@ class ControllerLink:
     def __init__(
         self, config: Config, client: ControllerClient, recorder: Recorder, restored: dict[str, ControllerState]
     ) -> None:
-        self._config, self._client, self._recorder = config, client, recorder
+        self._runs, self._client, self._recorder = adapter_runs(config), client, recorder
         self._evals = {name: EvalTracker.restored(state) for name, state in restored.items()}
         self._ledgers = {name: state.ledger for name, state in restored.items()}
 
@@ -74,32 +81,62 @@ class ControllerLink:
             ledger=self._ledgers[adapter], evaluations=dict(tracker.results), pending=frozenset(tracker.pending)
         )
 
-    def next_groups(self, ref: AdapterRef, interrupted: Callable[[], bool]) -> list[TrajectoryGroup] | None:
-        """Wait for the next batch of ``ref``'s adapter, consumed at ``ref``, or until ``interrupted()`` (None).
+    def next_work(
+        self, wanted: Sequence[AdapterRef], draining: Collection[str], interruption: Callable[[], Work | None]
+    ) -> Work:
+        """Wait for a batch of the first of ``wanted`` that has one, consumed at that version.
 
-        Evaluations that finished meanwhile are recorded.
+        Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
+        ``interruption``, asked for about every second. Evaluations that finish meanwhile are recorded.
         """
-        self._recorder.status(f"step {ref.version}: waiting for rollouts of {ref.name}")
-
-        def beat_or_interrupted() -> bool:
+        asked = [m.Wanted(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
+        lines = WaitingLines()
+        said = ""
+        while True:
+            drained = next((name for name in draining if not self._evals[name].pending), None)
+            if drained is not None:
+                return Drained(adapter=drained)
+            if (waiting := self._waiting(wanted, draining)) != said:
+                said = waiting
+                self._recorder.status(waiting)
+            reply = self._client.poll(asked)
+            self.record_evals(self._client.take_events())
+            if isinstance(reply, m.Batch):
+                return self._received(reply)
+            if isinstance(reply, m.AdapterFailed):
+                return Faulted(adapter=reply.adapter, reason=reply.reason)
             self._recorder.beat()
-            return interrupted()
+            if (other := interruption()) is not None:
+                return other
+            lines.say(reply.lacking)
 
-        batch = self._client.poll_batch(
-            ref.name, step=ref.version, version=ref.version, interrupted=beat_or_interrupted
-        )
-        if batch is None:
-            return None
+    def _waiting(self, wanted: Sequence[AdapterRef], draining: Collection[str]) -> str:
+        """The status line of a wait."""
+        if len(wanted) == 1:
+            return f"step {wanted[0].version}: waiting for rollouts of {wanted[0].name}"
+        if wanted:
+            return f"waiting for rollouts of {', '.join(f'{ref.name} (step {ref.version})' for ref in wanted)}"
+        first = {name: min(self._evals[name].pending) for name in draining}
+        refs = (AdapterRef(name=name, version=version) for name, version in first.items())
+        return f"waiting for the evaluation of {', '.join(map(str, refs))}"
+
+    def _received(self, batch: m.Batch) -> TrainOn:
+        ref = AdapterRef(name=batch.adapter, version=batch.step)
         self._recorder.status(f"step {ref.version}: training {ref.name}")
         self._ledgers[ref.name] = batch.snapshot
-        self.record_evals(batch.events)
-        self._recorder.batch(ref, batch.stats, batch.samples)
-        return list(batch.groups)
+        self._recorder.batch(ref, batch.stats, batch.samples, batch.reward_components, batch.reward_costs)
+        return TrainOn(adapter=ref.name, groups=list(batch.groups))
+
+    def end(self, adapter: str) -> None:
+        """Nothing more is needed of ``adapter``: the controller stops its rollouts."""
+        self._evals[adapter].pending.clear()
+        self._client.end(adapter)
 
     def evaluate_if_due(self, ref: AdapterRef) -> None:
         """Request a held-out evaluation of ``ref`` if due and none is pending; of the last version in any case."""
         tracker = self._evals[ref.name]
-        every, last = self._config.eval.every_steps, self._config.run.steps
+        run = self._runs[ref.name]
+        every, last = run.eval_every, run.steps
         if evaluation_due(ref.version, tracker.newest, every_steps=every, last=last):
             if not tracker.pending or ref.version >= last:
                 self.request_eval(ref)
@@ -114,24 +151,15 @@ class ControllerLink:
         self._evals[ref.name].requested(ref.version)
         self._client.request_eval(ref, EVAL_TAG)
 
-    def wait_evals(self, adapter: str, interrupted: Callable[[], bool]) -> bool:
-        """Wait until every requested evaluation has an answer (True), or until ``interrupted()`` (False)."""
-        while pending := self._evals[adapter].pending:
-            ref = AdapterRef(name=adapter, version=min(pending))
-            self._recorder.status(f"waiting for the evaluation of {ref}")
-            result = self._client.poll_eval(ref, EVAL_TAG, interrupted=interrupted)
-            if result is None:
-                return False
-            self.record_evals([result])
-        return True
-
     def record_evals(self, results: Iterable[EvalResult]) -> None:
         for result in results:
             self._evals[result.adapter].answered(result)
-            if result.error:
-                log.warning("evaluation of %s@v%d failed: %s", result.adapter, result.version, result.error)
-            else:
-                self._recorder.evaluation(result)
+            for order, found in enumerate(result.sets):
+                if found.error:
+                    where = (found.name, result.adapter, result.version)
+                    log.warning("evaluation %s of %s@v%d failed: %s", *where, found.error)
+                else:
+                    self._recorder.evaluation(result, order)
 
     def shutdown(self) -> None:
         """End the controller."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from areal_lora.algorithms.advantages import per_sample, to_tokens
 from areal_lora.algorithms.alignment import is_shifted, shift_votes
-from areal_lora.algorithms.losses import decoupled_ppo
+from areal_lora.algorithms.credit import token_credit
+from areal_lora.algorithms.losses import policy_loss
 from areal_lora.algorithms.reduce import denominator, token_weights
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.data.collate import check_batch, split_minibatches
@@ -19,6 +19,8 @@ from areal_lora.engine.base import LossFn, LossSums, MicroBatch, TrainEngine
 from areal_lora.errors import AlignmentError, NonFiniteError
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter, TrainingState
+from areal_lora.trainer.companions import critic_of, reference_of, renew
+from areal_lora.trainer.critic import improve
 from areal_lora.types import TrainBatch
 
 ALIGNMENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.2}
@@ -42,21 +44,30 @@ class LearnReport:
     skipped: float
 
     def per_token(self, name: str) -> float | None:
-        return self.sums[name] / max(self.sums["tokens"], 1.0) if name in self.sums else None
+        return self.mean(name, "tokens")
+
+    def mean(self, name: str, count: str) -> float | None:
+        """The sum ``name`` divided by the sum ``count``; None if it was not measured."""
+        return self.sums[name] / max(self.sums[count], 1.0) if name in self.sums else None
 
 
 def annotate(engine: TrainEngine, adapter: Adapter, batch: TrainBatch) -> TrainBatch:
-    """Add advantages [T] and, if the algorithm needs them, proximal and reference log-probabilities [T].
+    """Add advantages [T] and, if the algorithm needs them, proximal and reference log-probabilities and values [T].
 
-    The reference is the base model with the adapter off (contract C11). Collective over all ranks.
+    The reference is the base model with the adapter off, or a frozen version (contract C11). Collective over all
+    ranks.
     """
     temperature = adapter.config.sampling.temperature
-    if adapter.algorithm.needs_prox:
+    # With dropout the training pass is no score of the policy: what is compared with the record needs one.
+    if adapter.algorithm.needs_prox or adapter.config.dropout:
         batch = replace(batch, prox_logprobs=engine.logprobs(batch, adapter=adapter.name, temperature=temperature))
     if adapter.algorithm.needs_ref:
-        batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=None, temperature=temperature))
-    per_sequence = per_sample(adapter.algorithm.advantage, batch.rewards, batch.group_ids, batch.sample_ids)
-    return replace(batch, advantages=to_tokens(per_sequence, batch.cu_seqlens, batch.loss_mask))
+        reference = reference_of(adapter)
+        batch = replace(batch, ref_logprobs=engine.logprobs(batch, adapter=reference, temperature=temperature))
+    if critic := critic_of(adapter):
+        batch = replace(batch, values=engine.values(batch, adapter=critic.name))
+    credit = token_credit(adapter.algorithm.advantage, adapter.algorithm.shaping, batch)
+    return replace(batch, advantages=credit.advantages, returns=credit.returns)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -86,20 +97,23 @@ def make_loss(adapter: Adapter, version: int) -> LossFn:
     def loss(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None, "annotate() comes before learning"
         weights = token_weights(micro.loss_mask, micro.cu_seqlens, reduction)
-        sums = decoupled_ppo(
+        sums = policy_loss(
             algorithm.terms,
             logprobs=logprobs,
-            prox_logprobs=micro.prox_logprobs,
+            prox_logprobs=micro.prox_logprobs if algorithm.needs_prox else None,
             rollout_logprobs=micro.rollout_logprobs,
             advantages=micro.advantages,
             weights=weights,
+            cu_seqlens=micro.cu_seqlens,
+            given=micro.given,
             ref_logprobs=micro.ref_logprobs,
             entropy=entropy,
         )
         current = logprobs.detach()
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
         votes = shift_votes(before, micro.rollout_logprobs, micro.loss_mask)
-        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, current, version), **votes})
+        scored = before if adapter.config.dropout else current
+        return LossSums(loss=sums.loss, stats={**sums.stats, **_mismatch(micro, scored, version), **votes})
 
     return loss
 
@@ -123,6 +137,8 @@ def learn(
     engine: TrainEngine, adapter: Adapter, batch: TrainBatch, *, version: int, base_dtype: str, lr: float
 ) -> LearnReport:
     """Take all optimizer steps on one annotated batch at rate ``lr``, starting from ``version``. Collective.
+
+    A critic takes its own on the same minibatches; a reference may be renewed.
 
     Raises:
         AlignmentError: the batch's arrays contradict each other, its log-probabilities are shifted by one token, or,
@@ -152,6 +168,8 @@ def learn(
         )
         stats = engine.optim_step(adapter.name, divisor, lr).values
         skipped.append(stats["skipped"])
+        totals.update(improve(engine, adapter, minibatch, lr))
+    renew(engine, adapter, version + 1)
     return LearnReport(
         sums=dict(totals), grad_norm=stats["grad_norm"], lr=stats["lr"], skipped=sum(skipped) / len(skipped)
     )

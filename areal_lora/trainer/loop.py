@@ -9,55 +9,69 @@
     announce <--activated-- servers <---------- publish
                                                  (both in the background: the next step joins them)
 
-Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9).
+Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9). With several
+adapters the same line is run for whichever has a batch and whose turn it is (`turns`); a fault of one of them ends
+that one (`containment`).
 """
 
 from __future__ import annotations
 
+import time
+
+from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.trainer.adapter import TrainingState
+from areal_lora.trainer.containment import contained, enter, first_failure, leave
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.peft import export_adapter
 from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.waits import (
+    batch_of,
     begin_audit,
-    catch_up,
     collect_audit,
     controller_state,
-    evaluated,
     join_checkpoint,
     join_publish,
-    next_batch,
+    next_work,
 )
-from areal_lora.types import AdapterRef
+from areal_lora.trainer.work import Drained, Faulted, TrainOn, Unpublished
+from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
 
 def train(trainer: Trainer) -> None:
-    """Take all remaining steps of every adapter, then wait for the last version and the evaluations."""
-    states = trainer.states.values()
-    for state in states:
-        rerequest_evals(trainer, state)
-        save_and_publish(trainer, state)
-    while (state := min(states, key=lambda s: s.version)).version < trainer.config.run.steps:
-        train_step(trainer, state)
-    collect_audit(trainer, wait=True)
-    for state in states:
-        join_checkpoint(trainer, state)
-        join_publish(trainer, state)
-        export_adapter(trainer.engine, state.adapter, trainer.control, trainer.run_folder)
-        while not evaluated(trainer, state):
-            catch_up(trainer)
-    if trainer.rank_0:
-        trainer.rank_0.controller.shutdown()
-        trainer.rank_0.recorder.finish(trainer.run_folder.adapter_export(next(iter(trainer.states))))
-    trainer.control.all_gather_bytes(b"done")
+    """Take all remaining steps of every adapter; each ends by itself, evaluated and exported.
+
+    Raises the error of the first adapter that failed, once the others are done.
+    """
+    for state in trainer.states.values():
+        with contained(trainer, state):
+            rerequest_evals(trainer, state)
+            save_and_publish(trainer, state)
+            enter(trainer, state, state.due_phase)
+    began_s = time.perf_counter()
+    while (work := next_work(trainer)) is not None:
+        state = trainer.states[work.adapter]
+        trainer.spans[state.name].add("wait_batch", time.perf_counter() - began_s)
+        with contained(trainer, state):
+            match work:
+                case TrainOn(groups=groups):
+                    train_step(trainer, state, groups)
+                case Drained():
+                    join_last(trainer, state)
+                case Unpublished():
+                    join_publish(trainer, state)
+                case Faulted(reason=reason):
+                    raise AdapterRolloutError(reason)
+        if isinstance(work, Drained) and state.phase is AdapterPhase.DRAINING:
+            finish(trainer, state)
+        began_s = time.perf_counter()
+    end(trainer)
 
 
-def train_step(trainer: Trainer, state: TrainingState) -> None:
+def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGroup]) -> None:
     """Consume one batch, make the adapter's next version, begin its checkpoint and its publish."""
-    adapter, spans = state.adapter, trainer.spans[state.name]
-    with spans.span("wait_batch"):
-        batch, histogram = next_batch(trainer, state)
+    adapter, spans = state.tuned, trainer.spans[state.name]
+    batch, histogram = batch_of(state, groups)
     reached("trainer.batch_received")
     begin_audit(trainer, state, batch)
     with spans.span("annotate"):
@@ -66,18 +80,45 @@ def train_step(trainer: Trainer, state: TrainingState) -> None:
     with spans.span("checkpoint_join"):
         join_checkpoint(trainer, state)
     with spans.span("train"):
-        lr = learning_rate(adapter.config.optimizer, state.version, trainer.config.run.steps)
+        lr = learning_rate(adapter.config.optimizer, state.version, adapter.run.steps)
         report = learn(
             trainer.engine, adapter, batch, version=state.version, base_dtype=trainer.config.model.dtype, lr=lr
         )
-    audit = collect_audit(trainer)
+    audit = collect_audit(trainer, state)
     reached("trainer.learned")
-    state.advance(skipped=report.skipped == 1.0)
+    state.advance(skipped=report.skipped == 1.0, kl=report.per_token("kl"))
     if trainer.rank_0:
+        trainer.rank_0.turns.trained(state.name, sum(histogram.values()))
         # Before the checkpoint: a resumed run voids records beyond it, and could not add one that is missing.
         trainer.rank_0.recorder.step(state.ref, batch, report, histogram, spans, audit)
     check_finite(state, report)
     save_and_publish(trainer, state)
+    enter(trainer, state, state.due_phase)
+
+
+def join_last(trainer: Trainer, state: TrainingState) -> None:
+    """Wait for what is in progress of an adapter that has made its last step. Collective."""
+    collect_audit(trainer, state, wait=True)
+    join_checkpoint(trainer, state)
+    join_publish(trainer, state)
+
+
+def finish(trainer: Trainer, state: TrainingState) -> None:
+    """Export an adapter that is done. Collective; a fault ends the run, since rank 0 alone writes and sees it."""
+    export_adapter(trainer.engine, state.adapter, trainer.control, trainer.run_folder)
+    enter(trainer, state, AdapterPhase.DONE)
+    leave(trainer, state)
+
+
+def end(trainer: Trainer) -> None:
+    """Write the report and end the controller. Raises the error of the first adapter that failed."""
+    if trainer.rank_0:
+        trainer.rank_0.controller.shutdown()
+        done = [state.name for state in trainer.states.values() if state.phase is AdapterPhase.DONE]
+        trainer.rank_0.recorder.finish({name: trainer.run_folder.adapter_export(name) for name in done})
+    trainer.control.all_gather_bytes(b"done")
+    if (failure := first_failure(trainer)) is not None:
+        raise failure
 
 
 def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
@@ -89,7 +130,7 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     spans = trainer.spans[state.name]
     spans.restart()
     with spans.span("checkpoint_copy"):
-        save = trainer.checkpointing.save(state.adapter, state.version, controller_state(trainer, state))
+        save = trainer.checkpointing.save(state, controller_state(trainer, state))
     with spans.span("publish_join"):
         join_publish(trainer, state)
     with spans.span("publish_pack"):

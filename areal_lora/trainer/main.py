@@ -24,6 +24,7 @@ from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.network.addresses import set_variables
 from areal_lora.platforms.device import platform_of
 from areal_lora.processes import stacks
+from areal_lora.processes.devices import take_devices
 from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.run_folder.paths import RunFolder
@@ -68,9 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     stacks.install(run_folder.stack_dump(f"{ROLE}-{rank}"))
     config = read_config(run_folder)
     torch.set_num_threads(config.trainer.threads)
-    set_status(run_folder, ROLE, rank, "importing Megatron")
+    set_status(run_folder, ROLE, rank, "importing the engine")
     # The heavy imports follow the check of the arguments.
     try:
+        take_devices(config.cluster.device)
         with collector_paused():
             from areal_lora.trainer.build import build_trainer
             from areal_lora.trainer.loop import train

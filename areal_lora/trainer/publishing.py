@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
+from areal_lora.algorithms.merging import MOST_LOST
 from areal_lora.checkpoint.saver import Save
-from areal_lora.config.models import WeightSyncConfig
 from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import TrainEngine
 from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter
+from areal_lora.trainer.payload import OutgoingPayload
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport
+
+log = get_logger(__name__)
 
 Scores = list[list[float]]  # log-probabilities of the probe, one row per sequence
 
@@ -51,12 +54,14 @@ class AdapterPublishing:
         self,
         engine: TrainEngine,
         publisher: Publisher,
-        config: WeightSyncConfig,
+        payload: OutgoingPayload,
         on_report: Callable[[PublishReport], None] | None,
+        on_members: Callable[[PublishReport], None] | None = None,
     ) -> None:
-        self._engine, self._publisher, self._config = engine, publisher, config
-        self._on_report = on_report
+        self._engine, self._publisher, self._payload = engine, publisher, payload
+        self._on_report, self._on_members = on_report, on_members
         self._published: dict[str, _Published] = {}
+        self._lossy = False
 
     def publish(self, adapter: Adapter, version: int, save: Save | None) -> None:
         """Begin to send the adapter as ``version``. One publish per adapter may be in progress: call ``join`` first.
@@ -75,7 +80,8 @@ class AdapterPublishing:
             ref=AdapterRef(name=adapter.name, version=version),
             parent=AdapterRef(name=adapter.name, version=version - 1) if version else None,
             layout=kept.layout,
-            pack=partial(self._engine.pack_adapter, adapter.name, self._config.wire_dtype),
+            pack=self._payload.pack(adapter),
+            cast=self._payload.cast,
             base_digest=self._engine.base_digest(),
             probe=self._expected(adapter, version, kept),
             gate=gate,
@@ -92,26 +98,60 @@ class AdapterPublishing:
             return
         handle, kept.handle = kept.handle, None
         report = handle.wait()
+        self._warn_of_loss(report)
         if self._on_report is not None:
             self._on_report(report)
+        self._note_members(report)
+
+    def failed(self) -> str | None:
+        """An adapter whose publish in progress has failed; ``join`` raises its error (rank 0, not collective)."""
+        kept = self._published.items()
+        return next((name for name, each in kept if each.handle is not None and each.handle.failed()), None)
 
     def changed(self) -> bool:
-        """Whether servers joined that hold no version yet, or fell silent (rank 0, not collective)."""
+        """Whether servers lack the newest version of an adapter, or fell silent (rank 0, not collective)."""
         return self._publisher.changed()
 
     def catch_up(self, adapter: str) -> None:
-        """Join the previous publish, then send the newest version again: to new servers, excluding silent ones."""
+        """Join the previous publish, then send the newest version again.
+
+        It reaches servers that joined, releases those that leave, and excludes silent ones. Nothing is sent if all
+        servers serve it already.
+        """
         self.join(adapter)
-        self._publisher.again(adapter).wait()
+        self._note_members(self._publisher.again(adapter).wait())
+
+    def drop(self, adapter: str) -> None:
+        """Forget a deleted adapter; the servers free what they hold of it as soon as no request uses it."""
+        self._published.pop(adapter, None)
+        self._publisher.drop(adapter)
 
     def close(self) -> None:
         self._publisher.close()
+
+    def _note_members(self, report: PublishReport) -> None:
+        if self._on_members is not None:
+            self._on_members(report)
+
+    def _warn_of_loss(self, report: PublishReport) -> None:
+        """Warn when the cast begins to lose much of a merged adapter (rank 0's report is that of all ranks)."""
+        lossy = report.cast is not None and report.cast.error > MOST_LOST
+        if report.cast is not None and lossy and not self._lossy and self._on_report is not None:
+            log.warning(
+                "%s: %.0f %% of the adapter survives the cast of the merged weights (relative error %.2f, limit %.2f): "
+                "the servers sample from another policy; use rollout.adapter_mode=unmerged, or model.dtype=float32",
+                report.ref,
+                100 * report.cast.survives,
+                report.cast.error,
+                MOST_LOST,
+            )
+        self._lossy = lossy
 
     def _kept(self, adapter: Adapter) -> _Published:
         if adapter.name not in self._published:
             base, again = (self._engine.logprobs(adapter.probe, adapter=None) for _ in range(2))
             self._published[adapter.name] = _Published(
-                layout=self._engine.adapter_layout(adapter.name, self._config.wire_dtype),
+                layout=self._payload.layout(adapter),
                 base=split_rows(base, adapter.probe.cu_seqlens),
                 noise=float((base - again).abs().max()),
             )
@@ -130,4 +170,5 @@ class AdapterPublishing:
             parent=parent,
             before=before,
             noise=kept.noise,
+            routed=self._engine.routed,
         )

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from areal_lora.algorithms.advantages import sample_rewards
 from areal_lora.algorithms.alignment import shifted_share
+from areal_lora.algorithms.credit import explained_variance
 from areal_lora.checkpoint.saver import Save
 from areal_lora.obs.metrics.reader import recorded_s
 from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
     CheckpointRecord,
-    EvalRecord,
+    MembersRecord,
     PublishRecord,
     ResumeRecord,
     RolloutSampleRecord,
-    SampleRecord,
     StepRecord,
 )
 from areal_lora.obs.metrics.writer import MetricsWriter
@@ -25,12 +26,13 @@ from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
 from areal_lora.rollout.channel.messages import EvalResult, RolloutSample, Stats
+from areal_lora.rollout.eval_record import eval_record
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.learn import LearnReport
-from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.report import PublishReport
 
 
@@ -87,6 +89,8 @@ class Recorder:
         for name, version in resumed.items():
             self._writer.write(ResumeRecord(adapter=name, version=version, time_s=before_s))
         self._stats: dict[str, Stats] = {}
+        self._components: dict[str, dict[str, float]] = {}
+        self._costs: dict[str, dict[str, float]] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
     def status(self, text: str) -> None:
@@ -96,9 +100,18 @@ class Recorder:
     def beat(self) -> None:
         beat(self._run_folder, "trainer", 0)
 
-    def batch(self, ref: AdapterRef, stats: Stats, samples: Sequence[RolloutSample]) -> None:
-        """Record samples of the batch that is consumed at ``ref``; ``stats`` go into the record of its step."""
+    def batch(
+        self,
+        ref: AdapterRef,
+        stats: Stats,
+        samples: Sequence[RolloutSample],
+        reward_components: Mapping[str, float] | None = None,
+        reward_costs: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record samples of the batch that is consumed at ``ref``; the rest goes into the record of its step."""
         self._stats[ref.name] = stats
+        self._components[ref.name] = dict(reward_components or {})
+        self._costs[ref.name] = dict(reward_costs or {})
         for s in samples:
             self._writer.write(
                 RolloutSampleRecord(
@@ -112,26 +125,9 @@ class Recorder:
                 )
             )
 
-    def evaluation(self, result: EvalResult) -> None:
-        samples = [
-            SampleRecord(prompt=s.prompt, completion=s.completion, gold=s.answer, reward=s.reward, correct=s.correct)
-            for s in result.samples
-        ]
-        self._writer.write(
-            EvalRecord(
-                adapter=result.adapter,
-                version=result.version,
-                step=result.version,
-                accuracy=result.accuracy,
-                n=result.n,
-                reward_mean=result.reward_mean,
-                unscored=result.unscored,
-                left_out=result.left_out,
-                left_out_first=list(result.left_out_first),
-                tag=result.tag,
-                samples=samples,
-            )
-        )
+    def evaluation(self, result: EvalResult, order: int) -> None:
+        """Record set number ``order`` of an evaluation."""
+        self._writer.write(eval_record(result, order))
 
     def published(self, report: PublishReport) -> None:
         self._writer.write(
@@ -146,6 +142,37 @@ class Recorder:
                 differs_from_base=bool(report.differs),
                 servers=len(report.acks),
                 lost=report.lost,
+                merge_survives=None if report.cast is None else report.cast.survives,
+                merge_error=None if report.cast is None else report.cast.error,
+                merge_unmoved=None if report.cast is None else report.cast.unmoved,
+            )
+        )
+
+    def members(self, report: PublishReport) -> None:
+        """Record which servers joined, left or were lost since the last report, if any."""
+        if not (report.joined or report.left or report.lost):
+            return
+        self._writer.write(
+            MembersRecord(
+                adapter=report.ref.name,
+                version=report.ref.version,
+                servers=len(report.acks),
+                joined=report.joined,
+                left=report.left,
+                lost=report.lost,
+                time_s=time.monotonic() - self._started_s,
+            )
+        )
+
+    def phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str) -> None:
+        """Record that the adapter is in ``phase`` from now on."""
+        self._writer.write(
+            AdapterStateRecord(
+                adapter=ref.name,
+                state=phase,
+                version=ref.version,
+                reason=reason,
+                time_s=time.monotonic() - self._started_s,
             )
         )
 
@@ -192,6 +219,8 @@ class Recorder:
                 time_s=now - self._started_s,
                 reward_mean=float(rewards.mean()),
                 reward_std=float(rewards.std(correction=0)),
+                reward_components=self._components.get(ref.name, {}),
+                reward_costs=self._costs.get(ref.name, {}),
                 loss=report.per_token("loss"),
                 grad_norm=report.grad_norm,
                 lr=report.lr,
@@ -230,27 +259,49 @@ class Recorder:
                 audited_tokens=audit.tokens,
                 audit_gap=audit.gap,
                 unaudited_steps=audit.silent_steps,
+                value_loss=report.mean("value_loss", "value_tokens"),
+                explained_variance=explained_variance(batch),
                 extra={
                     "skipped": report.skipped,
                     "capped_fraction": report.per_token("capped"),
+                    "given_fraction": float(batch.given.float().mean()),
                     "shift_votes": votes,
                     "shifted_share": share,
                     "audit_s": audit.took_s,
+                    **_baseline(batch),
+                    **_critic(report),
                 },
             )
         )
 
-    def finish(self, adapter: Path) -> None:
-        """Write the report and, last, the summary, which names the exported ``adapter``."""
+    def finish(self, adapters: Mapping[str, Path]) -> None:
+        """Write the report and, last, the summary, which names the exported folder of each of ``adapters``."""
         self.status("writing the report")
         self._writer.close()
         report = write_report(self._run_folder)
         wall_s = time.monotonic() - self._started_s
-        write_summary(self._run_folder, wall_s=wall_s, adapter_path=adapter, report_path=report)
+        write_summary(self._run_folder, wall_s=wall_s, adapters=adapters, report_path=report)
         self.status("done")
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _baseline(batch: TrainBatch) -> dict[str, float]:
+    """Mean reward of the batch's greedy answers, where there are any."""
+    if batch.baselines is None:
+        return {}
+    return {"baseline_mean": float(sample_rewards(batch.baselines, batch.sample_ids).nanmean())}
+
+
+def _critic(report: LearnReport) -> dict[str, float | None]:
+    if "value_steps" not in report.sums:
+        return {}
+    return {
+        "value_clipped": report.mean("value_clipped", "value_tokens"),
+        "value_grad_norm": report.mean("value_grad_norms", "value_steps"),
+        "value_skipped": report.mean("value_skipped", "value_steps"),
+    }
 
 
 def _mismatch(report: LearnReport, kind: str) -> float | None:

@@ -16,15 +16,17 @@ from areal_lora.trainer.checkpointing import Checkpointing
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank0:
-    """State of rank 0 only: the controller link, the recorder and the auditor."""
+    """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train."""
 
     controller: ControllerLink
     recorder: Recorder
     auditor: Auditor
+    turns: Turns
 
     def close(self) -> None:
         self.controller.close()

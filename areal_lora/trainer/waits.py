@@ -5,18 +5,18 @@ Rank 0 asks the controller. The other ranks wait for rank 0 in the control excha
 
 from __future__ import annotations
 
-import msgspec
+from functools import partial
 
 from areal_lora.data.collate import assert_staleness, collate
-from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AlignmentError
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.state import Trainer
-from areal_lora.types import TrainBatch, TrajectoryGroup
+from areal_lora.trainer.work import Drained, Faulted, ServersChanged, TrainOn, Unpublished, share
+from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
 
-_encode = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[list[TrajectoryGroup] | None] = msgspec.msgpack.Decoder(list[TrajectoryGroup] | None)
+LIVE = (AdapterPhase.PENDING, AdapterPhase.ACTIVE, AdapterPhase.DRAINING)
+"""Phases of adapters that are served."""
 
 
 def catch_up(trainer: Trainer) -> None:
@@ -25,20 +25,14 @@ def catch_up(trainer: Trainer) -> None:
     Runs while rank 0 waits for the controller, which may need these servers for the next batch or evaluation.
     """
     for state in trainer.states.values():
-        join_publish(trainer, state)
-        trainer.publishing.catch_up(state.name)
+        if state.phase in LIVE:
+            join_publish(trainer, state)
+            trainer.publishing.catch_up(state.name)
 
 
 def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:
     """Return the adapter's controller state on rank 0, an empty one elsewhere. Not collective."""
     return trainer.rank_0.controller.state(state.name) if trainer.rank_0 else ControllerState()
-
-
-def evaluated(trainer: Trainer, state: TrainingState) -> bool:
-    """Wait until every evaluation of the adapter has an answer; False if the servers changed before."""
-    changed = trainer.publishing.changed
-    done = trainer.rank_0.controller.wait_evals(state.name, changed) if trainer.rank_0 else True
-    return bool(trainer.control.broadcast_bytes(bytes([done]) if trainer.control.rank == 0 else None)[0])
 
 
 def join_checkpoint(trainer: Trainer, state: TrainingState) -> None:
@@ -65,13 +59,13 @@ def begin_audit(trainer: Trainer, state: TrainingState, batch: TrainBatch) -> No
         trainer.rank_0.auditor.begin(state.name, batch, state.version, temperature)
 
 
-def collect_audit(trainer: Trainer, *, wait: bool = False) -> Audit | None:
-    """Return the finished audits on rank 0, None elsewhere; they are of this batch or the previous one.
+def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False) -> Audit | None:
+    """Return the adapter's finished audits on rank 0, None elsewhere; they are of this batch or the previous one.
 
     Raises:
         AlignmentError: a server's scores contradict the batch; on every rank.
     """
-    audit = trainer.rank_0.auditor.collect(wait=wait) if trainer.rank_0 else None
+    audit = trainer.rank_0.auditor.collect(state.name, wait=wait) if trainer.rank_0 else None
     error = trainer.control.broadcast_bytes(
         (audit.error if audit else "").encode() if trainer.control.rank == 0 else None
     ).decode()
@@ -80,23 +74,38 @@ def collect_audit(trainer: Trainer, *, wait: bool = False) -> Audit | None:
     return audit
 
 
-def next_batch(trainer: Trainer, state: TrainingState) -> tuple[TrainBatch, dict[int, int]]:
-    """Return the batch of the next step on every rank, and its staleness histogram in tokens.
+def next_work(trainer: Trainer) -> TrainOn | Drained | Faulted | Unpublished | None:
+    """What is to be done next, the same on every rank; None once no adapter is active or draining.
+
+    Of several adapters whose batch is ready, the one trains whose turn it is (`turns`).
+    """
+    while True:
+        by_phase = {phase: [s.name for s in trainer.states.values() if s.phase is phase] for phase in LIVE}
+        active, draining = by_phase[AdapterPhase.ACTIVE], by_phase[AdapterPhase.DRAINING]
+        if not active and not draining:
+            return None
+        mine = None
+        if trainer.rank_0:
+            wanted = [trainer.states[name].ref for name in trainer.rank_0.turns.order(active)]
+            mine = trainer.rank_0.controller.next_work(wanted, draining, partial(_interruption, trainer))
+        work = share(mine, trainer.control)
+        if not isinstance(work, ServersChanged):
+            return work
+        catch_up(trainer)
+
+
+def _interruption(trainer: Trainer) -> Unpublished | ServersChanged | None:
+    """What is to be done before the next batch, on rank 0."""
+    if (failed := trainer.publishing.failed()) is not None:
+        return Unpublished(adapter=failed)
+    return ServersChanged() if trainer.publishing.changed() else None
+
+
+def batch_of(state: TrainingState, groups: list[TrajectoryGroup]) -> tuple[TrainBatch, dict[int, int]]:
+    """The batch of the next step, and its staleness histogram in tokens.
 
     Raises:
         StalenessError: a token is older than ``max_staleness`` (contract C7).
     """
-    changed = trainer.publishing.changed
-    while True:
-        mine = trainer.rank_0.controller.next_groups(state.ref, changed) if trainer.rank_0 else None
-        groups = share_groups(mine, trainer.control)
-        if groups is not None:
-            break
-        catch_up(trainer)
     batch = collate(groups)
-    return batch, assert_staleness(batch, state.version, trainer.config.rollout.max_staleness)
-
-
-def share_groups(groups: list[TrajectoryGroup] | None, exchange: Exchange) -> list[TrajectoryGroup] | None:
-    """Broadcast rank 0's groups. None: servers joined or do not answer, so call `catch_up` first."""
-    return _decoder.decode(exchange.broadcast_bytes(_encode(groups) if exchange.rank == 0 else None))
+    return batch, assert_staleness(batch, state.version, state.adapter.run.max_staleness)

@@ -1,6 +1,8 @@
-"""Layout of an adapter on the wire: computed once, equal on all ranks, named by its digest.
+"""Layout of a version on the wire: computed once, equal on all ranks, named by its digest.
 
-A wire name is the Hugging Face module path without prefix, for example
+A version travels as its adapter or as the weights that the adapter changes (`Payload`). A weight has the name
+of the base's tensor, ``model.layers.3.mlp.experts.7.gate_proj.weight``, and its shape ``[out, in]``. A matrix of an
+adapter has a wire name that is the Hugging Face module path without prefix, for example
 ``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight`` with shape ``[rank, in]``, and
 ``...lora_B.weight`` with shape ``[out, rank]``. ``alpha / rank`` is not folded in. A tensor that
 serves several names is sent once (contract C5); ``aliases`` maps the others to it.
@@ -14,20 +16,27 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate
 
 import msgspec
 import numpy as np
 
+from areal_lora.config.buckets import bucket_ends
 from areal_lora.errors import ManifestError
-from areal_lora.types import AdapterSpec
+from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.kernels import fixed_keys
 from areal_lora.weight_sync.refusal import Refusal
 
 Shape = tuple[int, ...]
-RAMP = 2  # doublings from the first bucket to a full one
+
+
+class Payload(StrEnum):
+    """What a version is on the wire; the values are those of ``rollout.adapter_mode``."""
+
+    UNMERGED = "unmerged"  # lora_A and lora_B
+    MERGED = "merged"  # base + alpha / rank * lora_B @ lora_A, of every weight that the adapter changes
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -47,12 +56,16 @@ class ShardLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """All properties of an adapter on the wire that do not change from version to version."""
+    """All properties of an adapter on the wire that do not change from version to version, except its name.
 
-    spec: AdapterSpec
+    Adapters of one structure share a layout: the names of adapters are in manifests only.
+    """
+
+    structure: AdapterStructure
     dtype: str  # "float32" | "bfloat16"
     shards: tuple[ShardLayout, ...]
     aliases: dict[str, str]
+    payload: Payload = Payload.UNMERGED
 
     @cached_property
     def encoded(self) -> bytes:
@@ -65,7 +78,7 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards: the unique bytes of the adapter."""
+        """Bytes of all shards: the unique bytes of a version."""
         return sum(s.nbytes for s in self.shards)
 
     @property
@@ -97,7 +110,11 @@ class AdapterLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def make_layout(
-    spec: AdapterSpec, dtype: str, owned: Mapping[int, Sequence[tuple[str, Shape]]], aliases: Mapping[str, str]
+    structure: AdapterStructure,
+    dtype: str,
+    owned: Mapping[int, Sequence[tuple[str, Shape]]],
+    aliases: Mapping[str, str],
+    payload: Payload = Payload.UNMERGED,
 ) -> AdapterLayout:
     """Lay out the tensors that each source rank owns, in the given order.
 
@@ -119,7 +136,9 @@ def make_layout(
     for name, target in aliases.items():
         if target not in seen:
             raise ManifestError(Refusal.UNKNOWN_TENSOR, f"alias {name} -> {target}: no rank owns {target}")
-    return AdapterLayout(spec=spec, dtype=dtype, shards=tuple(shards), aliases=dict(aliases))
+    return AdapterLayout(
+        structure=structure.bare(), dtype=dtype, shards=tuple(shards), aliases=dict(aliases), payload=payload
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +164,7 @@ def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
     ends = [*(t.offset for t in shard.tensors[1:]), shard.nbytes] if shard.tensors else []
     buckets: list[Bucket] = []
     first, begin = 0, 0
-    goals = iter(_goals(shard.nbytes, bucket_bytes))
+    goals = iter(bucket_ends(shard.nbytes, bucket_bytes))
     goal = next(goals, 0)
     for i, end in enumerate(ends):
         full = i + 1 == len(ends) or ends[i + 1] - begin > bucket_bytes
@@ -155,17 +174,3 @@ def plan_buckets(shard: ShardLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
             while goal <= end and i + 1 < len(ends):
                 goal = next(goals, shard.nbytes)
     return tuple(buckets)
-
-
-def _goals(nbytes: int, bucket_bytes: int) -> list[int]:
-    """Ideal ends of buckets if tensors could be cut anywhere: a ramp up, equal buckets, a ramp down, ``nbytes``."""
-    ramp = [max(bucket_bytes >> k, 1) for k in range(RAMP, 0, -1)]
-    while ramp and 2 * sum(ramp) > nbytes:
-        ramp.pop()  # too little for the whole ramp
-    down = ramp[::-1]
-    inner = nbytes - 2 * sum(ramp)
-    if ramp and inner <= ramp[-1]:  # a short bucket between long ones would cost a round for nothing
-        inner += ramp.pop()
-    n = -(-inner // bucket_bytes)
-    sizes = [*ramp, *(inner * (k + 1) // n - inner * k // n for k in range(n)), *down]
-    return [total for total in accumulate(sizes) if total]

@@ -6,18 +6,20 @@ All functions are pure: they touch no tensor and send nothing.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 import msgspec
 
 from areal_lora.errors import ManifestError
 from areal_lora.families.peft_folder import FILE_PREFIX
-from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.types import AdapterRef, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.blocks import ITEM_BYTES
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 from areal_lora.weight_sync.refusal import Refusal
 
-_MAGIC = b"ALM4"  # wire format version of an encoded announcement
+LORA_A, LORA_B = ".lora_A.", ".lora_B."
+_MAGIC = b"ALM5"  # wire format version of an encoded announcement
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,16 +78,15 @@ def decode(data: bytes) -> Announcement:
 
 def check_successor(
     manifest: ShardManifest,
-    spec: AdapterSpec,
+    structure: AdapterStructure,
     current: AdapterRef | None,
     run: str,
     base_digest: str,
-    declared: AdapterSpec | None,
+    declared: AdapterStructure | None,
 ) -> None:
-    """Raise ManifestError unless ``manifest`` of an adapter ``spec`` may follow ``current`` in this run on this base.
+    """Raise ManifestError unless ``manifest`` of an adapter of ``structure`` may follow ``current`` in this run.
 
-    ``declared`` is the declared or first published spec of the adapter; None accepts any. Paths
-    (``base_model``) and ``dropout`` may differ: they do not change what is served.
+    ``declared`` is the declared or first published structure of the adapter; None accepts any.
     """
     ref, parent = manifest.ref, manifest.parent
     if manifest.run != run:
@@ -95,9 +96,7 @@ def check_successor(
             Refusal.WRONG_BASE,
             f"trained on base {manifest.base_digest}, served base is {base_digest}; use one checkpoint",
         )
-    if spec.name != ref.name:
-        raise ManifestError(Refusal.MALFORMED, f"layout of {spec.name!r} sent with {ref}")
-    _check_spec(spec, declared, ref)
+    _check_structure(structure, declared, ref)
     if ref.version < 0:
         raise ManifestError(Refusal.STALE_VERSION, f"{ref}: versions start at 0")
     if parent is not None and (parent.name != ref.name or parent.version >= ref.version):
@@ -141,17 +140,34 @@ def check_layout(layout: AdapterLayout, expected: Mapping[str, Shape]) -> None:
         raise ManifestError(Refusal.MISSING_TENSOR, f"{len(missing)} tensors, first {min(missing)}")
 
 
-def _check_spec(got: AdapterSpec, want: AdapterSpec | None, ref: AdapterRef) -> None:
-    if got.rank < 1:
-        raise ManifestError(Refusal.RANK, f"{ref}: rank {got.rank}")
-    if not (math.isfinite(got.alpha) and got.alpha > 0):
-        raise ManifestError(Refusal.ALPHA, f"{ref}: alpha {got.alpha}")
+def _check_structure(got: AdapterStructure, want: AdapterStructure | None, ref: AdapterRef) -> None:
+    for rank in (got.rank, *dict(got.rank_pattern).values()):
+        if rank < 1:
+            raise ManifestError(Refusal.RANK, f"{ref}: rank {rank}")
+    for alpha in (got.alpha, *dict(got.alpha_pattern).values()):
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise ManifestError(Refusal.ALPHA, f"{ref}: alpha {alpha}")
+    for pattern, _ in (*got.rank_pattern, *got.alpha_pattern):
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise ManifestError(Refusal.MALFORMED, f"{ref}: {pattern!r} is no regular expression: {e}") from None
     if want is None:
         return
     if got.rank != want.rank:
         raise ManifestError(Refusal.RANK, f"{ref} has rank {got.rank}, this adapter has rank {want.rank}")
+    if got.rank_pattern != want.rank_pattern:
+        raise ManifestError(
+            Refusal.RANK, f"{ref} has ranks {dict(got.rank_pattern)}, this adapter has {dict(want.rank_pattern)}"
+        )
     if got.alpha != want.alpha:
         raise ManifestError(Refusal.ALPHA, f"{ref} has alpha {got.alpha}, this adapter has alpha {want.alpha}")
+    if (got.alpha_pattern, got.rslora) != (want.alpha_pattern, want.rslora):
+        raise ManifestError(
+            Refusal.ALPHA,
+            f"{ref} is scaled by {dict(got.alpha_pattern)}, rslora {got.rslora}; "
+            f"this adapter by {dict(want.alpha_pattern)}, rslora {want.rslora}",
+        )
     if set(got.target_modules) != set(want.target_modules) or got.expert_layout != want.expert_layout:
         raise ManifestError(
             Refusal.TARGETS,
@@ -168,7 +184,7 @@ def _check_name(name: str, shape: Shape, expected: Mapping[str, Shape]) -> None:
         raise ManifestError(Refusal.UNKNOWN_TENSOR, f"{name} is not served by this engine")
     if shape == want:
         return
-    rank_axis = 0 if ".lora_A." in name else 1
+    rank_axis = 0 if LORA_A in name else 1 if LORA_B in name else None
     off = [i for i in range(len(want)) if len(shape) == len(want) and shape[i] != want[i]]
     reason = Refusal.RANK if off == [rank_axis] else Refusal.SHAPE
     raise ManifestError(reason, f"{name} has shape {list(shape)}, served shape is {list(want)}")

@@ -12,7 +12,9 @@ GET      ``/admin/ping``     none                                    200 ``PingR
 POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
 POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``PublishReply``
 POST     ``/admin/hurry``    ``HurryRequest``                        200 ``HurryReply``
+POST     ``/admin/drop``     ``DropRequest``                         200 ``DropReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
+POST     ``/admin/dismiss``  none                                    200: no publish counts on the server any more
 POST     ``/admin/shutdown`` none                                    200, then the server exits
 =======  ==================  ======================================  =================================
 
@@ -35,6 +37,7 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.network.addresses import bracketed
+from areal_lora.weight_sync.layout import Payload
 
 INFO_PATH = "/admin/info"
 MODULES_PATH = "/admin/modules"
@@ -42,8 +45,11 @@ PING_PATH = "/admin/ping"
 JOIN_PATH = "/admin/join"
 PUBLISH_PATH = "/admin/publish"
 HURRY_PATH = "/admin/hurry"
+DROP_PATH = "/admin/drop"
 SCORE_PATH = "/admin/score"
+DISMISS_PATH = "/admin/dismiss"
 SHUTDOWN_PATH = "/admin/shutdown"
+LEAVING_HEADER = "X-Areal-Leaving"  # of a 503 of the data plane: the server leaves, and has not answered
 RESTART_EXIT = 75  # exit code of a server after /admin/shutdown: EX_TEMPFAIL, the launcher restarts it
 PING_S = 2.0  # a worker whose thread does not answer for this long counts as stopped
 CONTENT_TYPE = "application/msgpack"
@@ -81,7 +87,8 @@ class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
     """One broadcast group: the store of trainer rank ``source``, and the settings that all members share.
 
     ``world`` counts the source (rank 0) and all receivers. A member needs the run secret for the store, and
-    ``token``, which prefixes the store's keys and is sent over the admin plane.
+    ``token``, which prefixes the store's keys and is sent over the admin plane. ``library`` is the name and version of
+    the backend's library at the source, which all members must share; empty if versions may differ.
     """
 
     source: int
@@ -91,6 +98,7 @@ class SourceEndpoint(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fie
     token: str
     bucket_bytes: int
     backend: str = "gloo"
+    library: str = ""
 
 
 class ServerStats(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,15 +133,25 @@ class InfoReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModulesReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Modules that can be adapted: (inputs, outputs) by Hugging Face name; ``slots`` versions fit."""
+    """Modules that can be adapted: (inputs, outputs) by Hugging Face name; ``slots`` versions fit, as ``payload``.
+
+    A slot takes ``slot_bytes`` on all workers together; 0: not known.
+    """
 
     modules: dict[str, tuple[int, int]]
     slots: int
     max_rank: int
+    payload: Payload = Payload.UNMERGED
+    slot_bytes: int = 0
 
 
 class PingReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The server and the background thread of each of its workers have answered."""
+    """The server and the background thread of each of its workers have answered.
+
+    ``leaving``: the server is about to end. It takes part in publishes until it is dismissed, and takes no requests.
+    """
+
+    leaving: bool = False
 
 
 class JoinRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,6 +206,18 @@ class HurryReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=
     """All workers of the server have received the request."""
 
 
+class DropRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Forget adapter ``name`` and free all that it holds: it is deleted, and may be published again."""
+
+    name: str
+
+
+class DropReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """No request gets the adapter any more. ``running`` ones keep their versions' slots until they end."""
+
+    running: int
+
+
 class RefusalReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of a 409. ``reason`` is a ``refusal.Refusal`` word."""
 
@@ -207,7 +237,10 @@ class ScoreRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ScoreReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``logprobs[n][t]`` is that of token t of sequence n given the tokens before it; entry 0 is 0.0."""
+    """``logprobs[n][t]`` is that of token t of sequence n given the tokens before it; entry 0 is 0.0.
+
+    Empty where the base was asked for and the server has none any more (merged rollouts).
+    """
 
     logprobs: list[list[float]]
 

@@ -1,9 +1,9 @@
 """Greedy held-out accuracy and mean reward of a finished run, with stock peft and transformers only.
 
-    .venv/bin/python examples/math/evaluate.py RUN_FOLDER [--base]
+    .venv/bin/python examples/math/evaluate.py RUN_FOLDER [--adapter NAME] [--base]
 
-``--base`` leaves the adapter off. The script uses nothing of the training or serving path: its
-figures are an independent check of ``eval_after`` and ``eval_reward_after``. Answers are scored as in the run: in a
+``--adapter`` names one of several, ``--base`` leaves it off. The script uses nothing of the training or serving path:
+its figures are an independent check of ``eval_after`` and ``eval_reward_after``. Answers are scored as in the run: in a
 process that is killed on a time-out, by the reward's own rule. Prompts that were too long for the run are skipped.
 """
 
@@ -17,12 +17,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_lora.config.models import RewardConfig
+from areal_lora.config.adapter_run import adapter_named
 from areal_lora.config.recorded import read_config
-from areal_lora.obs.report.summary import read_summary
+from areal_lora.config.reward import RewardConfig
+from areal_lora.data.formatting import Formatter
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks.datasets import load_samples
-from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
+from areal_lora.tasks.datasets import load_samples, prompt_format
+from areal_lora.tasks.reward_sum import RewardSum
+from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.tasks.tally import tally
 
 BATCH = 64
@@ -31,29 +33,31 @@ BATCH = 64
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate the adapter of a run with stock peft and transformers.")
     parser.add_argument("run_folder", type=RunFolder.of)
+    parser.add_argument("--adapter", metavar="NAME", help="which adapter, if the run has several")
     parser.add_argument("--base", action="store_true", help="evaluate the base model without the adapter")
     arguments = parser.parse_args()
     config = read_config(arguments.run_folder)
-    adapter = config.adapters[0]
+    adapter = adapter_named(config, arguments.adapter)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(config.model.folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(config.model.folder, dtype=config.model.dtype)
     if not arguments.base:
-        model = PeftModel.from_pretrained(model, read_summary(arguments.run_folder).adapter_path)
+        model = PeftModel.from_pretrained(model, arguments.run_folder.adapter_export(adapter.name))
     model = model.to(device).eval()
     longest = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     samples = load_samples(adapter.task, "eval")
-    fitting = [s for s in samples if len(tokenizer(s.prompt)["input_ids"]) <= longest]
+    formatter = Formatter(tokenizer=tokenizer, how=prompt_format(adapter.task))
+    fitting = [s for s in samples if len(formatter.token_ids(s)) <= longest]
     items = []
     remaining = iter(fitting)
     while chunk := list(islice(remaining, BATCH)):
-        inputs = tokenizer([s.prompt for s in chunk], return_tensors="pt", padding=True).to(device)
+        inputs = tokenizer.pad({"input_ids": [formatter.token_ids(s) for s in chunk]}, return_tensors="pt").to(device)
         with torch.inference_mode():
             output = model.generate(**inputs, max_new_tokens=adapter.sampling.max_new_tokens, do_sample=False)
         answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        items += [ScoreItem(completion=answer, gold=s.answer) for answer, s in zip(answers, chunk, strict=True)]
-    figures = tally(asyncio.run(score(adapter.reward, items)))
+        items += [ScoreItem.of(s, answer) for answer, s in zip(answers, chunk, strict=True)]
+    figures = tally(asyncio.run(score(adapter.rewards, items)))
     if figures.accuracy is not None:
         print(f"accuracy: {figures.accuracy:.4f} over {figures.n} problems")
     if figures.reward_mean is not None:
@@ -62,8 +66,8 @@ def main() -> None:
     print(f"left out, prompt too long: {len(samples) - len(fitting)}")
 
 
-async def score(reward: RewardConfig, items: list[ScoreItem]) -> list[Score]:
-    async with ScorerPool(reward) as pool:
+async def score(rewards: list[RewardConfig], items: list[ScoreItem]) -> list[Score]:
+    async with RewardSum(rewards) as pool:
         return await pool.score(items)
 
 

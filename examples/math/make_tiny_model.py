@@ -28,9 +28,10 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -62,6 +63,17 @@ class Recipe:
     batch: int = 64
     lr: float = 3e-3
     threads: int = 1  # sums, hence the weights, depend on it
+
+
+class Problem(Protocol):
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+
+ProblemT = TypeVar("ProblemT", bound=Problem)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -183,8 +195,8 @@ def train_phase(
 
 def training_batch(
     tokenizer: PreTrainedTokenizerFast,
-    problems: list[WordProblem],
-    write: Callable[[WordProblem, random.Random], str],
+    problems: Sequence[ProblemT],
+    write: Callable[[ProblemT, random.Random], str],
     rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``input_ids`` and ``labels`` [N, T], padded on the right; prompt and padding carry no label."""
@@ -202,7 +214,12 @@ def training_batch(
 
 @torch.no_grad()
 def answer_problems(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[WordProblem], *, sample: bool
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    *,
+    sample: bool,
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[float]:
     """Rewards of one answer per problem, greedy or at temperature 1."""
     rewards: list[float] = []
@@ -211,7 +228,7 @@ def answer_problems(
         inputs = tokenizer([p.prompt for p in part], return_tensors="pt", padding=True, return_token_type_ids=False)
         output = model.generate(
             **inputs,
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=max_new_tokens,
             do_sample=sample,
             temperature=1.0 if sample else None,
             top_k=0 if sample else None,

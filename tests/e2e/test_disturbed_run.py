@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import sqlite3
 import subprocess
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.e2e.kills import kill_after
 from tests.support.e2e.metrics import records
 from tests.support.launcher.command import embedded_run
 
@@ -64,24 +63,6 @@ def go(root: Path, name: str, victims: dict[int, str]) -> Run:
             launcher.terminate()
             launcher.wait(15)
     return Run(folder=root / name, output=log.read_text(), code=code)
-
-
-def kill_after(launcher: subprocess.Popen[bytes], folder: Path, step: int, module: str) -> None:
-    """SIGKILL to the last process of ``module`` once ``step`` has been taken."""
-    deadline = time.monotonic() + 150
-    while not any(r["kind"] == "step" and r["step"] >= step for r in records(folder)):
-        assert launcher.poll() is None, f"the run ended before step {step}"
-        assert time.monotonic() < deadline, f"step {step} was not taken before {module} was to be killed"
-        time.sleep(0.05)
-    victims = [p for p in psutil.Process(launcher.pid).children() if runs(p, module)]
-    victims[-1].send_signal(signal.SIGKILL)
-
-
-def runs(process: psutil.Process, module: str) -> bool:
-    try:
-        return module in process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return False
 
 
 @pytest.fixture(scope="module")

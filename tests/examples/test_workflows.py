@@ -23,7 +23,7 @@ from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, served
 
 ALL_EXAMPLES = ROOT / "examples"
 BASE = [ALL_EXAMPLES / "math" / "gsm8k_grpo_megatron_lora_moe.yaml", ALL_EXAMPLES / "math" / "embedded.yaml"]
-PROMPT = Prompt(uid="0:s", position=0, sample=Sample(uid="s", prompt="Q?", answer="7"), token_ids=[81, 63])
+PROMPT = Prompt(uid="0:s", position=0, sample=Sample(uid="s", prompt="Q?", answer="7"), text="Q?", token_ids=[81, 63])
 
 
 def run(name: str, answers: list[str]) -> Episode:

@@ -71,7 +71,7 @@ def test_the_rooms_and_the_page_follow_the_checked_layers() -> None:
     order = [name.strip() for layer in layers() for name in layer.split("|")]
     top = list(dict.fromkeys(room.split("/")[0] for room in rooms()))
     assert top == order
-    assert "```\n" + "\n".join(layers()) + "\n```" in PAGE.read_text(encoding="utf-8")
+    assert "```text\n" + "\n".join(layers()) + "\n```" in PAGE.read_text(encoding="utf-8")
 
 
 def test_paths_in_the_page_exist() -> None:

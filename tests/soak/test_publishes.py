@@ -117,7 +117,7 @@ class Reference:
     def __init__(self, server: RunningServer) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32)
         self._base = dict(self._model.named_parameters())
-        self._scale = server.spec.scale
+        self._scale = server.spec.alpha / server.spec.rank
 
     @torch.no_grad()
     def errors(self, tensors: dict[str, torch.Tensor], answers) -> np.ndarray:

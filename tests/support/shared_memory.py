@@ -12,9 +12,12 @@ def names() -> set[str]:
     return {path.name for path in FOLDER.iterdir()}
 
 
-def mapped() -> set[str]:
-    """Names that some living process has mapped."""
+def in_use() -> set[str]:
+    """Names that some living process has mapped or open."""
     found: set[str] = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found.add(str(descriptor.readlink()).partition(f"{FOLDER}/")[2])
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             lines = maps.read_text(errors="replace").splitlines()
@@ -24,4 +27,4 @@ def mapped() -> set[str]:
 
 def left_behind(before: set[str]) -> set[str]:
     """New since ``before``, and of no living process."""
-    return names() - before - mapped()
+    return names() - before - in_use()

@@ -68,12 +68,24 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("paths", [[MOE], [MOE, EMBEDDED], [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]])
+PLANNED = [
+    [MOE],
+    [MOE, EMBEDDED],
+    [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"],
+    [EXAMPLES / "gsm8k_grpo_megatron_lora_moe_one_node.yaml"],
+    [EXAMPLES / "gsm8k_grpo_megatron_lora_72b.yaml"],
+]
+
+
+@pytest.mark.parametrize("paths", PLANNED, ids=lambda paths: paths[-1].stem)
 def test_dry_run_shows_the_plan_and_creates_nothing(tmp_path: Path, paths: list[Path]) -> None:
     configs = [word for path in paths for word in ("--config", str(path))]
-    command = [sys.executable, "-m", "areal_lora.launch", *configs, f"run.root={tmp_path / 'runs'}", "--dry-run"]
+    options = [f"run.root={tmp_path / 'runs'}", "--dry-run", "--details"]
+    command = [sys.executable, "-m", "areal_lora.launch", *configs, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    for title in ("trainer rank", "adapter slots", "KV cache", "Publish of gsm8k"):
+        assert title in done.stdout.partition("Processes")[0], "the summary comes first"
     for title in ("Processes", "Trainer ranks", "Ports", "Sizes", "Files", "wire, each publish"):
         assert title in done.stdout
     assert not (tmp_path / "runs").exists()
@@ -168,9 +180,8 @@ def finished_run(tmp_path: Path, steps: int) -> Path:
         for step in range(steps):
             metrics.write(StepRecord(step=step, version=step, time_s=step, adapter="gsm8k"))
     (folder / "checkpoints" / "gsm8k" / f"v{steps:06d}").mkdir(parents=True)
-    write_summary(
-        RunFolder(folder), wall_s=7.5, adapter_path=folder / "adapters" / "gsm8k", report_path=folder / "report.html"
-    )
+    adapters = {"gsm8k": folder / "adapters" / "gsm8k"}
+    write_summary(RunFolder(folder), wall_s=7.5, adapters=adapters, report_path=folder / "report.html")
     return folder
 
 
@@ -181,7 +192,7 @@ def test_a_finished_run_says_so_and_starts_nothing(tmp_path: Path) -> None:
     assert "This run is done: 3 steps." in done.stdout
     assert "run.steps=6" in done.stdout
     assert "--fresh" in done.stdout
-    assert "wall_s: 7.5" in done.stdout.splitlines()
+    assert "result   3 steps in 0:08" in done.stdout
     assert not (folder / "logs" / "server-0.log").exists()
     assert "is done: 3 steps" in launch(tmp_path, "--explain-resume", "run.name=x", "run.steps=3").stdout
 

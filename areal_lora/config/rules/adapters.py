@@ -11,6 +11,7 @@ from areal_lora.config.rules.findings import Finding, shape_of
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
+from areal_lora.families.patterns import check_patterns
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
@@ -22,36 +23,55 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
             yield Finding(path="adapters", reason=f"{count} adapters are named {name!r}", fix="give each its own name")
 
 
+def servers_hold_them(config: Config, facts: Facts) -> Iterator[Finding]:
+    limit = config.rollout.max_adapters
+    if limit is not None and limit < len(config.adapters):
+        yield Finding(
+            path="rollout.max_adapters",
+            reason=f"servers hold {limit} adapters, {len(config.adapters)} are listed",
+            fix=f"set rollout.max_adapters={len(config.adapters)}, or leave it out",
+        )
+
+
+def staleness_fits(config: Config, facts: Facts) -> Iterator[Finding]:
+    limit = config.rollout.max_staleness
+    for i, adapter in enumerate(config.adapters):
+        if adapter.max_staleness is not None and adapter.max_staleness > limit:
+            yield Finding(
+                path=f"adapters.{i}.max_staleness",
+                reason=f"{adapter.max_staleness} is above rollout.max_staleness = {limit}, for which servers have room",
+                fix=f"raise rollout.max_staleness, or lower it to {limit}",
+            )
+
+
 def targets_exist(config: Config, facts: Facts) -> Iterator[Finding]:
     if (shape := shape_of(facts)) is None or facts.hf_config is None:
         return
     needed = shape.family.experts.vllm_dense_key if shape.family.experts else ""
-    unserved = needed and shape.dense_layers and not facts.hf_config.get(needed)
+    unserved = (
+        needed and shape.dense_layers and not facts.hf_config.get(needed) and config.rollout.adapter_mode == "unmerged"
+    )
     for i, adapter in enumerate(config.adapters):
         try:
             found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
         except ConfigError as error:
             yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
             continue
+        try:
+            check_patterns(shape, adapter.model_copy(update={"target_modules": list(found)}).spec(""))
+        except ConfigError as error:
+            yield Finding(path=f"adapters.{i}.{error.path}", reason=error.reason, fix=error.fix)
         if unserved and covers(found, "linear_fc1", Scope.MLP):
             yield Finding(
                 path=f"adapters.{i}.target_modules",
                 reason=f"vLLM adapts the dense layers of {shape.family.model_type} only if config.json has {needed}",
-                fix="add mlp.linear_fc1 to exclude_modules",
-            )
-
-
-def no_dropout(config: Config, facts: Facts) -> Iterator[Finding]:
-    for i, adapter in enumerate(config.adapters):
-        if adapter.dropout:
-            yield Finding(
-                path=f"adapters.{i}.dropout",
-                reason=f"{adapter.dropout} would make log-probabilities random",
-                fix="set it to 0.0",
+                fix="set rollout.adapter_mode=merged (no LoRA in vLLM), or add mlp.linear_fc1 to exclude_modules",
             )
 
 
 def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
+    if config.rollout.adapter_mode == "merged":
+        return  # no server holds an adapter
     limit = config.rollout.max_lora_rank
     if limit not in VLLM_LORA_RANKS:
         yield Finding(
@@ -60,10 +80,12 @@ def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
             fix=f"use one of {', '.join(map(str, VLLM_LORA_RANKS))}",
         )
     for i, adapter in enumerate(config.adapters):
-        if adapter.rank > limit:
+        highest = adapter.spec("").max_rank
+        if highest > limit:
+            key = "rank" if highest == adapter.rank else "rank_pattern"
             yield Finding(
-                path=f"adapters.{i}.rank",
-                reason=f"rank {adapter.rank} is above the servers' rollout.max_lora_rank = {limit}",
+                path=f"adapters.{i}.{key}",
+                reason=f"rank {highest} is above the servers' rollout.max_lora_rank = {limit}",
                 fix=f"raise rollout.max_lora_rank or lower the rank to {limit}",
             )
 
@@ -73,24 +95,21 @@ def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
 
 
-def groups(config: Config, facts: Facts) -> Iterator[Finding]:
+def batches(config: Config, facts: Facts) -> Iterator[Finding]:
     t = config.trainer
     replicas = max(1, t.world_size // (t.tp * t.pp))
     for i, adapter in enumerate(config.adapters):
         sampling = adapter.sampling
-        if sampling.n_samples < 2:
-            yield Finding(
-                path=f"adapters.{i}.sampling.n_samples",
-                reason=f"{adapter.algorithm.kind} compares the answers of one prompt and needs at least 2",
-                fix="set it to 2 or more",
-            )
         if adapter.minibatches > sampling.prompts_per_step:
             yield Finding(
                 path=f"adapters.{i}.minibatches",
                 reason=f"{adapter.minibatches} minibatches cannot be cut from {sampling.prompts_per_step} prompts",
                 fix=f"set it to at most {sampling.prompts_per_step}",
             )
-        elif sampling.prompts_per_step * sampling.n_samples < replicas * adapter.minibatches:
+        elif (
+            sampling.prompts_per_step * (1 if adapter.sft.steps else sampling.n_samples)
+            < replicas * adapter.minibatches
+        ):
             yield Finding(
                 path=f"adapters.{i}.sampling.prompts_per_step",
                 reason=f"a minibatch has fewer sequences than the trainer's {replicas} data-parallel replicas",

@@ -9,7 +9,6 @@ from enum import StrEnum
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
-from areal_lora.families.registry import supported
 from areal_lora.families.shape import ModelShape
 
 
@@ -36,9 +35,9 @@ Rule = Callable[[Config, Facts], Iterator[Finding]]
 
 def shape_of(facts: Facts) -> ModelShape | None:
     """Sizes of the model; None where the model rule has already complained."""
-    if facts.hf_config is None or facts.hf_config.get("model_type") not in supported():
+    if facts.hf_config is None:
         return None
     try:
-        return ModelShape.from_hf(facts.hf_config)
-    except KeyError:
+        return ModelShape.from_hf(facts.hf_config, facts.checkpoint)
+    except (KeyError, ConfigError):
         return None

@@ -8,42 +8,68 @@ from __future__ import annotations
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules.adapters import adapter_names, groups, no_dropout, ranks_fit, targets_exist, user_code
+from areal_lora.config.rules.adapters import (
+    adapter_names,
+    batches,
+    ranks_fit,
+    servers_hold_them,
+    staleness_fits,
+    targets_exist,
+    user_code,
+)
+from areal_lora.config.rules.algorithm import algorithm, group_size
+from areal_lora.config.rules.evals import eval_sets
 from areal_lora.config.rules.findings import Finding, Rule, Severity, shape_of
 from areal_lora.config.rules.init_from import init_from
-from areal_lora.config.rules.layout import rollout_layout, trainer_layout
-from areal_lora.config.rules.machine import (
-    cluster_is_reachable,
-    devices_suffice,
-    interface_counts,
-    memory_suffices,
-    ports_free,
-)
-from areal_lora.config.rules.model import lengths, model_readable, model_trainable
-from areal_lora.config.rules.rollout import deterministic
+from areal_lora.config.rules.layout import engine_fits, rollout_layout, trainer_layout
+from areal_lora.config.rules.machine import cluster_is_reachable, devices_suffice, interface_counts, ports_free
+from areal_lora.config.rules.memory import memory_suffices, shared_base_fits
+from areal_lora.config.rules.model import kernels_take_the_type, lengths, model_readable, model_served, model_trainable
+from areal_lora.config.rules.rollout import deterministic, merged_rollouts
 from areal_lora.config.rules.run import time_outs
+from areal_lora.config.rules.sharing import backend_fits, devices_are_shared
+from areal_lora.config.rules.slurm import components_agree, no_idle_node, own_directives, servers_suffice
+from areal_lora.config.rules.task import chat_template, columns_exist, sampling_is_trained
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 
 RULES: tuple[Rule, ...] = (
     model_readable,
     model_trainable,
+    model_served,
+    kernels_take_the_type,
     adapter_names,
+    servers_hold_them,
     targets_exist,
-    no_dropout,
     ranks_fit,
+    staleness_fits,
     init_from,
     user_code,
-    groups,
+    algorithm,
+    group_size,
+    batches,
+    chat_template,
+    columns_exist,
+    sampling_is_trained,
+    eval_sets,
     lengths,
+    engine_fits,
     trainer_layout,
     rollout_layout,
+    components_agree,
+    own_directives,
+    servers_suffice,
     cluster_is_reachable,
     interface_counts,
     devices_suffice,
+    devices_are_shared,
+    backend_fits,
+    no_idle_node,
     ports_free,
     memory_suffices,
+    shared_base_fits,
     deterministic,
+    merged_rollouts,
     time_outs,
 )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, shape_of
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
+from areal_lora.families.family import Scope
 from areal_lora.families.peft_folder import PeftFolder, misfits
 from areal_lora.families.registry import kind_of, linears, target_of
 from areal_lora.families.shape import ModelShape
@@ -66,42 +67,52 @@ def _modules(at: str, adapter: AdapterConfig, folder: PeftFolder, shape: ModelSh
 
 
 def _experts(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
-    if adapter.expert_layout is not ExpertLayout.SHARED:
+    if adapter.expert_layout is ExpertLayout.PER_EXPERT:
         return None
+    outer = adapter.expert_layout is ExpertLayout.SHARED_OUTER
     firsts: dict[str, str] = {}
     for name in sorted(folder.digests):
         layer, sep, expert = name.partition(".experts.")
-        if not sep:
-            continue
+        if not sep or (outer and not (name.endswith(".lora_B.weight") and _linear(name) == "linear_fc2")):
+            continue  # different lora_A of gate and up are stacked, see `_distinct`
         first = firsts.setdefault(f"{layer}.{expert.partition('.')[2]}", name)
         if folder.digests[first] != folder.digests[name]:
             return Finding(
                 path=f"{at}.expert_layout",
-                reason=f"shared, but the experts of {adapter.init_from} differ ({name})",
+                reason=f"{adapter.expert_layout}, but the experts of {adapter.init_from} differ ({name})",
                 fix="set it to per_expert",
             )
     return None
 
 
 def _rank(at: str, adapter: AdapterConfig, folder: PeftFolder) -> Finding | None:
-    rank = folder.spec.rank
-    parts = max(_distinct(folder.digests).values())
-    if parts * rank <= adapter.rank:
-        return None
-    layers = f" and Megatron's fused layers hold {parts} of its lora_A" if parts > 1 else ""
-    return Finding(
-        path=f"{at}.rank",
-        reason=f"{adapter.rank} is too small for {adapter.init_from}: it has rank {rank}{layers}",
-        fix=f"set it to at least {parts * rank}",
-    )
+    spec = adapter.spec("")
+    for module, ranks in _distinct(folder, adapter.expert_layout).items():
+        if sum(ranks) > (room := spec.rank_of(module)):
+            layers = f" and Megatron's fused layers hold {len(ranks)} of its lora_A" if len(ranks) > 1 else ""
+            return Finding(
+                path=f"{at}.rank" if room == adapter.rank else f"{at}.rank_pattern",
+                reason=f"{room} is too small for {adapter.init_from}: at {module} it has rank {ranks[0]}{layers}",
+                fix=f"set it to at least {sum(ranks)}",
+            )
+    return None
 
 
-def _distinct(digests: Mapping[str, bytes]) -> dict[tuple[str, str], int]:
-    """Return the number of different lora_A that each of Megatron's layers would have to hold."""
-    groups: dict[tuple[str, str], set[bytes]] = {}
-    for name, digest in digests.items():
+def _linear(tensor: str) -> str:
+    found = target_of(tensor.rpartition(".lora_")[0])
+    return found[0] if found else ""
+
+
+def _distinct(folder: PeftFolder, layout: ExpertLayout) -> dict[str, list[int]]:
+    """The ranks of the different lora_A that each of Megatron's layers would have to hold, by its first module."""
+    groups: dict[tuple[str, str], tuple[str, dict[bytes, int]]] = {}
+    for name, digest in sorted(folder.digests.items()):
         module, sep, _ = name.rpartition(".lora_A.")
         found = target_of(module)
         if sep and found is not None:
-            groups.setdefault((module.rpartition(".")[0], found[0]), set()).add(digest)
-    return {key: len(values) for key, values in groups.items()}
+            parent = module.rpartition(".")[0]
+            if layout is ExpertLayout.SHARED_OUTER and found == ("linear_fc1", Scope.EXPERT):
+                parent = parent.rpartition(".")[0]  # one lora_A for all experts
+            _, ranks = groups.setdefault((parent, found[0]), (module, {}))
+            ranks[digest] = folder.shapes[name][0]
+    return {module: list(ranks.values()) for module, ranks in groups.values()}

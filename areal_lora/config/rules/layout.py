@@ -1,4 +1,4 @@
-"""Rules about parallel sizes. `engine.megatron_utils.parallel_layout` would refuse the trainer's sizes later."""
+"""Rules about parallel sizes. `engine.common.parallel_layout` would refuse the trainer's sizes later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,30 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config, TrainerConfig
 from areal_lora.config.rules.findings import Finding, shape_of
+from areal_lora.config.rules.slurm import most_devices
 from areal_lora.families.shape import ModelShape
+
+
+def engine_fits(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Keys of ``trainer`` that do not apply to the engine."""
+    t = config.trainer
+    if t.engine == "megatron":
+        if t.cpu_offload:
+            reason = "the Megatron engine keeps the base on its device"
+            yield Finding(path="trainer.cpu_offload", reason=reason, fix="set it to false, or trainer.engine=fsdp")
+        return
+    sizes = {"tp": t.tp, "pp": t.pp, "ep": t.ep, "etp": t.etp}
+    for key in (key for key, size in sizes.items() if size > 1):
+        yield Finding(
+            path=f"trainer.{key}",
+            reason=f"{sizes[key]}, but trainer.engine = fsdp shards the base over all ranks and divides nothing else",
+            fix="set it to 1, or trainer.engine=megatron",
+        )
+    if t.pp_layers is not None:
+        yield Finding(path="trainer.pp_layers", reason="trainer.engine = fsdp has no stages", fix="leave it out")
+    if t.cpu_offload and config.cluster.device == "cpu":
+        reason = "on CPUs the shards are in host memory anyway"
+        yield Finding(path="trainer.cpu_offload", reason=reason, fix="set it to false")
 
 
 def trainer_layout(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -58,8 +81,8 @@ def _stages(t: TrainerConfig, shape: ModelShape) -> Iterator[Finding]:
 
 
 def rollout_layout(config: Config, facts: Facts) -> Iterator[Finding]:
-    tp, per_node = config.rollout.tp, config.cluster.devices_per_node
-    if config.cluster.device != "cpu" and tp > per_node:
+    tp, per_node = config.rollout.tp, most_devices(config)
+    if tp > per_node:
         yield Finding(
             path="rollout.tp",
             reason=f"one server of {tp} devices does not fit a node of {per_node}",

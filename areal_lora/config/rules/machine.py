@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.models import Config
-from areal_lora.config.rules.findings import Finding, Severity, shape_of
+from areal_lora.config.pools import pools_of, seats_of
+from areal_lora.config.rules.findings import Finding
+from areal_lora.config.rules.slurm import components_agree, most_devices
 from areal_lora.errors import ConfigError
-from areal_lora.families.shape import base_bytes
 from areal_lora.network.addresses import WILDCARDS, as_network
 
 
@@ -24,20 +25,39 @@ def ports_free(config: Config, facts: Facts) -> Iterator[Finding]:
             )
 
 
+def devices_of(config: Config, ranks: int, served: int) -> int:
+    """Devices of ``ranks`` trainer ranks and of servers on ``served`` devices."""
+    return max(ranks, served) if config.cluster.share_devices else ranks + served
+
+
 def devices_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
-    cluster = config.cluster
-    if cluster.device == "cpu":
+    """Each pool has the devices that its roles need, and every process finds its devices on one node."""
+    if list(components_agree(config, facts)) or config.rollout.tp > most_devices(config):
         return
-    needed = config.trainer.world_size + config.rollout.servers * config.rollout.tp
-    declared = cluster.nodes * cluster.devices_per_node
-    if needed > declared:
-        yield Finding(
-            path="cluster.nodes",
-            reason=f"{needed} devices are needed ({config.trainer.world_size} trainer, "
-            f"{config.rollout.servers} x {config.rollout.tp} rollout) and {declared} are declared",
-            fix="raise cluster.nodes or cluster.devices_per_node, or lower trainer.world_size or rollout.servers",
-        )
-    elif facts.devices is not None and facts.devices < needed:
+    cluster, rollout = config.cluster, config.rollout
+    needed = devices_of(config, config.trainer.world_size, rollout.servers * rollout.tp)
+    if cluster.device != "cpu":
+        for pool in pools_of(cluster):
+            ranks = config.trainer.world_size if "trainer" in pool.roles else 0
+            served = rollout.servers * rollout.tp if "rollout" in pool.roles else 0
+            declared = pool.nodes * pool.devices_per_node
+            if devices_of(config, ranks, served) > declared:
+                parts = [f"{ranks} trainer"] * bool(ranks) + [f"{rollout.servers} x {rollout.tp} rollout"] * bool(
+                    served
+                )
+                yield Finding(
+                    path=pool.key,
+                    reason=f"{devices_of(config, ranks, served)} devices are needed ({', '.join(parts)}) and "
+                    f"{declared} are declared",
+                    fix=f"raise {pool.key} or devices_per_node, or lower trainer.world_size or rollout.servers",
+                )
+                return
+    try:
+        seats_of(config)
+    except ConfigError as error:
+        yield Finding(path=error.path, reason=error.reason, fix=error.fix)
+        return
+    if facts.devices is not None and facts.devices < needed:
         yield Finding(
             path="cluster.device",
             reason=f"{needed} {cluster.device} devices are needed and {facts.devices} are visible here",
@@ -53,10 +73,10 @@ def cluster_is_reachable(config: Config, facts: Facts) -> Iterator[Finding]:
             reason=f"cluster.kind = local means this machine, not {cluster.nodes} nodes",
             fix="set cluster.nodes=1, or cluster.kind=slurm",
         )
-    elif cluster.nodes > 1 and cluster.bind.startswith("127."):
+    elif cluster.total_nodes > 1 and cluster.bind.startswith("127."):
         yield Finding(
             path="cluster.bind",
-            reason=f"{cluster.nodes} nodes cannot reach each other on {cluster.bind}",
+            reason=f"{cluster.total_nodes} nodes cannot reach each other on {cluster.bind}",
             fix="set cluster.bind=0.0.0.0",
         )
 
@@ -74,22 +94,8 @@ def interface_counts(config: Config, facts: Facts) -> Iterator[Finding]:
             reason=f"{cluster.interface!r} contradicts cluster.bind = {cluster.bind}, which is used as it is",
             fix="set cluster.bind=0.0.0.0, or leave cluster.interface out",
         )
-    elif facts.address_problem is not None and cluster.nodes == 1:  # several nodes: not a question about this machine
+    elif (
+        facts.address_problem is not None and cluster.total_nodes == 1
+    ):  # several nodes: not a question about this machine
         problem = facts.address_problem
         yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
-
-
-def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
-    shape = shape_of(facts)
-    if config.cluster.device != "cpu" or facts.memory_bytes is None or shape is None:
-        return
-    copies = config.trainer.world_size + config.rollout.servers
-    needed = copies * base_bytes(shape, config.model.dtype)
-    needed += int(config.rollout.servers * (config.rollout.kv_cache_gib or 4.0) * 2**30)
-    if needed > facts.memory_bytes:
-        yield Finding(
-            path="rollout.kv_cache_gib",
-            reason=f"about {needed / 2**30:.0f} GiB are needed and this machine has {facts.memory_bytes / 2**30:.0f}",
-            fix="use a smaller model, fewer processes or a smaller rollout.kv_cache_gib",
-            severity=Severity.WARNING,
-        )

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, shape_of
+from areal_lora.families.engines import ENGINES, engines, problems, served
 from areal_lora.families.published import is_hub_name, known_models
 from areal_lora.families.registry import supported
-from areal_lora.families.variants import unsupported
 
 
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -22,13 +22,15 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
             fix += f", or did you mean {close[0]}" if close else ""
         yield Finding(path="model.path", reason=facts.model_problem, fix=fix)
         return
-    kind = facts.hf_config.get("model_type")
-    if kind not in supported():
+    if engines(facts.hf_config) and shape_of(facts) is None:
+        known = facts.hf_config["model_type"] in supported() or facts.checkpoint is not None
         yield Finding(
-            path="model.path", reason=f"model type {kind!r} is not supported", fix=f"use one of {supported()}"
+            path="model.path",
+            reason="config.json lacks sizes of the model"
+            if known
+            else "the layers of a family without a row are read from its safetensors files, which are not here",
+            fix="use a complete folder",
         )
-    elif shape_of(facts) is None:
-        yield Finding(path="model.path", reason="config.json lacks sizes of the model", fix="use a complete folder")
     if not facts.model_is_local:
         yield Finding(
             path="model.path",
@@ -39,9 +41,43 @@ def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
-    if shape_of(facts) and facts.hf_config is not None:
-        for problem in unsupported(facts.hf_config):
-            yield Finding(path="model.path", reason=problem, fix="use another model")
+    """Says which engine serves this config.json."""
+    if facts.hf_config is None:
+        return
+    possible = engines(facts.hf_config)
+    if not possible:
+        reasons = [f"{engine}: {why}" for engine in ENGINES for why in problems(engine, facts.hf_config)]
+        fix = f"use a model of type {', '.join(supported())}, or one that docs/en/model_families.md lists"
+        yield Finding(path="model.path", reason=f"no engine trains it; {'; '.join(reasons)}", fix=fix)
+    elif config.trainer.engine not in possible:
+        reason = "; ".join(problems(config.trainer.engine, facts.hf_config))
+        fix = f"set trainer.engine={possible[0]}, or use another model"
+        yield Finding(path="model.path", reason=reason, fix=fix)
+
+
+def model_served(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Whether vLLM takes this family's adapters, and can divide them."""
+    if facts.hf_config is None or not engines(facts.hf_config):
+        return
+    kind, tp = facts.hf_config["model_type"], config.rollout.tp
+    if not served(facts.hf_config):
+        reason = f"vLLM 0.32 serves no adapters of model type {kind!r}"
+        yield Finding(path="rollout", reason=reason, fix="use another model")
+    elif kind not in supported() and config.rollout.adapter_mode == "merged":
+        reason = f"merged, which has not been tried for model type {kind!r}, which has no row"
+        yield Finding(path="rollout.adapter_mode", reason=reason, fix="set it to unmerged")
+    elif kind not in supported() and tp > 1:
+        reason = f"{tp}, but adapters of model type {kind!r}, which has no row, are not divided"
+        yield Finding(path="rollout.tp", reason=reason, fix="set it to 1")
+
+
+def kernels_take_the_type(config: Config, facts: Facts) -> Iterator[Finding]:
+    if config.cluster.device == "cuda" and config.model.dtype == "float32":
+        yield Finding(
+            path="model.dtype",
+            reason="vLLM's LoRA kernels on GPUs take 16-bit types only, and would end the servers while they start",
+            fix="set model.dtype=bfloat16",
+        )
 
 
 def lengths(config: Config, facts: Facts) -> Iterator[Finding]:

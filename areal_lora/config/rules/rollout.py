@@ -17,6 +17,7 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
     asked = (
         ("rollout.max_staleness", rollout.max_staleness, 0),
         ("rollout.in_flight", rollout.in_flight, "finish"),
+        ("rollout.adapter_mode", rollout.adapter_mode, "unmerged"),
         ("model.dtype", config.model.dtype, "float32"),
         ("cluster.device", config.cluster.device, "cpu"),
     )
@@ -26,4 +27,22 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
             path="rollout.deterministic",
             reason=f"answers cannot be repeated with {', '.join(f'{key} = {value}' for key, value, _ in wrong)}",
             fix=f"set {', '.join(f'{key}={want}' for key, _, want in wrong)}, or rollout.deterministic=false",
+        )
+
+
+def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
+    """The weights of a server are one version of one adapter, in kernels that can be given other weights."""
+    if config.rollout.adapter_mode != "merged":
+        return
+    if len(config.adapters) > 1:
+        yield Finding(
+            path="rollout.adapter_mode",
+            reason=f"{len(config.adapters)} adapters cannot be merged into one model",
+            fix="set it to unmerged, or train one adapter",
+        )
+    if config.rollout.expert_parallel and config.cluster.device == "cpu":
+        yield Finding(
+            path="rollout.expert_parallel",
+            reason="without LoRA, vLLM's expert kernel for CPUs ends the process with distributed experts",
+            fix="set it to false, or rollout.adapter_mode=unmerged",
         )

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from areal_lora.engine.megatron_utils.arena import COLUMN_PARALLEL, ShardedModel, held_rows
+from areal_lora.engine.common.arena import ShardedModel, held_rows
+from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.errors import UnknownTensorError
-from areal_lora.families.family import Family, Scope
+from areal_lora.families.family import COLUMN_PARALLEL, Family, Scope
 from areal_lora.families.sites import Piece, SiteKey
 
 _LAYER = re.compile(r"^decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
@@ -29,44 +27,14 @@ _LINEAR = re.compile(
 )
 
 
-class Folder:
-    """The tensors of a model folder by name, in pieces."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._files: dict[str, Any] = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            opened: Any = safe_open(file, framework="pt")
-            self._files |= dict.fromkeys(opened.keys(), opened)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._slice(name)[start:stop]
-
-    def columns(self, name: str, start: int, stop: int) -> Tensor:
-        return self._slice(name)[:, start:stop]
-
-    def whole(self, name: str) -> Tensor:
-        return self._slice(name)[:]
-
-    def _slice(self, name: str) -> Any:
-        """Raises UnknownTensorError."""
-        if name not in self._files:
-            raise UnknownTensorError(f"model tensor {name} is in no safetensors file of the model folder")
-        return self._files[name].get_slice(name)
-
-
-def load_base(module: nn.Module, path: str, model: ShardedModel, rank: int) -> None:
+def load_base(module: nn.Module, folder: ModelFolder, model: ShardedModel, rank: int) -> None:
     """Fill every parameter of ``module``. Raises UnknownTensorError for a missing tensor or an unknown parameter."""
-    folder = Folder(path)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(_read(folder, model, rank, name, parameter))
 
 
-def _read(folder: Folder, model: ShardedModel, rank: int, name: str, parameter: Tensor) -> Tensor:
+def _read(folder: ModelFolder, model: ShardedModel, rank: int, name: str, parameter: Tensor) -> Tensor:
     """This rank's part of the parameter that Megatron calls ``name``."""
     if (found := _LAYER.match(name)) is not None:
         return _read_layer(folder, model, rank, int(found["layer"]), found["rest"])
@@ -82,7 +50,7 @@ def _read(folder: Folder, model: ShardedModel, rank: int, name: str, parameter: 
     raise UnknownTensorError(f"the model's parameter {name} has no known Hugging Face tensor")
 
 
-def _read_layer(folder: Folder, model: ShardedModel, rank: int, local: int, rest: str) -> Tensor:
+def _read_layer(folder: ModelFolder, model: ShardedModel, rank: int, local: int, rest: str) -> Tensor:
     layer = model.layout.layers_of(rank)[local]
     base = f"model.layers.{layer}"
     if (replicated := _replicated(model.shape.family).get(rest)) is not None:
@@ -116,7 +84,7 @@ def _replicated(family: Family) -> dict[str, str]:
     return names
 
 
-def _read_linear(folder: Folder, model: ShardedModel, rank: int, key: SiteKey, what: str) -> Tensor:
+def _read_linear(folder: ModelFolder, model: ShardedModel, rank: int, key: SiteKey, what: str) -> Tensor:
     """This rank's rows (column-parallel) or columns of a linear layer, fused from its projections."""
     pieces = model.pieces(key)
     size, mine = model.group_size(key.scope), model.group_rank(key.scope, rank)

@@ -1,179 +1,40 @@
-"""A rank's routed experts as one module: grouped matrix products with LoRA inside, on every device.
+"""A rank's routed experts as one module in Megatron's place.
 
 Megatron computes experts one by one, or all at once with Transformer Engine; an adapter beside each linear layer then
-adds modules, copies and passes over memory per expert. Here one autograd function computes all experts of a layer
-with their adapters. It needs nothing but torch. Shapes: T rows sorted by expert, n experts, hidden h, width f::
-
-    g = x W1' + s (x A1') B1'          [T, 2f]
-    u = silu(g[:, :f]) g[:, f:] p      [T, f]    p: the router's weight of each row
-    y = u W2' + s (u A2') B2'          [T, h]
+adds modules, copies and passes over memory per expert. Here `expert_mlp` computes all experts of a layer with their
+adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
-from torch.nn import functional
 
-ALIGN_BYTES = 16  # torch's grouped matrix product wants rows that start at multiples of this
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The rows of each expert: expert e has rows ``bounds[e]:bounds[e + 1]``. Weights are [n, ...] or [...] for all."""
-
-    bounds: tuple[int, ...]
-
-    @classmethod
-    def of(cls, splits: Sequence[int]) -> Groups:
-        return cls((0, *accumulate(splits)))
-
-    def times(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[T, out] = x [T, in] times the transposed weight [n, out, in] of each row's expert."""
-        if weight.dim() == 2:
-            return x @ weight.t()
-        if x.is_cuda and _aligned(x, weight):
-            return functional.grouped_mm(x, weight.transpose(1, 2), offs=self._ends(x))
-        out = x.new_empty(x.shape[0], weight.shape[1])
-        for e, rows in self._slices():
-            torch.mm(x[rows], weight[e].t(), out=out[rows])
-        return out
-
-    def add_times(self, out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Add `times` to ``out`` in place."""
-        if weight.dim() == 2:
-            return out.addmm_(x, weight.t())
-        if x.is_cuda:
-            return out.add_(self.times(x, weight))
-        for e, rows in self._slices():
-            out[rows].addmm_(x[rows], weight[e].t())
-        return out
-
-    def outer(self, y: Tensor, x: Tensor, like: Tensor) -> Tensor:
-        """The gradient fp32 of a weight ``like`` [n, out, in]: y [T, out] transposed times x [T, in], per expert."""
-        if like.dim() == 2:
-            return (y.t() @ x).float()
-        grad = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        for e, rows in self._slices():
-            if y.dtype == torch.float32:
-                torch.mm(y[rows].t(), x[rows], out=grad[e])
-            else:
-                grad[e] = y[rows].t() @ x[rows]
-        return grad
-
-    def _slices(self) -> Iterator[tuple[int, slice]]:
-        return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(self.bounds)) if b > a)
-
-    def _ends(self, x: Tensor) -> Tensor:
-        return torch.tensor(self.bounds[1:], dtype=torch.int32, device=x.device)
-
-
-def _aligned(x: Tensor, weight: Tensor) -> bool:
-    item = x.element_size()
-    return bool(x.shape[0]) and not (x.shape[1] * item % ALIGN_BYTES or weight.shape[1] * item % ALIGN_BYTES)
-
-
-class _ExpertMlp(torch.autograd.Function):  # type: ignore[misc]
-    """The module's formulas. Base weights are constants; an adapter that is off has None for A and B."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        probs: Tensor,
-        a1: Tensor | None,
-        b1: Tensor | None,
-        a2: Tensor | None,
-        b2: Tensor | None,
-        w1: Tensor,
-        w2: Tensor,
-        groups: Groups,
-        scales: tuple[float, float],
-    ) -> Tensor:
-        g = groups.times(x, w1)
-        h1 = _add_adapter(groups, g, x, a1, b1, scales[0])
-        gate, up = g.chunk(2, dim=-1)
-        act = functional.silu(gate).mul_(up)
-        u = act * probs[:, None]
-        y = groups.times(u, w2)
-        h2 = _add_adapter(groups, y, u, a2, b2, scales[1])
-        ctx.save_for_backward(x, probs, a1, b1, a2, b2, w1, w2, g, act, h1, h2)
-        ctx.groups, ctx.scales = groups, scales
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        x, probs, a1, b1, a2, b2, w1, w2, g, act, h1, h2 = ctx.saved_tensors
-        groups: Groups = ctx.groups
-        dy = dy.contiguous()
-        du = groups.times(dy, w2.transpose(1, 2))
-        da2, db2 = _adapter_grads(groups, dy, du, lambda: act * probs[:, None], h2, a2, b2, ctx.scales[1])
-        d_probs = (du * act).sum(-1)
-        du.mul_(probs[:, None])
-        gate, up = g.chunk(2, dim=-1)
-        dg = torch.empty_like(g)
-        d_gate, d_up = dg.chunk(2, dim=-1)
-        torch.mul(du, functional.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(du.mul_(up), gate))
-        dx = groups.times(dg, w1.transpose(1, 2))
-        da1, db1 = _adapter_grads(groups, dg, dx, lambda: x, h1, a1, b1, ctx.scales[0])
-        return dx, d_probs, da1, db1, da2, db2, None, None, None, None
-
-
-def _add_adapter(
-    groups: Groups, out: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float
-) -> Tensor | None:
-    """Add ``scale * B A x`` to ``out``; returns the scaled ``A x`` [T, r]."""
-    if a is None or b is None:
-        return None
-    hidden = groups.times(x, a.to(x.dtype)).mul_(scale)
-    groups.add_times(out, hidden, b.to(x.dtype))
-    return hidden
-
-
-def _adapter_grads(
-    groups: Groups,
-    dy: Tensor,
-    dx: Tensor,
-    x: Callable[[], Tensor],
-    hidden: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    scale: float,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of A and B from that of the output; adds the adapter's part to the input's gradient ``dx``."""
-    if a is None or b is None:
-        return None, None
-    assert hidden is not None
-    dh = groups.times(dy, b.to(dy.dtype).transpose(-1, -2)).mul_(scale)
-    groups.add_times(dx, dh, a.to(dy.dtype).transpose(-1, -2))
-    return groups.outer(dh, x(), a), groups.outer(dy, hidden, b)
+from areal_lora.engine.common.expert_mlp import ExpertLora, ExpertMlp, Groups
+from areal_lora.engine.dropout import from_lanes, to_lanes
+from areal_lora.engine.residents import ActiveAdapter
 
 
 class GroupedLinear(nn.Module):  # type: ignore[misc]
-    """One of the two linear layers of all experts: ``weight`` [n, out, in] of this rank, and its adapter."""
+    """One of the two linear layers of all experts: ``weight`` [n, out, in] of this rank, and its adapters by name.
+
+    ``active`` is the model's; `lora.attach` sets it.
+    """
 
     def __init__(self, n: int, n_in: int, n_out: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, n_out, n_in, dtype=dtype))
-        self.lora_A: nn.Parameter | None = None
-        self.lora_B: nn.Parameter | None = None
-        self.scale = 1.0
-        self.adapter_enabled = True
+        self.residents: dict[str, ExpertLora] = {}
+        self.active = ActiveAdapter()
 
-    def adapt(self, lora_a: nn.Parameter, lora_b: nn.Parameter, scale: float) -> None:
-        """Add an adapter: a stack lora_A [n, r, in] and lora_B [n, out, r], or one [r, in], [out, r] of all experts."""
-        self.lora_A, self.lora_B, self.scale = lora_a, lora_b, scale
-
-    def active(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """lora_A and lora_B; None without an adapter that is on."""
-        return (self.lora_A, self.lora_B) if self.adapter_enabled else (None, None)
+    def lora(self) -> ExpertLora:
+        """The part of the active adapter; an empty one if there is none."""
+        return self.residents.get(self.active.name or "", ExpertLora())
 
 
 class GroupedExperts(nn.Module):  # type: ignore[misc]
@@ -190,21 +51,60 @@ class GroupedExperts(nn.Module):  # type: ignore[misc]
             raise ValueError(f"expert tensor parallel size {size} does not divide {config.moe_ffn_hidden_size} columns")
         self.linear_fc1 = GroupedLinear(num_local_experts, hidden, 2 * width, config.params_dtype)
         self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, config.params_dtype)
+        self._first_column = pg_collection.expt_tp.rank() * width
+        self.row_keys: Tensor | None = None
+        """[T] of the rows that `forward` gets, set by `follow_tokens` where an adapter drops inputs."""
+
+    @property
+    def active(self) -> ActiveAdapter:
+        """The object that counts; a layer without adapters has one of its own, which names none."""
+        return self.linear_fc1.active if self.linear_fc1.residents else self.linear_fc2.active
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """``x`` [T, h] sorted by expert, ``probs`` [T]: (outputs [T, h], no bias)."""
-        a1, b1 = self.linear_fc1.active()
-        a2, b2 = self.linear_fc2.active()
-        y: Tensor = _ExpertMlp.apply(
+        fc1, fc2 = self.linear_fc1.lora(), self.linear_fc2.lora()
+        groups, active, keys = Groups.of(tokens_per_expert.tolist()), self.active, self.row_keys
+        y: Tensor = ExpertMlp.apply(
             x,
             probs.to(x.dtype),
-            a1,
-            b1,
-            a2,
-            b2,
+            fc1.a,
+            fc1.b,
+            fc2.a,
+            fc2.b,
             self.linear_fc1.weight,
             self.linear_fc2.weight,
-            Groups.of(tokens_per_expert.tolist()),
-            (self.linear_fc1.scale, self.linear_fc2.scale),
+            groups,
+            (fc1.scale * active.factor, fc2.scale * active.factor),
+            (
+                fc1.keep(active.dropout, keys, groups, x.shape[1]),
+                fc2.keep(active.dropout, keys, groups, self.linear_fc2.weight.shape[2], self._first_column),
+            ),
         )
         return y, None
+
+
+def follow_tokens(model: nn.Module) -> None:
+    """While an adapter drops inputs, let the tokens' keys go to the experts of ``model`` as the tokens do."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.router.register_forward_hook(partial(_routed, layer))
+
+
+def _routed(layer: MoELayer, _: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Runs in every pass and recomputation, before the tokens are dispatched."""
+    experts, (probs, routing_map) = layer.experts, output
+    active = experts.active
+    experts.row_keys = None
+    if active.dropout is not None:
+        with torch.no_grad():
+            experts.row_keys = _dispatched(layer.token_dispatcher, active.keys, args[0].shape[0], probs, routing_map)
+
+
+def _dispatched(dispatcher: Any, keys: Tensor, own: int, probs: Tensor, routing_map: Tensor) -> Tensor:
+    """``keys`` [t] of the whole micro-batch to [T] of this rank's rows; a rank may have ``own`` tokens only."""
+    first = parallel_state.get_tensor_model_parallel_rank() * own if own < keys.shape[0] else 0
+    lanes = to_lanes(keys[first : first + own])[:, None]
+    lanes, probs = dispatcher.dispatch_preprocess(lanes, routing_map, probs)
+    lanes, probs = dispatcher.token_dispatch(lanes, probs)
+    rows, _, _ = dispatcher.dispatch_postprocess(lanes, probs)
+    return from_lanes(rows)

@@ -19,10 +19,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
+from areal_lora.engine.common.parallel_layout import ParallelLayout
 from areal_lora.engine.megatron_utils.architecture import architecture
-from areal_lora.engine.megatron_utils.attention import PackedAttention, Packing, Rotary, bind
-from areal_lora.engine.megatron_utils.experts import GroupedExperts
-from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
+from areal_lora.engine.megatron_utils.core_attention import PackedAttention, Packing, Rotary, bind
+from areal_lora.engine.megatron_utils.experts import GroupedExperts, follow_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,6 +54,7 @@ def build_model(
     config.variable_seq_lengths = False
     packing = Packing(Rotary(_inverse_frequencies(provider, device), dtype))
     bind(module, packing)
+    follow_tokens(module)
     return module, packing
 
 

@@ -8,6 +8,8 @@ method   path                  request body        answer
 POST     ``/admin/retire``     ``RetireRequest``   200; 404 unknown; 409 in use or the newest
 POST     ``/admin/drain``      none                200 when no request is running
 =======  ====================  ==================  ==========================================
+
+A server that leaves answers pings so, until the trainer posts ``/admin/dismiss`` (``leaving``).
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ from starlette.types import ASGIApp
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
 from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit
+from areal_lora.engine.vllm_ext.leaving import Stop
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.keys import Plane
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
+    DISMISS_PATH,
+    DROP_PATH,
     HURRY_PATH,
     INFO_PATH,
     JOIN_PATH,
@@ -41,6 +46,8 @@ from areal_lora.weight_sync.messages import (
     SCORE_PATH,
     SHUTDOWN_PATH,
     AdminMessage,
+    DropReply,
+    DropRequest,
     HurryReply,
     HurryRequest,
     InfoReply,
@@ -73,15 +80,10 @@ def _failure(status: int, reason: object) -> Response:
 
 
 class AdminPlane:
-    """The routes of the admin plane. ``stop`` ends the server."""
+    """The routes of the admin plane."""
 
     def __init__(
-        self,
-        adapters: ServedAdapters,
-        generator: Generator,
-        info: InfoReply,
-        modules: ModulesReply,
-        stop: Callable[[], None],
+        self, adapters: ServedAdapters, generator: Generator, info: InfoReply, modules: ModulesReply, stop: Stop
     ) -> None:
         self._adapters, self._generator = adapters, generator
         self._info, self._modules, self._stop = info, modules, stop
@@ -94,9 +96,11 @@ class AdminPlane:
             Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
             Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
             Route(HURRY_PATH, _guarded(self.hurry), methods=["POST"]),
+            Route(DROP_PATH, _guarded(self.drop), methods=["POST"]),
             Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
             Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
             Route(DRAIN_PATH, self.drain, methods=["POST"]),
+            Route(DISMISS_PATH, self.dismiss, methods=["POST"]),
             Route(SHUTDOWN_PATH, self.shutdown, methods=["POST"]),
         ]
         return BearerAuth(BodyLimit(Starlette(routes=routes), MAX_BODY_BYTES), secret, Plane.ADMIN)
@@ -110,7 +114,7 @@ class AdminPlane:
 
     async def ping(self, request: Request) -> Response:
         await self._adapters.ping()
-        return _answer(PingReply())
+        return _answer(PingReply(leaving=self._stop.leaving.is_set()))
 
     async def join(self, request: Request) -> Response:
         came = time.monotonic()
@@ -126,9 +130,16 @@ class AdminPlane:
         await self._adapters.hurry(AdapterRef.parse(want.ref))
         return _answer(HurryReply())
 
+    async def drop(self, request: Request) -> Response:
+        want = decode_message(await request.body(), DropRequest)
+        return _answer(DropReply(running=await self._adapters.drop(want.name)))
+
     async def score(self, request: Request) -> Response:
         """Return the log-probabilities of given tokens, without cache or sampling, for the probe (contract C6)."""
         want = decode_message(await request.body(), ScoreRequest)
+        if want.model is None and not self._adapters.has_base:
+            return _answer(ScoreReply(logprobs=[]))
+        await self._adapters.ready()
         with self._adapters.lease(want.model if want.model is not None else BASE) as lease:
             scores = (self._generator.score(ids, lease, want.temperature) for ids in want.token_ids)
             scored = await asyncio.gather(*scores)
@@ -144,8 +155,12 @@ class AdminPlane:
             await asyncio.sleep(DRAIN_POLL_S)
         return _failure(200, "drained")
 
+    async def dismiss(self, request: Request) -> Response:
+        self._stop.dismissed.set()
+        return _answer(PingReply())
+
     async def shutdown(self, request: Request) -> Response:
-        self._stop()
+        self._stop.restart()
         return _answer(PingReply())
 
 

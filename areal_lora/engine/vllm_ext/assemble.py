@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,18 +13,19 @@ from starlette.types import ASGIApp
 from vllm import AsyncEngineArgs
 from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
+from areal_lora.config.slots import adapter_capacity, adapter_slots, kept_versions
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
-from areal_lora.engine.vllm_ext.compat.scheduler import GroupScheduler
 from areal_lora.engine.vllm_ext.data_plane import DataPlane
 from areal_lora.engine.vllm_ext.generate import Generator, RequestCounters
 from areal_lora.engine.vllm_ext.guards import guarded
+from areal_lora.engine.vllm_ext.leaving import Stop
 from areal_lora.engine.vllm_ext.sampling import Sampler
+from areal_lora.engine.vllm_ext.tool_calls import ToolCallParsers, configured_parsers
 from areal_lora.engine.vllm_ext.worker.extension import AdapterWorkerExtension, WorkerDescription, WorkerSetup
 from areal_lora.engine.vllm_ext.worker.lora_install import vllm_modules
 from areal_lora.engine.vllm_ext.worker_channel import WorkerChannel
@@ -33,6 +33,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.families.family import TARGETS, Scope
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.weight_sync.digests import base_digest
+from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply
 
 
@@ -66,22 +67,22 @@ def engine_args(config: Config) -> AsyncEngineArgs:
             f"{unknown} cannot be served",
             f"choose from {', '.join(TARGETS)}, alone or behind one of {', '.join(Scope)} and a dot",
         )
-    ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rollout.max_lora_rank]
-    if not ranks:
-        raise ConfigError("rollout.max_lora_rank", f"{rollout.max_lora_rank} is above vLLM's limit")
     extra: dict[str, Any] = {}
     if on_cpu:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        from areal_lora.engine.vllm_ext.compat.cpu_scheduler import GroupScheduler
+
         # vLLM's default of 128 hides short prompts from the prefix cache; its CPU attention needs multiples of 32.
         extra["block_size"] = 32
         # A prompt in two chunks would rewind the request's random generator, which fails on a CPU and ends vLLM.
         extra["enable_chunked_prefill"] = False
         extra["scheduler_cls"] = GroupScheduler  # not on GPUs: their default schedules ahead of the model
-        if rollout.kv_cache_gib is not None:
-            extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         if rollout.tp == 1:
             extra["distributed_executor_backend"] = UniProcExecutor  # saves one process and its wake-ups
-    # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
-    max_loras = n_slots(config) + on_cpu
+    if rollout.kv_cache_gib is not None:
+        extra["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+    extra |= _plain_weights(on_cpu) if rollout.adapter_mode == "merged" else _lora(config, targets)
     return AsyncEngineArgs(
         model=config.model.folder,
         dtype=config.model.dtype,
@@ -97,30 +98,44 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         enable_prefix_caching=not rollout.deterministic,
         disable_log_stats=True,
         logprobs_mode="processed_logprobs",
-        enable_lora=True,
-        max_lora_rank=ranks[0],
-        max_loras=max_loras,
-        max_cpu_loras=max_loras,
-        lora_target_modules=vllm_modules(targets),
         worker_extension_cls=f"{AdapterWorkerExtension.__module__}.{AdapterWorkerExtension.__qualname__}",
         **extra,
     )
 
 
-def n_slots(config: Config) -> int:
-    """Count the slots: per adapter the resident versions, and one more that an evaluation may keep."""
-    return (config.rollout.resident_versions + 1) * len(config.adapters)
+def _plain_weights(on_cpu: bool) -> dict[str, Any]:
+    """Without LoRA, and on a GPU with the expert kernel that takes weights as they are loaded; others reorder them."""
+    return {} if on_cpu else {"moe_backend": "triton"}
+
+
+def _lora(config: Config, targets: list[str]) -> dict[str, Any]:
+    rank = config.rollout.max_lora_rank
+    ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
+    if not ranks:
+        raise ConfigError("rollout.max_lora_rank", f"{rank} is above vLLM's limit")
+    # On a CPU, vLLM lets tokens without an adapter read the last slot in places: it stays empty.
+    max_loras = adapter_slots(config) + (config.cluster.device == "cpu")
+    return {
+        "enable_lora": True,
+        "max_lora_rank": ranks[0],
+        "max_loras": max_loras,
+        "max_cpu_loras": max_loras,
+        "lora_target_modules": vllm_modules(targets),
+    }
 
 
 def max_num_seqs(config: Config) -> int:
     return 1 if config.rollout.deterministic else config.rollout.max_num_seqs
 
 
-async def assemble(config: Config, run_folder: RunFolder, index: int, secret: str, stop: Callable[[], None]) -> Parts:
+async def assemble(config: Config, run_folder: RunFolder, index: int, secret: str, stop: Stop) -> Parts:
     """Start the engine and connect all parts; the server can serve when this returns."""
     digest = base_digest(config.model.folder)
+    parsers = configured_parsers(config)
+    ToolCallParsers(None, parsers)  # a name that is wrong ends the server before it loads a model
     engine = start_engine(engine_args(config))
     channel = WorkerChannel(secret)
+    payload = Payload(config.rollout.adapter_mode)
     setup = WorkerSetup(
         run=config.run.name,
         run_folder=str(run_folder),
@@ -130,6 +145,9 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         declared={a.name: a.spec(config.model.path) for a in config.adapters},
         bind=own_place(config.cluster, run_folder).address,
         cores=tuple(sorted(os.sched_getaffinity(0))),
+        model=config.model.folder,
+        payload=payload,
+        adapters=adapter_capacity(config),
     )
     await engine.collective_rpc("al_setup", args=(msgspec.msgpack.encode(setup),))
     described = [
@@ -142,9 +160,11 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         engine,
         channel,
         n_workers=len(described),
-        n_slots=n_slots(config),
-        resident=config.rollout.resident_versions,
+        n_slots=adapter_slots(config),
+        resident=kept_versions(config) + 1,
+        adapters=adapter_capacity(config),
         generating=lambda: counters.in_flight > 0,
+        merged=payload is Payload.MERGED,
     )
     model = engine.model_config
     generator = Generator(
@@ -158,22 +178,27 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         workers=len(described),
         max_lora_rank=first.max_rank,
     )
-    modules = ModulesReply(modules=first.modules, slots=n_slots(config), max_rank=first.max_rank)
+    slot_bytes = sum(worker.slot_bytes for worker in described)
+    modules = ModulesReply(
+        modules=first.modules,
+        slots=adapter_slots(config),
+        max_rank=first.max_rank,
+        slot_bytes=slot_bytes,
+        payload=payload,
+    )
     tokenizer = engine.get_tokenizer()
     sampler = Sampler(
-        generator,
-        adapters,
-        partial(tokenizer.decode, skip_special_tokens=True),
-        interrupt=config.rollout.in_flight == "interrupt",
+        generator, adapters, partial(tokenizer.decode, skip_special_tokens=True), interrupt=config.rollout.interrupts
     )
     host = own_place(config.cluster, run_folder).address
-    data_app = guarded(DataPlane(adapters, generator, tokenizer, sampler).app(), host, secret)
+    data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers))
+    data_app = guarded(data_plane.app(), host, secret)
     return Parts(
         engine=engine,
         channel=channel,
         adapters=adapters,
         generator=generator,
-        n_slots=n_slots(config),
+        n_slots=adapter_slots(config),
         shm_prefix=first.shm_prefix,
         data_app=data_app,
         admin_app=AdminPlane(adapters, generator, info, modules, stop).app(secret),

@@ -1,7 +1,7 @@
 """Serve the data plane of a rollout server: the OpenAI subset that agents and the controller use.
 
-``POST /v1/completions``, ``POST /v1/chat/completions``, ``GET /v1/models``, ``GET /health``,
-``GET /metrics``. ``model`` is an adapter version ``name@vN``, an adapter ``name`` (its newest
+``POST /v1/completions``, ``POST /v1/chat/completions``, ``POST /v1/tool_calls``, ``GET /v1/models``,
+``GET /health``, ``GET /metrics``. ``model`` is an adapter version ``name@vN``, an adapter ``name`` (its newest
 version; the answer names it) or ``base``; any other name is a 404. A request keeps its
 version resident until it ends; a client that disconnects ends its request.
 """
@@ -28,10 +28,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
+from areal_lora.engine.vllm_ext.extra_args import SCORE_TEMPERATURE
 from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
 from areal_lora.engine.vllm_ext.openai_api import Answer, ChatBody, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.engine.vllm_ext.sampling import SampledPart, Sampler
-from areal_lora.errors import UnknownVersionError
+from areal_lora.engine.vllm_ext.tool_calls import PATH, ToolCallParsers, tool_calls_handler
+from areal_lora.errors import PublishError, UnknownVersionError
 
 Body = CompletionBody | ChatBody
 JSON = "application/json"
@@ -44,9 +46,15 @@ class DataPlane:
     """The routes of the data plane."""
 
     def __init__(
-        self, adapters: ServedAdapters, generator: Generator, tokenizer: PreTrainedTokenizerBase, sampler: Sampler
+        self,
+        adapters: ServedAdapters,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        parsers: ToolCallParsers,
     ) -> None:
         self._adapters, self._generator, self._tokenizer, self._sampler = adapters, generator, tokenizer, sampler
+        self._parsers = parsers
         self._ids = itertools.count()
 
     def app(self) -> ASGIApp:
@@ -54,6 +62,7 @@ class DataPlane:
             routes=[
                 Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
                 Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
+                Route(PATH, tool_calls_handler(self._parsers), methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
@@ -100,7 +109,7 @@ class DataPlane:
     async def _stream(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
         if len(prompts) != 1 or (isinstance(body, CompletionBody) and body.echo):
             raise BadRequest("a stream takes one prompt, without echo")
-        self._sampler.check(body.model, body.pin_version)  # an unknown version must be a 404, not a broken stream
+        await self._sampler.check(body.model, body.pin_version)  # an unknown version must be a 404, not a broken stream
 
         async def events() -> AsyncIterator[bytes]:
             parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version)
@@ -155,6 +164,8 @@ class DataPlane:
                 choice.logprobs["top_logprobs"] = [
                     {decode([t]): value for t, value in row.items()} for row in part.logprobs
                 ]
+                if body.return_token_ids:
+                    choice.logprobs["top_ids"] = part.logprobs
         return choice
 
     def _chat_logprobs(self, part: SampledPart) -> list[dict[str, Any]]:
@@ -170,7 +181,7 @@ class DataPlane:
         return rows
 
     async def models(self, request: Request) -> Response:
-        names = [BASE, *map(str, self._adapters.active())]
+        names = [*([BASE] if self._adapters.has_base else []), *map(str, self._adapters.active())]
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "areal_lora"} for name in names]
         return Response(_encode({"object": "list", "data": data}), media_type=JSON)
 
@@ -206,11 +217,14 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        min_p=body.min_p,
+        min_tokens=body.min_tokens,
         seed=body.seed,
         stop=body.stop,
         logprobs=body.wants_logprobs,
         ignore_eos=body.ignore_eos,
         prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,
+        extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
         # Text is decoded once at the end, not token by token, unless there are stop strings to find.
         detokenize=bool(body.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -248,6 +262,8 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
             status, reason = 404, str(e)
         except (msgspec.MsgspecError, BadRequest, VLLMClientError) as e:
             status, reason = 400, str(e)
+        except PublishError as e:
+            status, reason = 503, str(e)
         except EngineDeadError as e:
             status, reason = 503, f"the engine has ended: {e}"
         return Response(error_body(status, reason), status_code=status, media_type=JSON)

@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.engine.vllm_ext.adapters import VersionLease
-from areal_lora.engine.vllm_ext.compat.engine import SCORE_TEMPERATURE
+from areal_lora.engine.vllm_ext.extra_args import SCORE_TEMPERATURE
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef
@@ -95,6 +95,7 @@ class EngineRequest:
 
     request_id: str
     ref: AdapterRef | None
+    incarnation: int = 0
     arrived_s: float
     follows: EngineRequest | None = None
     priority: int = ROLLOUT
@@ -172,6 +173,7 @@ class Generator:
         return EngineRequest(
             request_id=f"{lease.name}-{next(self._ids)}",
             ref=lease.ref,
+            incarnation=lease.incarnation,
             follows=follows,
             priority=priority,
             arrived_s=time.time() if arrived_s is None else arrived_s,

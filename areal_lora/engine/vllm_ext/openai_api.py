@@ -1,7 +1,8 @@
 """Define request and answer bodies of the data plane: a subset of OpenAI's API, and extensions.
 
 Extensions: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
-version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``.
+version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``; with
+``return_token_ids`` and ``logprobs`` above 0, ``logprobs.top_ids[t]`` are log-probabilities by token id.
 ``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
 and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.
 Unknown fields are refused: ignoring a setting silently would change the policy.
@@ -21,6 +22,8 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool = False
@@ -68,6 +71,30 @@ class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
     @property
     def wants_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+
+class ToolCallsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/tool_calls``: texts of answers to requests with these tools, in OpenAI's chat format."""
+
+    parser: str
+    tools: list[dict[str, Any]]
+    texts: list[str]
+
+
+class ParsedCall(msgspec.Struct, kw_only=True):
+    """``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ParsedText(msgspec.Struct, kw_only=True):
+    content: str
+    calls: list[ParsedCall] = []
+
+
+class ToolCallsAnswer(msgspec.Struct, kw_only=True):
+    answers: list[ParsedText]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):

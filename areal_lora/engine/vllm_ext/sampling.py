@@ -8,6 +8,9 @@ becomes active, the server cuts every sequence and continues it on that version:
 The continuation is a new request of the engine, in the place of the first one: the engine reads the tokens so far
 again under the new version, the limit is the remaining one, and random numbers come from (seed, tokens so far).
 Requests that are pinned, that score their prompt or that name the base are not cut.
+
+Merged rollouts always interrupt: a server has one version (``gate``). There the sequences are cut before the new
+version is written, and continue as soon as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
-from areal_lora.engine.vllm_ext.compat.scheduler import WHOLE
+from areal_lora.engine.vllm_ext.extra_args import WHOLE
 from areal_lora.engine.vllm_ext.generate import CUT, EngineRequest, Generator, prompt_logprobs
 from areal_lora.engine.vllm_ext.text import AnswerText
 from areal_lora.types import AdapterRef
@@ -71,7 +74,7 @@ class Sampler:
         self._generator, self._adapters, self._decode, self._interrupt = generator, adapters, decode, interrupt
         self._running: set[EngineRequest] = set()
         if interrupt:
-            adapters.on_active = self._cut
+            adapters.interrupt = self._cut
 
     async def complete(
         self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool
@@ -79,11 +82,12 @@ class Sampler:
         """Return ``params.n`` answers to every prompt, in order. Raises UnknownVersionError."""
         self._count(prompts)
         if self._cuttable(params, model, pinned):
-            self.check(model, pinned)
+            await self.check(model, pinned)
             ways = [_nth(params, k) for k in range(params.n)]
             return await _all([self._whole(ids, way, k, model) for ids in prompts for k, way in enumerate(ways)])
         if not params.detokenize:  # else the server's process must read every token, to find stop strings
             params.extra_args = (params.extra_args or {}) | {WHOLE: True}
+        await self._adapters.ready()
         with self._adapters.lease(model, pinned=pinned) as lease:
             outputs = await _all([self._generator.final(ids, params.clone(), lease) for ids in prompts])
         return [_part(output, sample, lease) for output in outputs for sample in output.outputs]
@@ -100,14 +104,16 @@ class Sampler:
                 async for part in parts:
                     yield part
             return
+        await self._adapters.ready()
         with self._adapters.lease(model, pinned=pinned) as lease:
             async with aclosing(self._generator.stream(ids, params, lease)) as outputs:
                 async for output in outputs:
                     for sample in output.outputs:
                         yield _part(output, sample, lease)
 
-    def check(self, model: str, pinned: bool) -> None:
+    async def check(self, model: str, pinned: bool) -> None:
         """Raise UnknownVersionError if a request for ``model`` would."""
+        await self._adapters.ready()
         with self._adapters.lease(model, or_newer=self._interrupt and not pinned):
             pass
 
@@ -125,8 +131,15 @@ class Sampler:
     # ------------------------------------------------------------ interrupt
 
     async def _cut(self, ref: AdapterRef) -> None:
-        """Cut all sequences on versions of the adapter older than ``ref``; ``_sequence`` continues them."""
-        older = [t for t in self._running if t.ref is not None and t.ref.name == ref.name and t.ref < ref]
+        """Cut all sequences on versions of the adapter older than ``ref``; ``_sequence`` continues them.
+
+        Those of a dropped adapter that had the same name end as they are.
+        """
+        incarnation = self._adapters.incarnation(ref.name)
+        mine = (
+            t for t in self._running if t.ref is not None and t.ref.name == ref.name and t.incarnation == incarnation
+        )
+        older = [t for t in mine if t.ref is not None and t.ref < ref]
         await self._generator.cut(older)
 
     async def _whole(self, ids: list[int], params: SamplingParams, index: int, model: str) -> SampledPart:
@@ -148,10 +161,14 @@ class Sampler:
         done: list[int] = []
         text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
         name, arrived_s = model, time.time()
+        incarnation: int | None = None
         request: EngineRequest | None = None
         try:
             while True:
-                with self._adapters.lease(name, or_newer=True) as lease:
+                if request is not None and not self._adapters.is_open:
+                    request.place_free.set()  # nothing else can take it before the gate opens
+                await self._adapters.ready()
+                with self._adapters.lease(name, or_newer=True, incarnation=incarnation) as lease:
                     request = self._generator.new_request(lease, arrived_s, follows=request)
                     self._running.add(request)
                     outputs = self._generator.stream(ids + done, continued(params, len(done)), lease, request)
@@ -171,7 +188,7 @@ class Sampler:
                         self._running.discard(request)
                         await outputs.aclose()
                 self._count_continuation(len(ids) + len(done))
-                name = lease.name
+                name, incarnation = lease.name, lease.incarnation
         finally:
             if request is not None:
                 request.place_free.set()
@@ -183,6 +200,7 @@ def continued(params: SamplingParams, n: int) -> SamplingParams:
     rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
     if params.max_tokens is not None:
         rest.max_tokens = params.max_tokens - n
+    rest.min_tokens = max(0, params.min_tokens - n)
     if n and params.seed is not None:
         rest.seed = continuation_seed(params.seed, n)
     if params.detokenize:

@@ -7,7 +7,8 @@ One process with vLLM's engine (a child process) behind two HTTP apps on ports o
                                                               `------ commands (zmq) ------^
 
 The server binds its ports first, so a port in use is an early error, and publishes them when it can serve
-requests. SIGTERM, SIGINT or the end of the parent end the server and its children with code 0.
+requests. SIGTERM, SIGINT or the end of the parent end the server and its children with code 0: at once, or in order
+within ``--grace-s`` (``leaving``).
 ``/admin/shutdown`` ends them with ``RESTART_EXIT``: the trainer cannot use what the server holds, and the
 launcher restarts it.
 """
@@ -35,12 +36,14 @@ from starlette.types import ASGIApp
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
+from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
 from areal_lora.network.keys import Plane
 from areal_lora.network.tls import on_loopback, server_context, write_client_files
 from areal_lora.processes import stacks
+from areal_lora.processes.devices import take_devices
 from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging
 from areal_lora.processes.parent import die_with_parent
@@ -49,7 +52,6 @@ from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import set_status
-from areal_lora.weight_sync.messages import RESTART_EXIT
 
 if TYPE_CHECKING:
     from areal_lora.engine.vllm_ext.adapters import ServedAdapters
@@ -72,18 +74,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.server", description=__doc__)
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--grace-s", type=float, default=0.0, help="leave the run in order within so many seconds")
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
     stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
     try:
         die_with_parent(signal.SIGTERM)
         config = read_config(args.run_folder)
+        take_devices(config.cluster.device)
         place = own_place(config.cluster, args.run_folder)
         with bound_sockets(config, args.index, place.address) as sockets:
             set_environment(config)
             if warning := set_variables(place, one_node=True):
                 log.warning(warning)
-            return uvloop.run(serve(config, args.run_folder, args.index, sockets))
+            return uvloop.run(serve(config, args.run_folder, args.index, sockets, args.grace_s))
     except ArealLoraError as e:
         log.error("%s", e)
         return e.exit_code
@@ -142,25 +146,31 @@ def set_environment(config: Config) -> None:
     os.environ.update(env)
 
 
-async def serve(config: Config, run_folder: RunFolder, index: int, sockets: tuple[socket.socket, socket.socket]) -> int:
+async def serve(
+    config: Config,
+    run_folder: RunFolder,
+    index: int,
+    sockets: tuple[socket.socket, socket.socket],
+    grace_s: float = 0.0,
+) -> int:
     """Serve until a stop is requested; return the exit code. Raises ProcessFailed if the engine ends unasked."""
     set_status(run_folder, ROLE, index, "importing vLLM")
     with collector_paused():
         from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
 
-    stop = Stop()
+    stop = Stop(grace_s)
     set_status(run_folder, ROLE, index, "loading the model")
     secret = read_secret(run_folder)
     for sock in sockets:
         os.register_at_fork(after_in_child=sock.close)  # the engine's processes must not hold the server's ports
-    parts = await assemble(config, run_folder, index, secret, stop.restart)
+    parts = await assemble(config, run_folder, index, secret, stop)
     # Not before: loading the model blocks the event loop, and nothing needs saving until then.
     stop.on_signals()
     try:
         host = own_place(config.cluster, run_folder).address
         tls = server_tls(host, run_folder, secret)
         http = [
-            HttpServer(parts.data_app, sockets[0], tls.get(Plane.DATA)),
+            HttpServer(door := Door(parts.data_app), sockets[0], tls.get(Plane.DATA)),
             HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN]),
         ]
         planes = [watched_task("http-plane", server.serve) for server in http]
@@ -170,6 +180,7 @@ async def serve(config: Config, run_folder: RunFolder, index: int, sockets: tupl
         log.info("serving %s on %s (%d adapter slots)", config.model.path, ports, parts.n_slots)
         heart = Heart(run_folder, ROLE, index, heart_limits(config))
         signs = _signs_of_life(parts, heart, config)
+        signs.append(watched_task("leave", partial(_leave, stop, door, parts, config, run_folder, index)))
         while not stop.event.is_set() and not parts.engine.errored:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.event.wait(), WATCH_S)
@@ -188,20 +199,16 @@ async def serve(config: Config, run_folder: RunFolder, index: int, sockets: tupl
     return stop.code
 
 
-class Stop:
-    """A requested stop and its exit code. Create it in the server's event loop."""
-
-    def __init__(self) -> None:
-        self.event, self.code = asyncio.Event(), 0
-
-    def on_signals(self) -> None:
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(sig, self.event.set)
-
-    def restart(self) -> None:
-        """End the server so that the launcher starts a new one in its place."""
-        self.code = RESTART_EXIT
-        self.event.set()
+async def _leave(stop: Stop, door: Door, parts: Parts, config: Config, run_folder: RunFolder, index: int) -> None:
+    await leave_in_order(
+        stop,
+        door,
+        busy=lambda: parts.adapters.busy,
+        publish_s=config.weight_sync.timeout_s,
+        run_folder=run_folder,
+        index=index,
+        pid=os.getpid(),
+    )
 
 
 def heart_limits(config: Config) -> dict[str, float]:

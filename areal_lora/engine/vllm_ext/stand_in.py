@@ -39,11 +39,13 @@ from tokenizers import Tokenizer
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
+from areal_lora.config.slots import adapter_capacity, adapter_slots, kept_versions
 from areal_lora.engine.vllm_ext.guards import guarded
+from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
-from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, Stop, bound_sockets, server_tls, tick
+from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
-from areal_lora.families.registry import target_of
+from areal_lora.families.registry import path_of
 from areal_lora.network.keys import Plane
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
@@ -72,21 +74,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.stand_in", description=__doc__)
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--grace-s", type=float, default=0.0)
     args = parser.parse_args(argv)
     setup_logging(ROLE, args.index)
     stacks.install(args.run_folder.stack_dump(f"{ROLE}-{args.index}"))
     try:
         die_with_parent(signal.SIGTERM)
         config = read_config(args.run_folder)
-        return asyncio.run(serve(config, args.run_folder, args.index))
+        return asyncio.run(serve(config, args.run_folder, args.index, args.grace_s))
     except ArealLoraError as e:
         log.error("%s", e)
         return e.exit_code
 
 
-async def serve(config: Config, run_folder: RunFolder, index: int) -> int:
+async def serve(config: Config, run_folder: RunFolder, index: int, grace_s: float = 0.0) -> int:
     """Serve until a stop is requested; return the exit code."""
-    stop, loop = Stop(), asyncio.get_running_loop()
+    stop, loop = Stop(grace_s), asyncio.get_running_loop()
     stop.on_signals()
     modules, secret = base_modules(Path(config.model.folder)), read_secret(run_folder)
     with ExitStack() as stack:
@@ -99,27 +102,34 @@ async def serve(config: Config, run_folder: RunFolder, index: int) -> int:
                 base_digest=base_digest(config.model.folder),
                 shapes=lambda spec: served_shapes(modules, spec),
                 modules=modules,
-                n_slots=(config.rollout.resident_versions + 1) * len(config.adapters),
-                keep=config.rollout.resident_versions - 1,
+                n_slots=adapter_slots(config),
+                keep=kept_versions(config),
+                adapters=adapter_capacity(config),
+                layouts=adapter_capacity(config),
                 score=score,
                 declared={a.name: a.spec(config.model.path) for a in config.adapters},
                 on_shutdown=partial(loop.call_soon_threadsafe, stop.restart),
+                leaving=stop.leaving.is_set,
+                on_dismiss=partial(loop.call_soon_threadsafe, stop.dismissed.set),
                 listener=admin,
             )
         )
         tls = server_tls(host, run_folder, secret)
-        app = guarded(StandInDataPlane(config, server).app(), host, secret)
-        http = HttpServer(app, data, tls.get(Plane.DATA))
+        door = Door(guarded(StandInDataPlane(config, server).app(), host, secret))
+        http = HttpServer(door, data, tls.get(Plane.DATA))
         serving = watched_task("http-plane", http.serve)
         ports = {"data": data.getsockname()[1], "admin": server.endpoint.admin_port}
         publish_endpoint(run_folder, ROLE, index, ports, host, tls)
         set_status(run_folder, ROLE, index, "serving")
         heart = Heart(run_folder, ROLE, index, {EVENT_LOOP: config.run.stall_s})
         ticks = watched_task("event-loop-ticks", partial(tick, heart))
+        leave = partial(leave_in_order, stop, door, busy=lambda: server.busy, publish_s=config.weight_sync.timeout_s)
+        leaving = watched_task("leave", partial(leave, run_folder=run_folder, index=index, pid=os.getpid()))
         await stop.event.wait()
         http.should_exit = True
         await asyncio.wait({serving}, timeout=CLOSE_S + 1)
         ticks.cancel()
+        leaving.cancel()
         heart.stop()
     set_status(run_folder, ROLE, index, "stopped")
     return stop.code
@@ -129,7 +139,7 @@ class StandInDataPlane:
     """Answer ``POST /v1/completions`` with the bodies of the real server."""
 
     def __init__(self, config: Config, server: MemoryServer) -> None:
-        self._server, self._interrupt = server, config.rollout.in_flight == "interrupt"
+        self._server, self._interrupt = server, config.rollout.interrupts
         self._tokenizer = Tokenizer.from_file(str(Path(config.model.folder) / "tokenizer.json"))
         self._token_s = float(os.environ.get(TOKEN_S, "0"))
 
@@ -200,7 +210,7 @@ def base_modules(folder: Path) -> dict[str, tuple[int, int]]:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for name, tensor in header.items():
             module = name.removesuffix(".weight")
-            if module != name and target_of(module) is not None:
+            if module != name and path_of(module) is not None and len(tensor["shape"]) == 2:
                 outputs, inputs = tensor["shape"]
                 modules[module] = inputs, outputs
     return modules

@@ -63,12 +63,18 @@ class Hurry(msgspec.Struct, frozen=True, kw_only=True, tag="hurry"):
     ref: str
 
 
+class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
+    """Adapter ``name`` was dropped. Sent while nothing is staged."""
+
+    name: str
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     pass
 
 
 class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answer to ``Join``, ``Hurry`` and ``Ping``; ``error`` is empty on success."""
+    """Answer to ``Join``, ``Hurry``, ``Forget`` and ``Ping``; ``error`` is empty on success."""
 
     error: str = ""
 
@@ -79,7 +85,7 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
     result: StageResult
 
 
-Command = Join | Begin | Hurry | Ping
+Command = Join | Begin | Hurry | Forget | Ping
 WorkerAnswer = CommandDone | Staged
 A = TypeVar("A", CommandDone, Staged)
 

@@ -8,10 +8,13 @@ from typing import TypeVar
 
 import msgspec
 
+from areal_lora.config.evals import DEFAULT_SET
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
     CheckpointRecord,
     EvalRecord,
+    MembersRecord,
     PublishRecord,
     Record,
     ResumeRecord,
@@ -58,6 +61,33 @@ class MetricsTail:
         return records
 
 
+def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[Record]:
+    """The whole records in the last ``nbytes`` of the metrics file, oldest first; those before are not read.
+
+    Records that a later resume made void are among them. Raises ConfigError for a line that is not a record.
+    """
+    path = run_folder.metrics
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        begin = max(0, path.stat().st_size - nbytes)
+        file.seek(max(0, begin - 1))
+        if begin:
+            file.readline()  # cut, or the end of the line before
+        lines = [line for line in file if line.endswith(b"\n")]
+    return [_decode(_RECORD, line, path, number) for number, line in enumerate(lines, 1)]
+
+
+def state_records(run_folder: RunFolder) -> list[AdapterStateRecord | ResumeRecord]:
+    """All states of adapters and the resumes between them, as written; of every other line only the kind is read.
+
+    Raises ConfigError for a line that is not a record.
+    """
+    path = run_folder.metrics
+    lines = enumerate(whole_lines(path), 1) if path.exists() else ()
+    return [_decode(_STATE, line, path, number) for number, line in lines if line.startswith(_STATE_LINES)]
+
+
 def recorded_s(run_folder: RunFolder) -> float:
     """The wall time of the last recorded step, void steps included; 0 before the first."""
     return max((head.time_s for _, head in _heads(run_folder.metrics) if head.kind == "step"), default=0.0)
@@ -101,9 +131,13 @@ def read_metrics(run_folder: RunFolder | Path | str) -> RunMetrics:
                 found.checkpoints.append(record)
             case ResumeRecord():
                 found.resumes.append(record)
+            case MembersRecord():
+                found.members.append(record)
+            case AdapterStateRecord():
+                found.states.append(record)
     found.steps.sort(key=position)
     found.publishes.sort(key=position)
-    found.evals.sort(key=lambda e: (e.version, e.step))
+    found.evals.sort(key=lambda e: (e.version, e.step, e.order))
     found.samples.extend(sorted(samples.values(), key=position))
     found.checkpoints.sort(key=position)
     return found
@@ -117,11 +151,12 @@ class _Head(msgspec.Struct, frozen=True):
     step: int = 0
     version: int = 0
     tag: str = ""
+    name: str = DEFAULT_SET
     time_s: float = 0.0
 
     def mark(self) -> Mark:
         index = self.step if self.kind in BY_STEP else self.version
-        return Mark(kind=self.kind, adapter=self.adapter, index=index, what=_what(self.kind, self.tag))
+        return Mark(kind=self.kind, adapter=self.adapter, index=index, what=_what(self.kind, self.tag, self.name))
 
 
 def _mark(record: Record) -> Mark:
@@ -131,17 +166,23 @@ def _mark(record: Record) -> Mark:
         kind=kind,
         adapter=record.adapter,
         index=index,
-        what=_what(kind, record.tag if isinstance(record, EvalRecord) else ""),
+        what=_what(kind, record.tag, record.name) if isinstance(record, EvalRecord) else _what(kind, "", ""),
     )
 
 
-def _what(kind: str, tag: str) -> str | None:
-    """A step has several samples, a version has one evaluation per tag and one record of every other kind."""
-    return None if kind == "sample" else tag if kind == "eval" else ""
+def _what(kind: str, tag: str, name: str) -> str | None:
+    """A step has several samples and changes of members, a version several states and an evaluation per tag and set.
+
+    Of every other kind there is one.
+    """
+    return None if kind in ("sample", "members", "state") else f"{tag}/{name}" if kind == "eval" else ""
 
 
 _RECORD = msgspec.json.Decoder(Record)
 _HEAD = msgspec.json.Decoder(_Head)
+_STATE = msgspec.json.Decoder(AdapterStateRecord | ResumeRecord)
+_STATE_LINES = (b'{"kind":"state"', b'{"kind":"resume"')
+"""How the writer begins these lines."""
 
 
 def _heads(path: Path) -> Iterator[tuple[int, _Head]]:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.types import AdapterPhase
+
 SEQUENCE = ("wire", "rest", "verify", "write", "commit_wait")
 """Sequential phases of a publish on the slowest server; ``wire`` includes waiting for the trainer to pack."""
 
@@ -26,12 +29,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     """One optimizer step of one adapter. Fractions are in [0, 1], log-probabilities in nats.
 
     ``version`` is the version the step started from.
+    ``reward_components`` are the means of the reward's named parts. ``reward_costs`` is what a judge has cost since
+    the previous step: ``judge/calls``, ``judge/prompt_tokens``, ``judge/cached_share`` and so on.
     ``staleness`` counts trained tokens by ``version - token version``.
     ``groups_ahead`` is the number of groups that pacing allows before the version that would make them fresher.
     ``batch_spare_s`` is how long the batch was whole before it was asked for (negative: the trainer waited);
     with ``pacing_margin_s`` or less its groups count as late.
     ``behaviour_mean_abs`` is mean |prox - rollout| logprob over trained tokens; ``mismatch_fresh`` is the same over
     tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
+    ``value_loss`` is half the squared error of a critic's values per trained token; ``explained_variance`` is the share
+    of the returns' variance that its values before the step explain (at most 1).
     ``time_s`` is the wall time since the start of the run. ``step_s`` starts with the previous version and includes
     its checkpoint copy, publish join and pack.
     ``dropped`` (by reason), ``retried`` (by kind of fault), ``reissued`` and ``late`` (answers that arrived after
@@ -47,6 +54,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     adapter: str = ""
     reward_mean: float | None = None
     reward_std: float | None = None
+    reward_components: dict[str, float] = {}
+    reward_costs: dict[str, float] = {}
     loss: float | None = None
     grad_norm: float | None = None
     lr: float | None = None
@@ -56,6 +65,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     mismatch_stale: float | None = None
     kl: float | None = None
     entropy: float | None = None
+    value_loss: float | None = None
+    explained_variance: float | None = None
     n_tokens: int = 0
     n_sequences: int = 0
     mean_answer_tokens: float | None = None
@@ -88,6 +99,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     extra: dict[str, float | None] = {}
 
     @property
+    def trained_tokens(self) -> int:
+        """Tokens that this step was trained on: those of answers."""
+        return sum(self.staleness.values())
+
+    @property
     def mean_lag(self) -> float | None:
         """Mean staleness of the trained tokens, in versions."""
         return mean_lag(self.staleness)
@@ -106,6 +122,8 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     ``phases_ms`` may overlap; ``SEQUENCE`` names the sequential phases.
     ``probe_*_abs`` is |logp trainer - logp server| over the probe tokens; None: not probed.
     ``servers`` counts the servers of the version; ``lost`` maps each server excluded by this publish to the reason.
+    ``merge_*`` say what the cast to the serving dtype left of an adapter merged into the weights (`CastSums`); None if
+    it was not merged.
     """
 
     version: int
@@ -118,6 +136,9 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     differs_from_base: bool = False
     servers: int = 0
     lost: dict[str, str] = {}
+    merge_survives: float | None = None
+    merge_error: float | None = None
+    merge_unmoved: float | None = None
 
     def sequence_ms(self) -> dict[str, float]:
         """Sequential phases that add up to ``total_ms``; ``other`` is the time outside every phase."""
@@ -146,20 +167,37 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="eval"):
-    """Greedy answers of the policy ``version`` to ``n`` held-out problems, before ``step`` runs.
+    """Answers of the policy ``version`` to ``n`` held-out problems of the set ``name``, before ``step`` runs.
 
+    ``order`` is the set's place in the configuration; the first one is 0. There are ``n_samples`` answers per problem.
     ``accuracy`` is None if the task has no rule for correctness. An ``unscored`` answer counts as not correct and is
     excluded from ``reward_mean``. ``left_out`` counts further problems whose prompts are too long.
+    ``accuracy_95`` and ``reward_95`` are 95 % intervals; ``interval`` is the method of the first, ``wilson`` or
+    ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
+    ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length;
+    None in files of earlier versions.
     """
 
     version: int
     step: int
     accuracy: float | None
     n: int
+    name: str = DEFAULT_SET
+    order: int = 0
+    n_samples: int = 1
+    temperature: float = 0.0
     reward_mean: float | None = None
     unscored: int = 0
     left_out: int = 0
     left_out_first: list[str] = []
+    accuracy_95: tuple[float, float] | None = None
+    reward_95: tuple[float, float] | None = None
+    interval: str = ""
+    pass_at: dict[int, float] = {}
+    majority: float | None = None
+    answer_tokens: float | None = None
+    truncated: float | None = None
+    wall_s: float | None = None
     adapter: str = ""
     tag: str = ""
     samples: list[SampleRecord] = []
@@ -167,6 +205,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     def figures(self) -> str:
         """``accuracy 0.250, mean reward 0.310 over 200 problems, 3 unscored``; unmeasured values are omitted."""
         values = {"accuracy": self.accuracy, "mean reward": self.reward_mean}
+        values |= {f"pass@{k}": value for k, value in self.pass_at.items() if k > 1}
+        values[f"majority@{self.n_samples}"] = self.majority
         measured = ", ".join(f"{name} {value:.3f}" for name, value in values.items() if value is not None)
         text = f"{measured} over {self.n} problems"
         text += f", {self.unscored} unscored" if self.unscored else ""
@@ -174,6 +214,13 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
             named = ", ".join(self.left_out_first) + (", ..." if self.left_out > len(self.left_out_first) else "")
             text += f", {self.left_out} left out (prompt too long: {named})"
         return text
+
+    def scalars(self) -> dict[str, float | None]:
+        """Figures by name, as TensorBoard has them."""
+        values = {"accuracy": self.accuracy, "reward_mean": self.reward_mean, "unscored": float(self.unscored)}
+        values |= {f"pass@{k}": value for k, value in self.pass_at.items()}
+        values |= {"majority": self.majority, "answer_tokens": self.answer_tokens, "truncated": self.truncated}
+        return values
 
 
 class RolloutSampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sample"):
@@ -196,7 +243,44 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     adapter: str = ""
 
 
-Record = StepRecord | PublishRecord | CheckpointRecord | EvalRecord | RolloutSampleRecord | ResumeRecord
+class MembersRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="members"):
+    """The rollout servers changed: from now on ``servers`` serve ``version``.
+
+    ``joined`` and ``left`` (in order) are names; ``lost`` maps each excluded server to the reason.
+    """
+
+    version: int
+    servers: int
+    joined: list[str] = []
+    left: list[str] = []
+    lost: dict[str, str] = {}
+    adapter: str = ""
+    time_s: float = 0.0
+
+
+class AdapterStateRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="state"):
+    """An adapter is in ``state`` from now on, ``time_s`` seconds after the start of the run, at its ``version``.
+
+    ``reason`` says why; it is empty where the state says it all. A resume of the adapter ends the state.
+    """
+
+    adapter: str
+    state: AdapterPhase
+    version: int
+    reason: str = ""
+    time_s: float = 0.0
+
+
+Record = (
+    StepRecord
+    | PublishRecord
+    | CheckpointRecord
+    | EvalRecord
+    | RolloutSampleRecord
+    | ResumeRecord
+    | MembersRecord
+    | AdapterStateRecord
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +293,10 @@ class RunMetrics:
     samples: list[RolloutSampleRecord] = field(default_factory=list)
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
     resumes: list[ResumeRecord] = field(default_factory=list)
+    members: list[MembersRecord] = field(default_factory=list)
+    states: list[AdapterStateRecord] = field(default_factory=list)
 
 
 def position(record: Record) -> int:
-    """The x axis of a record: the version of a publish, checkpoint or resume, the step of every other record."""
-    return record.version if isinstance(record, PublishRecord | CheckpointRecord | ResumeRecord) else record.step
+    """The x axis of a record: the step of steps, evaluations and samples, the version of every other record."""
+    return record.step if isinstance(record, StepRecord | EvalRecord | RolloutSampleRecord) else record.version

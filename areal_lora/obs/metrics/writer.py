@@ -7,8 +7,10 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
     CheckpointRecord,
     EvalRecord,
+    MembersRecord,
     PublishRecord,
     Record,
     ResumeRecord,
@@ -21,8 +23,10 @@ from areal_lora.obs.metrics.samples import SampleFiles, cut_middle
 from areal_lora.obs.metrics.tensorboard import TensorBoardSink
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterPhase
 
 T = TypeVar("T", RolloutSampleRecord, SampleRecord, EvalRecord)
+PHASES = tuple(AdapterPhase)
 
 
 class MetricsWriter:
@@ -82,6 +86,8 @@ def _scalars(record: Record) -> dict[str, float | None]:
             values["train/max_staleness"] = max(record.staleness, default=None)
             values["train/mean_lag"] = record.mean_lag
             values["train/trainer_idle"] = record.trainer_idle
+            values |= {f"reward/{part}": mean for part, mean in record.reward_components.items()}
+            values |= {f"reward_cost/{name}": value for name, value in record.reward_costs.items()}
             values |= {f"dropped/{reason}": n for reason, n in record.dropped.items()}
             values |= {f"retried/{kind}": n for kind, n in record.retried.items()}
             return values | {f"extra/{name}": value for name, value in record.extra.items()}
@@ -92,7 +98,14 @@ def _scalars(record: Record) -> dict[str, float | None]:
         case CheckpointRecord():
             return {"checkpoint/write_s": record.write_s, "checkpoint/mib": record.nbytes / 2**20}
         case EvalRecord():
-            values = {"eval/accuracy": record.accuracy, "eval/reward_mean": record.reward_mean}
-            return values | {"eval/unscored": record.unscored}
+            found = record.scalars()
+            main = ("accuracy", "reward_mean", "unscored") if record.order == 0 else ()
+            return {f"eval/{name}": found[name] for name in main} | {
+                f"eval/{record.name}/{name}": value for name, value in found.items()
+            }
+        case MembersRecord():
+            return {"servers/members": record.servers}
+        case AdapterStateRecord():
+            return {"state": float(PHASES.index(record.state))}  # TensorBoard has numbers only
         case RolloutSampleRecord() | ResumeRecord():
             return {}

@@ -1,19 +1,21 @@
-"""Accumulate the figures of summary and report, one record at a time.
+"""Accumulate the figures of summary and report, one record at a time: of the run, and of each adapter.
 
-Memory grows by two numbers per version, which the medians need.
+Memory grows by four numbers per version, which the medians need.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_lora.obs.metrics.reader import iter_metrics
 from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
     CheckpointRecord,
     EvalRecord,
     PublishRecord,
@@ -35,7 +37,7 @@ def largest(values: Iterable[float | None]) -> float | None:
 
 
 class Figures:
-    """``add`` valid records (`iter_metrics`) in any order of steps and versions."""
+    """``add`` valid records (`iter_metrics`) of one adapter, or of all, in any order of steps and versions."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -53,14 +55,24 @@ class Figures:
         self.checkpoint_bytes: dict[str, int] = {}
         self.checkpoints_failed: Counter[str] = Counter()
         self.resumes: list[ResumeRecord] = []
+        self.recorded: AdapterStateRecord | None = None
+        """The newest state since the last resume."""
         self.early: list[RolloutSampleRecord] = []
         self.late: deque[RolloutSampleRecord] = deque(maxlen=SAMPLES_KEPT)
+        self.best_eval: EvalRecord | None = None
+        """Of the first set: highest accuracy, then highest mean reward, then the newest version."""
         self._evals: list[EvalRecord] = []
+        self.sets: dict[tuple[str, str], list[EvalRecord]] = {}
+        """By adapter and name of a set: its first and last evaluation without samples, one if there is one."""
 
     @property
     def evals(self) -> list[EvalRecord]:
-        """The first and last evaluation without samples; fewer if the run has fewer."""
+        """The first and last evaluation of the first set without samples; fewer if the run has fewer."""
         return self._evals
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.staleness.total()
 
     @property
     def max_staleness(self) -> int | None:
@@ -77,9 +89,12 @@ class Figures:
             case PublishRecord():
                 self._add_publish(record)
             case EvalRecord():
-                kept = [*self._evals, msgspec.structs.replace(record, samples=[])]
-                kept.sort(key=lambda e: (e.version, e.step))
-                self._evals = [kept[0], kept[-1]] if len(kept) > 1 else kept
+                bare = msgspec.structs.replace(record, samples=[])
+                key = (record.adapter, record.name)
+                self.sets[key] = _ends([*self.sets.get(key, ()), bare])
+                if record.order == 0:
+                    self._evals = _ends([*self._evals, bare])
+                    self.best_eval = max((e for e in (self.best_eval, bare) if e is not None), key=_quality)
             case CheckpointRecord(failed=True):
                 self.checkpoints_failed[record.adapter] += 1
             case CheckpointRecord():
@@ -88,6 +103,9 @@ class Figures:
                 (self.early if len(self.early) < SAMPLES_KEPT else self.late).append(record)
             case ResumeRecord():
                 self.resumes.append(record)
+                self.recorded = None
+            case AdapterStateRecord():
+                self.recorded = record
 
     def _add_step(self, record: StepRecord) -> None:
         self.steps += 1
@@ -107,8 +125,39 @@ class Figures:
         self.probe_mean_abs = largest([self.probe_mean_abs, record.probe_mean_abs])
 
 
-def read_figures(run_folder: RunFolder | Path | str) -> Figures:
-    figures = Figures()
+class RunFigures:
+    """Figures of the run in ``total``, of each of ``adapters`` by name; a run with one has the same for both."""
+
+    def __init__(self, adapters: Sequence[str]) -> None:
+        self.total = Figures()
+        several = len(adapters) > 1
+        self.adapters = {name: Figures() if several else self.total for name in adapters}
+
+    def add(self, record: Record) -> None:
+        self.total.add(record)
+        if len(self.adapters) > 1 and record.adapter in self.adapters:
+            self.adapters[record.adapter].add(record)
+
+    def share(self, name: str) -> float:
+        """The adapter's part of all trained tokens; 0 before the first step."""
+        tokens = self.total.trained_tokens
+        return self.adapters[name].trained_tokens / tokens if tokens else 0.0
+
+
+def _quality(record: EvalRecord) -> tuple[float, float, int]:
+    accuracy, reward = (-math.inf if v is None else v for v in (record.accuracy, record.reward_mean))
+    return accuracy, reward, record.version
+
+
+def _ends(records: list[EvalRecord]) -> list[EvalRecord]:
+    """The first and the last one."""
+    ordered = sorted(records, key=lambda e: (e.version, e.step))
+    return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
+
+
+def read_figures(run_folder: RunFolder | Path | str, adapters: Sequence[str]) -> RunFigures:
+    """The figures of a run that trains ``adapters``."""
+    figures = RunFigures(adapters)
     for record in iter_metrics(run_folder):
         figures.add(record)
     return figures

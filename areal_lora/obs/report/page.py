@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from areal_lora.config.adapter_run import adapter_runs
 from areal_lora.config.recorded import config_digest, read_config
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.metrics.reader import iter_metrics
-from areal_lora.obs.metrics.records import RolloutSampleRecord
-from areal_lora.obs.metrics.samples import cut_middle
 from areal_lora.obs.report import svg
-from areal_lora.obs.report.figures import Figures
+from areal_lora.obs.report.adapters import RunPlots, overview, sections
+from areal_lora.obs.report.figures import Figures, RunFigures
+from areal_lora.obs.report.parts import charts, figures_of, samples, table
 from areal_lora.obs.report.plots import Plots
-from areal_lora.run_folder.events import RestartEvent, StallEvent, read_events
+from areal_lora.run_folder.events import AbandonEvent, RequeueEvent, RestartEvent, StallEvent, read_events
 from areal_lora.run_folder.paths import RunFolder
 
 PAGE_STYLE = """
@@ -50,22 +49,22 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
     """Write ``report.html`` from the current run folder; the run need not be finished."""
     folder = RunFolder.of(run_folder)
     config, digest = read_config(folder), config_digest(folder)
-    metrics, plots = Figures(), Plots()
+    runs = adapter_runs(config)
+    found, plots = RunFigures(list(runs)), RunPlots(list(runs))
     for record in iter_metrics(folder):
-        metrics.add(record)
+        found.add(record)
         plots.add(record)
     name = escape(config.run.name)
     subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
     resolved = escape(config.model_dump_json(indent=2))
-    figures = "".join(_figure(*plot) for plot in plots.all())
+    several, total = len(runs) > 1, found.total
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
 <h1>{name}</h1><p class="sub">{escape(subtitle)}</p>
-<div class="figures">{"".join(_headline(label, value) for label, value in _headlines(metrics))}</div>
-<h2>The run</h2><div class="plots">{figures}</div>
-{_counts(metrics)}{_resumes(metrics)}{_restarts(folder)}
-<h2>Sample rollouts</h2>{_samples(metrics.early, list(metrics.late))}
+{overview(folder, runs, found, plots) if several else _one(total, plots)}
+{_evals(total, several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
+{sections(runs, found, plots) if several else _sample_rollouts(total)}
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{resolved}</pre></details>
 </body></html>
 """
@@ -76,39 +75,73 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
     return target
 
 
-def write_plot(run_folder: RunFolder | Path | str, path: Path | str) -> Path:
-    """Draw reward and held-out accuracy of a run as one SVG file."""
+def _one(figures: Figures, plots: RunPlots) -> str:
+    """The figures and plots of a run with one adapter."""
+    [its_own] = plots.adapters.values()
+    return f"{figures_of(figures)}\n<h2>The run</h2>{charts(its_own.all())}"
+
+
+def _sample_rollouts(figures: Figures) -> str:
+    return f"<h2>Sample rollouts</h2>{samples(figures.early, list(figures.late))}"
+
+
+def write_plot(run_folder: RunFolder | Path | str, path: Path | str, adapter: str | None = None) -> Path:
+    """Draw reward and held-out accuracy of an adapter as one SVG file; a run with one needs no name of it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     plots = Plots()
     for record in iter_metrics(run_folder):
-        plots.add(record)
+        if adapter in (None, record.adapter):
+            plots.add(record)
     target.write_text(svg.standalone(plots.reward_and_accuracy()), encoding="utf-8")
     return target
 
 
-def _headlines(metrics: Figures) -> list[tuple[str, str]]:
-    last, totals, speeds, evals = metrics.last_step, metrics.publish_ms, metrics.speeds, metrics.evals
-    return [
-        ("held-out greedy accuracy", _course(e.accuracy for e in evals)),
-        ("held-out mean reward", _course(e.reward_mean for e in evals)),
-        ("held-out answers unscored", f"{evals[-1].unscored} of {evals[-1].n}" if evals else "-"),
-        ("held-out prompts left out", str(evals[-1].left_out) if evals else "-"),
-        ("optimizer steps", str(metrics.steps)),
-        ("wall time", duration(last.time_s) if last else "-"),
-        ("publish, median", f"{statistics.median(totals):.1f} ms" if totals else "-"),
-        ("largest mean probe error, nats", number(metrics.probe_mean_abs, 2)),
-        ("staleness, versions: mean, largest", _staleness(metrics)),
-        ("rollout, median", f"{svg.label(round(statistics.median(speeds)))} tok/s" if speeds else "-"),
+def _evals(metrics: Figures, several: bool) -> str:
+    """The last evaluation of each set."""
+    ordered = sorted(metrics.sets.values(), key=lambda records: (records[-1].adapter, records[-1].order))
+    head: tuple[str, ...] = (
+        "set",
+        "version",
+        "problems x answers",
+        "temperature",
+        "accuracy",
+        "95 %",
+        "mean reward",
+        "95 %",
+        "pass@k",
+        "majority",
+        "tokens",
+        "truncated",
+        "unscored",
+        "left out",
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            last.name,
+            f"v{last.version}",
+            f"{last.n} x {last.n_samples}",
+            f"{last.temperature:g}",
+            number(last.accuracy),
+            _range(last.accuracy_95) + (f" ({last.interval})" if last.interval else ""),
+            number(last.reward_mean),
+            _range(last.reward_95),
+            "  ".join(f"@{k} {number(value)}" for k, value in last.pass_at.items()) or "-",
+            number(last.majority),
+            number(last.answer_tokens, 1),
+            number(last.truncated),
+            str(last.unscored),
+            str(last.left_out),
+        )
+        for *_, last in ordered
     ]
+    if several:
+        head, rows = ("adapter", *head), [(last.adapter, *row) for (*_, last), row in zip(ordered, rows, strict=True)]
+    return table("Evaluations, the last of each set", head, rows)
 
 
-def _staleness(metrics: Figures) -> str:
-    return "-" if metrics.max_staleness is None else f"{number(metrics.mean_lag, 2)}, {metrics.max_staleness}"
-
-
-def _course(values: Iterable[float | None]) -> str:
-    return " → ".join(number(v) for v in values if v is not None) or "-"
+def _range(ends: tuple[float, float] | None) -> str:
+    return "-" if ends is None else f"{number(ends[0])} to {number(ends[1])}"
 
 
 def _counts(metrics: Figures) -> str:
@@ -139,12 +172,12 @@ def _counts(metrics: Figures) -> str:
         "checkpoint",
         "checkpoints failed",
     )
-    return _table("Groups and checkpoints", head, rows)
+    return table("Groups and checkpoints", head, rows)
 
 
 def _resumes(metrics: Figures) -> str:
     rows = [(resume.adapter or "-", f"v{resume.version}", duration(resume.time_s)) for resume in metrics.resumes]
-    return _table("Resumed from a checkpoint", ("adapter", "version", "after"), rows)
+    return table("Resumed from a checkpoint", ("adapter", "version", "after"), rows)
 
 
 def _restarts(folder: RunFolder) -> str:
@@ -155,49 +188,12 @@ def _restarts(folder: RunFolder) -> str:
                 rows.append((event.at, event.who, event.how))
             case StallEvent():
                 rows.append((event.at, event.who, f"sent no heartbeat; stacks in {event.stacks}"))
-    return _table("Restarts", ("at", "process", "because it"), rows)
+            case AbandonEvent():
+                rows.append((event.at, event.who, f"{event.how}; the run continues without it"))
+            case RequeueEvent():
+                rows.append((event.at, f"Slurm job {event.job}", f"requeued: {event.why}"))
+    return table("Restarts", ("at", "process", "because it"), rows)
 
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) or "0"
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<h2>{title}</h2><table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{body}</table>"
-
-
-def _headline(label: str, value: str) -> str:
-    return f'<div class="figure"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
-
-
-def _figure(title: str, note: str, chart: str) -> str:
-    return f"<figure><figcaption>{escape(title)} <small>{escape(note)}</small></figcaption>{chart}</figure>"
-
-
-def _samples(early: Sequence[RolloutSampleRecord], late: Sequence[RolloutSampleRecord]) -> str:
-    if not early:
-        return '<p class="sub">None recorded.</p>'
-    # Early and late side by side: the grid fills row by row.
-    columns = [
-        f"<div><h3>{title}</h3>{''.join(map(_sample, group))}</div>"
-        for title, group in (("Early", early), ("Late", late))
-        if group
-    ]
-    return f'<div class="samples">{"".join(columns)}</div>'
-
-
-def _sample(sample: RolloutSampleRecord) -> str:
-    tone = "good" if sample.reward > 0 else "bad"
-    versions = ", ".join(f"v{v}" for v in sample.versions)
-    head = [f"<span>step {sample.step}</span>", f'<span class="{tone}">reward {sample.reward:g}</span>']
-    head += [f"<span>written by {escape(versions)}</span>"] if versions else []
-    head += [f"<span>gold {escape(sample.gold)}</span>"] if sample.gold is not None else []
-    return (
-        f'<div class="sample"><div class="head">{"".join(head)}</div>'
-        f'<pre class="prompt">{escape(cut_middle(sample.prompt))}</pre>'
-        f"<pre>{escape(cut_middle(sample.completion))}</pre></div>"
-    )

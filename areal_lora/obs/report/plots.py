@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
 from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
     CheckpointRecord,
     EvalRecord,
+    MembersRecord,
     PublishRecord,
     Record,
     ResumeRecord,
@@ -29,6 +32,7 @@ Chart = Callable[[], str]
 """Draws the records added so far."""
 Later = tuple[str, str, Chart]
 BARS = 80
+CALLS = ("/answers", "/calls", "/retries")
 
 
 class Feed(Generic[R]):
@@ -51,7 +55,7 @@ class Plots:
 
     def __init__(self) -> None:
         self.steps, self.publishes = Feed[StepRecord](), Feed[PublishRecord]()
-        self.checkpoints, self.evals = Feed[CheckpointRecord](), Feed[EvalRecord]()
+        self.checkpoints, self.evals, self.main = Feed[CheckpointRecord](), Feed[EvalRecord](), Feed[EvalRecord]()
         self.resumed: list[float] = []
         lines = partial(partial, svg.line_chart, x_label="optimizer step", marks=self.resumed)
         self._plots = [
@@ -61,7 +65,7 @@ class Plots:
             *_weights(self),
         ]
         self._rewards = _reward_series(self.steps)
-        self._accuracy, self._eval_reward = _accuracy_series(self.evals), _eval_reward_series(self.evals)
+        self._accuracy, self._eval_reward = _accuracy_series(self.main), _eval_reward_series(self.main)
 
     def add(self, record: Record) -> None:
         match record:
@@ -73,14 +77,20 @@ class Plots:
                 self.checkpoints.push(float(record.version), record)
             case EvalRecord():
                 self.evals.push(float(record.step), record)
+                if record.order == 0:  # the set that decides
+                    self.main.push(float(record.step), record)
             case ResumeRecord():
                 self.resumed.append(float(record.version))
-            case RolloutSampleRecord():
+            case RolloutSampleRecord() | MembersRecord() | AdapterStateRecord():
                 pass
 
     def all(self) -> list[Plot]:
-        """Draw every plot. Dotted vertical lines mark the versions a run resumed from."""
-        return [(title, note, draw()) for title, note, draw in self._plots]
+        """Draw every plot, except those that are empty text. Dotted vertical lines mark resumed versions."""
+        return [(title, note, chart) for title, note, draw in self._plots if (chart := draw())]
+
+    @property
+    def smoothed_reward(self) -> svg.Series:
+        return self._rewards[1]
 
     def reward_and_accuracy(self) -> str:
         """Draw reward and held-out accuracy, or held-out reward if the task has no rule for correctness."""
@@ -89,22 +99,45 @@ class Plots:
         return svg.line_chart(series, x_label="optimizer step", y_range=_unit_range(series))
 
 
+def rewards_together(adapters: Mapping[str, Plots]) -> str:
+    """One line per adapter: its smoothed reward over its own steps."""
+    series = [replace(plots.smoothed_reward, name=name, colour=i) for i, (name, plots) in enumerate(adapters.items())]
+    return svg.line_chart(series, x_label="optimizer step of the adapter", y_range=_unit_range(series))
+
+
 def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
     steps = plots.steps
     reward = _reward_series(steps)
-    accuracy, eval_reward = _accuracy_series(plots.evals), _eval_reward_series(plots.evals)
+    accuracy = _BySet(plots.evals, lambda e: {"": e.accuracy})
+    eval_reward = _BySet(plots.evals, lambda e: {"": e.reward_mean})
+    several = _BySet(plots.evals, _of_several)
+    tokens = _BySet(plots.evals, lambda e: {"": e.answer_tokens})
+    truncated = _BySet(plots.evals, lambda e: {"": e.truncated})
+    parts = _ByName()
+    steps.each(lambda x, s: parts.add(x, s.reward_components))
+    critic = _ByName()
+    steps.each(lambda x, s: critic.add(x, _of_critic(s)))
+    costs, tokens_asked = _ByName(), _ByName()
+    steps.each(lambda x, s: costs.add(x, {k: v for k, v in s.reward_costs.items() if k.endswith(CALLS)}))
+    steps.each(lambda x, s: tokens_asked.add(x, {k: v for k, v in s.reward_costs.items() if k.endswith("_tokens")}))
     return [
         ("Reward", "mean over the batch of a step", lambda: lines(reward, y_range=_unit_range(reward))()),
+        ("Reward by part", "mean of each part that the reward names", lambda: lines(parts.series())()),
+        ("Judge's calls", "of a step: answers, requests, repeated requests", _if_any(costs, partial(lines, floor=0))),
+        ("Judge's tokens", "of a step", _if_any(tokens_asked, partial(lines, floor=0))),
         (
             "Held-out accuracy",
-            "greedy; unscored answers count as not correct",
-            lambda: lines([accuracy], y_range=_unit_range([accuracy]))(),
+            "one line per set; unscored answers count as not correct",
+            lambda: lines(accuracy.series(), y_range=_unit_range(accuracy.series()))(),
         ),
         (
             "Held-out reward",
-            "greedy; mean over scored answers",
-            lambda: lines([eval_reward], y_range=_unit_range([eval_reward]))(),
+            "one line per set; mean over scored answers",
+            lambda: lines(eval_reward.series(), y_range=_unit_range(eval_reward.series()))(),
         ),
+        ("Pass@k and majority", "sets with several answers", _if_any(several, partial(lines, y_range=(0.0, 1.0)))),
+        ("Held-out answer length", "mean of sampled tokens", _if_any(tokens, partial(lines, floor=0))),
+        ("Held-out truncated", "share of answers", _if_any(truncated, partial(lines, y_range=(0.0, 1.0)))),
         ("Staleness", "trained tokens by versions of lag", _staleness(steps)),
         ("Mean lag", "versions, trained tokens", lines([_over(steps, "", lambda s: s.mean_lag, 2)], floor=0)),
         (
@@ -119,6 +152,7 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
                 log_y=True,
             ),
         ),
+        ("Critic", "value loss per token; share of the returns' variance explained", _if_any(critic, lines)),
         ("Clipped fraction", "of the trained tokens", lines([_over(steps, "", lambda s: s.clip_fraction, 1)], floor=0)),
         (
             "Entropy and gradient norm",
@@ -263,14 +297,52 @@ def _eval_reward_series(evals: Feed[EvalRecord]) -> svg.Series:
     return svg.Series(name=line.name, points=line.points, colour=2, dots=True)
 
 
+def _of_several(record: EvalRecord) -> dict[str, float | None]:
+    values: dict[str, float | None] = {f"pass@{k}": value for k, value in record.pass_at.items() if k > 1}
+    return values | ({f"majority@{record.n_samples}": record.majority} if record.majority is not None else {})
+
+
+class _BySet:
+    """One line per evaluation set and figure; a version without a value is skipped."""
+
+    def __init__(self, evals: Feed[EvalRecord], read: Callable[[EvalRecord], Mapping[str, float | None]]) -> None:
+        self._read, self._curves = read, dict[str, Curve]()
+        evals.each(self._take)
+
+    def _take(self, x: float, record: EvalRecord) -> None:
+        for figure, value in self._read(record).items():
+            if value is not None:
+                name = f"{record.name} {figure}".rstrip()
+                self._curves.setdefault(name, Curve()).add(x, value)
+
+    def series(self) -> list[svg.Series]:
+        lines = enumerate(self._curves.items(), 2)
+        return [svg.Series(name=name, points=curve, colour=i, dots=True) for i, (name, curve) in lines]
+
+
+def _of_critic(step: StepRecord) -> dict[str, float]:
+    figures = {"value loss": step.value_loss, "explained variance": step.explained_variance}
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _if_any(figures: _BySet | _ByName, lines: Callable[..., Chart]) -> Chart:
+    """Lines, or no plot for a run without such figures."""
+
+    def draw() -> str:
+        series = figures.series()
+        return lines(series)() if series else ""
+
+    return draw
+
+
 class _ByName:
-    """One curve per name of counts since the start; a name without a count is 0."""
+    """One curve per name; a name without a value is 0."""
 
     def __init__(self) -> None:
         self._curves: dict[str, Curve] = {}
         self._span: tuple[float, float] | None = None
 
-    def add(self, x: float, counts: Mapping[str, int]) -> None:
+    def add(self, x: float, counts: Mapping[str, float]) -> None:
         for name in counts.keys() - self._curves.keys():
             self._curves[name] = Curve()
             for before in self._span or ():

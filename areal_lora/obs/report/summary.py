@@ -1,39 +1,67 @@
-"""End a run: write ``summary.json`` and print the closing lines (paths, commands, figures)."""
+"""``summary.json``: the figures of a finished run, and of each adapter where it has several."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from areal_lora.config.models import Config
+from areal_lora.config.adapter_run import AdapterRun, adapter_runs
 from areal_lora.config.recorded import config_digest, read_config
-from areal_lora.obs.report.figures import read_figures
-from areal_lora.run_folder.events import count_restarts
+from areal_lora.obs.metrics.records import EvalRecord
+from areal_lora.obs.report.figures import Figures, read_figures
+from areal_lora.obs.run_view import newest_state
+from areal_lora.run_folder.events import count_requeues, count_restarts
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterPhase
 
-SERVE_PORT = 8000
-EVALUATE = Path(__file__).resolve().parents[3] / "examples" / "math" / "evaluate.py"
-"""Exists only in a checkout of the repository."""
+
+class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one adapter of several. None: not measured.
+
+    ``steps_wanted`` are its training steps. ``reason`` says why it is in its ``state``, empty where the state says it
+    all. ``share`` is its part of the trained tokens of the run. Evaluations are those of the first set: the first, the
+    last and the best one (`Figures.best_eval`). ``path`` is its exported folder, None if there is none.
+    """
+
+    state: AdapterPhase
+    reason: str
+    steps: int
+    steps_wanted: int
+    trained_tokens: int
+    share: float
+    eval_first: float | None
+    eval_last: float | None
+    eval_best: float | None
+    eval_reward_first: float | None
+    eval_reward_last: float | None
+    eval_reward_best: float | None
+    best_version: int | None
+    max_staleness: int | None
+    max_staleness_allowed: int
+    path: str | None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run. None: not measured.
 
     ``eval_before`` and ``eval_after`` are greedy accuracies of the first and last evaluation; None if there was only
-    one, or the task has no rule for correctness. ``eval_reward_*`` are the mean rewards of both.
+    one, or the task has no rule for correctness. ``eval_reward_*`` are the mean rewards of both. With several adapters
+    these four and ``adapter_path`` are None: ``adapters`` has them by name. It is empty, and absent from the file, for
+    a run with one adapter.
     ``eval_problems``, ``eval_unscored`` and ``eval_left_out`` count the last evaluation's problems, unscored answers
-    and over-long prompts.
+    and over-long prompts. All these are of the first set, and sums over the adapters. ``eval_sets`` has the figures of
+    the last evaluation of every set by its name (`EvalRecord.scalars`), with the adapter's name before it if there are
+    several adapters.
     ``probe_*_abs_dlogp`` are the largest values over all probed publishes of the probe's largest and mean
     |logp trainer - logp server|.
     ``staleness_histogram`` counts trained tokens by versions of lag; ``max_staleness`` is the largest lag,
     ``mean_lag`` the mean.
     ``restarts`` counts restarts by process; ``trainer`` stands for all ranks together.
+    ``requeues`` counts requeues of Slurm jobs.
     """
 
     run: str
@@ -49,6 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     eval_problems: int = 0
     eval_unscored: int = 0
     eval_left_out: int = 0
+    eval_sets: dict[str, dict[str, float]] = {}
     publishes: int
     publishes_probed: int
     probe_max_abs_dlogp: float | None
@@ -59,18 +88,43 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness_allowed: int
     dropped: dict[str, int]
     restarts: dict[str, int] = {}
-    adapter_path: str
+    requeues: int = 0
+    adapters: dict[str, AdapterSummary] = {}
+    adapter_path: str | None
     report_path: str
 
+    def steps_of(self, adapter: str) -> int:
+        """Steps that ``adapter`` has made."""
+        if not self.adapters:
+            return self.steps
+        return self.adapters[adapter].steps if adapter in self.adapters else 0
 
-def write_summary(run_folder: RunFolder, *, wall_s: float, adapter_path: Path | str, report_path: Path | str) -> Path:
-    """Write ``summary.json`` from the metrics and the resolved configuration of the run folder."""
+    def values(self) -> dict[str, Any]:
+        """The figures as in the file."""
+        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return {key: value for key, value in values.items() if key != "adapters" or value}
+
+
+def write_summary(
+    run_folder: RunFolder, *, wall_s: float, adapters: Mapping[str, Path | str], report_path: Path | str
+) -> Path:
+    """Write ``summary.json`` from the metrics and the resolved configuration of the run folder.
+
+    ``adapters`` are the exported folders by adapter.
+    """
     config = read_config(run_folder)
-    figures = read_figures(run_folder)
+    runs = adapter_runs(config)
+    of_run = read_figures(run_folder, list(runs))
+    figures, several = of_run.total, len(runs) > 1
     dropped: Counter[str] = Counter()
     for step in figures.last_by_adapter.values():
         dropped.update(step.dropped)
-    evals = figures.evals
+    lasts = [one.evals[-1] for one in of_run.adapters.values() if one.evals]
+    first, last = (None, None) if several else _first_and_last(figures)
+    parts = {
+        name: _adapter_summary(run, of_run.adapters[name], of_run.share(name), adapters.get(name))
+        for name, run in runs.items()
+    }
     summary = Summary(
         run=config.run.name,
         model=config.model.path,
@@ -78,13 +132,14 @@ def write_summary(run_folder: RunFolder, *, wall_s: float, adapter_path: Path | 
         config_sha256=config_digest(run_folder),
         steps=figures.steps,
         wall_s=round(wall_s, 3),
-        eval_before=evals[0].accuracy if evals else None,
-        eval_after=evals[-1].accuracy if len(evals) > 1 else None,
-        eval_reward_before=evals[0].reward_mean if evals else None,
-        eval_reward_after=evals[-1].reward_mean if len(evals) > 1 else None,
-        eval_problems=evals[-1].n if evals else 0,
-        eval_unscored=evals[-1].unscored if evals else 0,
-        eval_left_out=evals[-1].left_out if evals else 0,
+        eval_before=first.accuracy if first else None,
+        eval_after=last.accuracy if last else None,
+        eval_reward_before=first.reward_mean if first else None,
+        eval_reward_after=last.reward_mean if last else None,
+        eval_problems=sum(e.n for e in lasts),
+        eval_unscored=sum(e.unscored for e in lasts),
+        eval_left_out=sum(e.left_out for e in lasts),
+        eval_sets=_sets(figures),
         publishes=figures.publishes,
         publishes_probed=figures.publishes_probed,
         probe_max_abs_dlogp=figures.probe_max_abs,
@@ -92,70 +147,59 @@ def write_summary(run_folder: RunFolder, *, wall_s: float, adapter_path: Path | 
         staleness_histogram=dict(sorted(figures.staleness.items())),
         max_staleness=figures.max_staleness,
         mean_lag=None if figures.mean_lag is None else round(figures.mean_lag, 4),
-        max_staleness_allowed=config.rollout.max_staleness,
+        max_staleness_allowed=max(run.max_staleness for run in runs.values()),
         dropped=dict(sorted(dropped.items())),
         restarts=count_restarts(run_folder),
-        adapter_path=str(adapter_path),
+        requeues=count_requeues(run_folder),
+        adapters=parts if several else {},
+        adapter_path=None if several else next(map(str, adapters.values()), None),
         report_path=str(report_path),
     )
     target = run_folder.summary
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary.values()), indent=2) + b"\n")
     temporary.replace(target)
     return target
+
+
+def _first_and_last(figures: Figures) -> tuple[EvalRecord | None, EvalRecord | None]:
+    """Two different evaluations; None for what is missing."""
+    evals = figures.evals
+    return (evals[0] if evals else None), (evals[-1] if len(evals) > 1 else None)
+
+
+def _adapter_summary(run: AdapterRun, figures: Figures, share: float, path: Path | str | None) -> AdapterSummary:
+    (first, last), best = _first_and_last(figures), figures.best_eval
+    return AdapterSummary(
+        state=newest_state(figures.recorded, figures.steps, run.steps),
+        reason=figures.recorded.reason if figures.recorded else "",
+        steps=figures.steps,
+        steps_wanted=run.steps,
+        trained_tokens=figures.trained_tokens,
+        share=round(share, 4),
+        eval_first=first.accuracy if first else None,
+        eval_last=last.accuracy if last else None,
+        eval_best=best.accuracy if best else None,
+        eval_reward_first=first.reward_mean if first else None,
+        eval_reward_last=last.reward_mean if last else None,
+        eval_reward_best=best.reward_mean if best else None,
+        best_version=best.version if best else None,
+        max_staleness=figures.max_staleness,
+        max_staleness_allowed=run.max_staleness,
+        path=None if path is None else str(path),
+    )
+
+
+def _sets(figures: Figures) -> dict[str, dict[str, float]]:
+    several = len({adapter for adapter, _ in figures.sets}) > 1
+    return {
+        f"{adapter}/{name}" if several else name: {
+            figure: value for figure, value in records[-1].scalars().items() if value is not None
+        }
+        for (adapter, name), records in sorted(figures.sets.items())
+    }
 
 
 def read_summary(run_folder: RunFolder | Path | str) -> Summary:
     """Read ``summary.json``; inverse of ``write_summary``."""
     return msgspec.json.decode(RunFolder.of(run_folder).summary.read_bytes(), type=Summary)
-
-
-def print_closing(run_folder: RunFolder, console: Console) -> None:
-    """Print paths, commands and, as the last lines, the summary as ``key: JSON value``."""
-    summary = read_summary(run_folder)
-    config = read_config(run_folder)
-    lines = [
-        "",
-        f"adapter      {summary.adapter_path}",
-        f"report       {summary.report_path}",
-        f"metrics      {run_folder.metrics}",
-        f"TensorBoard  {_python(config.trainer.python)} -m tensorboard.main"
-        f" --logdir {shlex.quote(str(run_folder.tensorboard))}",
-        "",
-        *_how_to_use(run_folder, config, summary),
-        "",
-        *(f"{key}: {json.dumps(value)}" for key, value in msgspec.to_builtins(summary, str_keys=True).items()),
-    ]
-    for line in lines:
-        # Wrapped or coloured lines cannot be copied or parsed.
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _how_to_use(folder: RunFolder, config: Config, summary: Summary) -> list[str]:
-    """Commands and Python lines that run as pasted, from any folder and without an activated environment."""
-    name, model = config.adapters[0].name, config.model.folder
-    cpu = " --enforce-eager" if config.cluster.device == "cpu" else ""
-    if config.cluster.device == "cpu" and config.rollout.kv_cache_gib is not None:
-        # By default vLLM reserves nearly all memory of the machine and fails if less is free.
-        cpu += f" --kv-cache-memory-bytes {int(config.rollout.kv_cache_gib * 2**30)}"
-    lines = [
-        f"Serve it with stock vLLM (then POST to http://127.0.0.1:{SERVE_PORT}/v1/completions, model {name}):",
-        # Not `vllm serve`: its command line rejects the CPU distribution of vLLM, which has a different name.
-        f"  {_python(config.rollout.python)} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {SERVE_PORT}"
-        f" --model {shlex.quote(model)} --dtype {config.model.dtype}{cpu}"
-        f" --max-model-len {config.rollout.max_model_len} --enable-lora --max-lora-rank {config.rollout.max_lora_rank}"
-        f" --lora-modules {name}={shlex.quote(summary.adapter_path)}",
-        f"Load it with stock peft, in {_python(config.trainer.python)}:",
-        # Not indented: Python rejects pasted lines with indentation.
-        "from peft import PeftModel; from transformers import AutoModelForCausalLM",
-        f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {summary.adapter_path!r})",
-    ]
-    if EVALUATE.is_file():
-        command = f"{_python(config.trainer.python)} {shlex.quote(str(EVALUATE))} {shlex.quote(str(folder))}"
-        lines += ["Evaluate it with stock peft, independently of training and serving code:", f"  {command}"]
-    return lines
-
-
-def _python(role: str | None) -> str:
-    """The interpreter of a role, quoted for a shell."""
-    return shlex.quote(role or sys.executable)

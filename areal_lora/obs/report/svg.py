@@ -222,11 +222,15 @@ def _marks(x_axis: Axis, places: Sequence[float]) -> str:
 
 
 def _legend(entries: Sequence[tuple[str, int, bool]]) -> str:
-    parts, x = [], float(LEFT)
-    for name, colour, faint in entries:
-        parts.append(_rect(x, 12, 12, 4, colour, 0.4 if faint else 1.0))
-        parts.append(_text(x + 17, 18, name, "start", "legend"))
-        x += 17 + len(name) * CHARACTER_PX + 16
+    widths = [17 + len(name) * CHARACTER_PX + 16 for name, _, _ in entries]
+    wraps = LEFT + sum(widths) > WIDTH
+    parts, x, y = [], float(LEFT), 5 if wraps else 12
+    for (name, colour, faint), width in zip(entries, widths, strict=True):
+        if wraps and x > LEFT and x + width > WIDTH:
+            x, y = float(LEFT), y + 14  # there is room for two lines
+        parts.append(_rect(x, y, 12, 4, colour, 0.4 if faint else 1.0))
+        parts.append(_text(x + 17, y + 6, name, "start", "legend"))
+        x += width
     return "".join(parts)
 
 

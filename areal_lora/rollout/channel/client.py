@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from areal_lora.errors import RolloutError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.session import POLL_S, ControllerSession
@@ -21,6 +22,20 @@ from areal_lora.types import AdapterRef
 SHORT_POLL_S = 1.0  # of polls between which the caller may be interrupted
 
 log = get_logger(__name__)
+
+
+class WaitingLines:
+    """Logs every 10 s what the awaited batches lack."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._remind_at = self._start + POLL_S
+
+    def say(self, lacking: Sequence[m.Lacking]) -> None:
+        now = time.monotonic()
+        if lacking and now >= self._remind_at:
+            self._remind_at += POLL_S
+            log.info("waiting for rollouts since %.0f s: %s", now - self._start, "; ".join(map(str, lacking)))
 
 
 class ControllerClient:
@@ -48,12 +63,16 @@ class ControllerClient:
         self._session.reminders.loaded(versions, snapshots)
         self._session.greet()
 
-    def announce(self, ref: AdapterRef, servers: Mapping[str, str], lost: Sequence[str] = ()) -> None:
+    def announce(
+        self, ref: AdapterRef, servers: Mapping[str, str], lost: Sequence[str] = (), left: Sequence[str] = ()
+    ) -> None:
         """``ref`` is active on ``servers`` (data-plane URL by name) and nowhere else: new groups are sampled with it.
 
-        ``lost`` were excluded since the previous announcement.
+        Since the previous announcement ``lost`` were excluded, and ``left`` have left in order.
         """
-        request = m.AnnounceVersion(adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost))
+        request = m.AnnounceVersion(
+            adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost), left=tuple(left)
+        )
         self._session.reminders.announced(request)
         self._session.ask(request, m.Accepted)
 
@@ -62,41 +81,46 @@ class ControllerClient:
         self._session.ask(m.CommitStep(adapter=adapter, step=step), m.Accepted)
 
     def next_batch(self, adapter: str, *, step: int, version: int) -> m.Batch:
-        """Block until the groups of ``step`` are ready, and log every 10 s what is missing."""
-        batch = None
-        while batch is None:
-            batch = self.poll_batch(adapter, step=step, version=version, interrupted=lambda: False)
-        return batch
+        """Block until the groups of ``step`` are ready, and log every 10 s what is missing.
 
-    def poll_batch(self, adapter: str, *, step: int, version: int, interrupted: Callable[[], bool]) -> m.Batch | None:
-        """Like ``next_batch``, but None as soon as ``interrupted()``, which is called about every second.
-
-        ``events`` of the batch are the evaluation results not yet returned by any method.
+        ``events`` of the batch are the evaluation results not yet returned by any method. Raises RolloutError if the
+        rollouts of ``adapter`` have failed.
         """
-        start = time.monotonic()
-        remind_at = start + POLL_S
-        request = m.GetBatch(adapter=adapter, step=step, version=version, timeout_s=SHORT_POLL_S)
+        wanted = (m.Wanted(adapter=adapter, step=step, version=version),)
+        waiting = WaitingLines()
         while True:
-            reply: m.Batch | m.NotReady = self._session.ask(request, m.Batch, m.NotReady, wait_s=SHORT_POLL_S)
+            reply = self.poll(wanted)
             if isinstance(reply, m.Batch):
-                self._keep(reply.events)
-                self._session.reminders.received(reply, version)
-                return msgspec.structs.replace(reply, events=self._take(lambda _: True))
-            if interrupted():
-                return None
-            if time.monotonic() < remind_at:
-                continue
-            remind_at += POLL_S
-            log.info(
-                "waiting for rollout batch %d since %.0f s: %d/%d groups ready, %d running, %d dropped%s",
-                step,
-                time.monotonic() - start,
-                reply.ready,
-                reply.needed,
-                reply.running,
-                reply.dropped,
-                f"; {reply.note}" if reply.note else "",
-            )
+                return msgspec.structs.replace(reply, events=self.take_events())
+            if isinstance(reply, m.AdapterFailed):
+                raise RolloutError(f"{reply.adapter}: {reply.reason}")
+            waiting.say(reply.lacking)
+
+    def poll(self, wanted: Sequence[m.Wanted]) -> m.Batch | m.AdapterFailed | m.NotReady:
+        """A batch of the first of ``wanted`` that has one, or what they lack after about a second.
+
+        Evaluation results that came with the reply are kept for `take_events` and `poll_eval`.
+        """
+        request = m.GetBatch(wanted=tuple(wanted), timeout_s=SHORT_POLL_S)
+        reply: m.Batch | m.AdapterFailed | m.NotReady = self._session.ask(
+            request, m.Batch, m.AdapterFailed, m.NotReady, wait_s=SHORT_POLL_S
+        )
+        if isinstance(reply, m.AdapterFailed):
+            return reply
+        self._keep(reply.events)
+        if isinstance(reply, m.Batch):
+            version = next(w.version for w in wanted if w.adapter == reply.adapter)
+            self._session.reminders.received(reply, version)
+        return reply
+
+    def take_events(self) -> tuple[m.EvalResult, ...]:
+        """Evaluation results not yet returned by any method."""
+        return self._take(lambda _: True)
+
+    def end(self, adapter: str) -> None:
+        """Nothing more is needed of ``adapter``: no groups are issued for it any more."""
+        self._session.reminders.ended(adapter)
+        self._session.ask(m.EndAdapter(adapter=adapter), m.Accepted)
 
     def request_eval(self, ref: AdapterRef, tag: str) -> None:
         """Start a greedy evaluation as soon as ``ref`` is announced; rollouts continue meanwhile."""
@@ -114,18 +138,16 @@ class ControllerClient:
     def poll_eval(self, ref: AdapterRef, tag: str, *, interrupted: Callable[[], bool]) -> m.EvalResult | None:
         """Like ``wait_eval``, but None as soon as ``interrupted()``, which is called about every second.
 
-        Results of other evaluations stay for later calls of this and for :meth:`next_batch`.
+        Results of other evaluations stay for later calls of this and for :meth:`take_events`.
         """
         start = time.monotonic()
         remind_at = start + POLL_S
-        request = m.GetEvents(adapter=ref.name, timeout_s=SHORT_POLL_S)
         while True:
             found = self._take(lambda e: (e.adapter, e.version, e.tag) == (ref.name, ref.version, tag))
             if found:
                 return found[0]
-            reply: m.Events = self._session.ask(request, m.Events, wait_s=SHORT_POLL_S)
-            self._keep(reply.events)
-            if reply.events:
+            reply = self.poll(())
+            if isinstance(reply, m.NotReady) and reply.events:
                 continue
             if interrupted():
                 return None

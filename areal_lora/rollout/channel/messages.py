@@ -13,7 +13,7 @@ import msgspec
 
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 5
+PROTOCOL = 8
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -47,25 +47,33 @@ class SessionMessage(ChannelMessage, frozen=True):
 class AnnounceVersion(SessionMessage, frozen=True, kw_only=True):
     """``adapter@v{version}`` is active on ``servers`` (data-plane URL by name) and nowhere else. Reply: Accepted.
 
-    ``lost`` are servers excluded since the previous announcement. The newest version may be announced
-    again, with other servers.
+    Since the previous announcement ``lost`` were excluded, and ``left`` have left in order: they end what they run.
+    The newest version may be announced again, with other servers.
     """
 
     adapter: str
     version: int
     servers: dict[str, str]
     lost: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
-class GetBatch(SessionMessage, frozen=True, kw_only=True):
-    """Long poll for the groups of ``step``, consumed at ``version``. Reply: Batch or NotReady.
-
-    A repeated request for a step that is not committed gets the same batch.
-    """
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of the adapter's ``step``, consumed at ``version``."""
 
     adapter: str
     step: int
     version: int
+
+
+class GetBatch(SessionMessage, frozen=True, kw_only=True):
+    """Long poll for a batch of the first of ``wanted`` that has one. Reply: Batch, AdapterFailed or NotReady.
+
+    A step that is not committed is served again unchanged. NotReady comes before ``timeout_s`` where evaluation
+    results wait to be delivered; with nothing wanted the request waits for these only.
+    """
+
+    wanted: tuple[Wanted, ...]
     timeout_s: float
 
 
@@ -77,7 +85,7 @@ class CommitStep(SessionMessage, frozen=True, kw_only=True):
 
 
 class Evaluate(SessionMessage, frozen=True, kw_only=True):
-    """Start a greedy evaluation of ``adapter@v{version}`` in the background. Reply: Accepted.
+    """Start an evaluation of ``adapter@v{version}`` on all its sets, in the background. Reply: Accepted.
 
     Idempotent while the evaluation runs, or its result waits to be fetched.
     """
@@ -87,11 +95,10 @@ class Evaluate(SessionMessage, frozen=True, kw_only=True):
     tag: str
 
 
-class GetEvents(SessionMessage, frozen=True, kw_only=True):
-    """Long poll for evaluation results not yet delivered. Reply: Events (empty after ``timeout_s``)."""
+class EndAdapter(SessionMessage, frozen=True, kw_only=True):
+    """Nothing more is needed of ``adapter`` in this session: issue no groups, drop those in flight. Reply: Accepted."""
 
     adapter: str
-    timeout_s: float = 0.0
 
 
 class GetStats(SessionMessage, frozen=True, kw_only=True):
@@ -180,31 +187,51 @@ class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
-class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Greedy answers to ``n`` held-out problems; ``error`` is set, and ``n`` is 0, if there are none.
+class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers to ``n`` problems of one set, ``n_samples`` each; ``error`` is set, and ``n`` is 0, if there are none.
 
-    ``accuracy`` is None where the task has no rule for what is correct. The ``unscored`` ones are not correct, and
-    not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
+    ``accuracy`` and what follows from it is None where nothing says what is correct. The ``unscored`` answers are not
+    correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
+    For the other figures see `tasks.estimates`.
     """
 
-    adapter: str
-    version: int
-    tag: str
+    name: str
     accuracy: float | None
     reward_mean: float | None
     n: int
     wall_s: float
+    n_samples: int = 1
+    temperature: float = 0.0
     unscored: int = 0
     left_out: int = 0
     left_out_first: tuple[str, ...] = ()
+    accuracy_95: tuple[float, float] | None = None
+    reward_95: tuple[float, float] | None = None
+    interval: str = ""
+    pass_at: dict[int, float] = {}
+    majority: float | None = None
+    answer_tokens: float = 0.0
+    truncated: float = 0.0
     samples: tuple[EvalSample, ...] = ()
     error: str = ""
 
 
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of ``adapter@v{version}``: the results of all sets, in the order of the configuration."""
+
+    adapter: str
+    version: int
+    tag: str
+    sets: tuple[EvalSetResult, ...]
+    wall_s: float
+
+
 class Batch(ChannelMessage, frozen=True):
-    """The groups of one step, oldest issue first; ``events`` are evaluation results not yet delivered.
+    """The groups of one step, oldest issue first; ``events`` are evaluation results not yet delivered, of any adapter.
 
     ``snapshot`` is the ledger as it will be once this step is consumed: opaque, for the checkpoint.
+    ``reward_components`` are means over the batch's samples of the parts that the reward names. ``reward_costs`` is
+    what the rewards spent since the previous batch, also for evaluations and for groups that were dropped.
     """
 
     adapter: str
@@ -214,25 +241,42 @@ class Batch(ChannelMessage, frozen=True):
     samples: tuple[RolloutSample, ...]
     events: tuple[EvalResult, ...]
     snapshot: bytes
+    reward_components: dict[str, float] = {}
+    reward_costs: dict[str, float] = {}
 
 
-class NotReady(ChannelMessage, frozen=True):
-    """No full batch within the poll's time-out; ``note`` names a likely reason."""
+class Lacking(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch of ``adapter`` lacks, in groups; ``note`` names a likely reason."""
 
+    adapter: str
     ready: int
     needed: int
     running: int
     dropped: int
     note: str = ""
 
+    def __str__(self) -> str:
+        text = f"{self.adapter} {self.ready}/{self.needed} groups ready, {self.running} running, {self.dropped} dropped"
+        return f"{text}; {self.note}" if self.note else text
 
-class Events(ChannelMessage, frozen=True):
-    events: tuple[EvalResult, ...]
+
+class NotReady(ChannelMessage, frozen=True):
+    """No full batch of a wanted adapter; ``events`` are evaluation results not yet delivered, of any adapter."""
+
+    lacking: tuple[Lacking, ...]
+    events: tuple[EvalResult, ...] = ()
 
 
-SessionRequest: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | GetEvents | GetStats | Shutdown
+class AdapterFailed(ChannelMessage, frozen=True):
+    """The rollouts of ``adapter`` have ended with an error; those of the others continue."""
+
+    adapter: str
+    reason: str
+
+
+SessionRequest: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | EndAdapter | GetStats | Shutdown
 Request: TypeAlias = Hello | SessionRequest
-Reply: TypeAlias = Welcome | StaleSession | Accepted | Failed | Stats | Batch | NotReady | Events
+Reply: TypeAlias = Welcome | StaleSession | Accepted | Failed | Stats | Batch | NotReady | AdapterFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

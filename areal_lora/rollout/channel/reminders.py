@@ -1,4 +1,4 @@
-"""Messages to repeat for a restarted controller: the newest versions and the pending evaluations."""
+"""Messages to repeat for a restarted controller: newest versions, pending evaluations, adapters that have ended."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Reminders:
         self._versions: dict[str, int] = {}
         self._snapshots: dict[str, bytes] = {}
         self._announced: dict[str, m.AnnounceVersion] = {}
+        self._ended = set[str]()
         self._pending: dict[tuple[str, int, str], m.Evaluate] = {}
 
     @property
@@ -37,8 +38,15 @@ class Reminders:
 
     def announced(self, request: m.AnnounceVersion) -> None:
         with self._lock:
-            # For a new controller no server is lost: it knows of none.
-            self._announced[request.adapter] = msgspec.structs.replace(request, lost=())
+            # For a new controller no server is lost or has left: it knows of none.
+            self._announced[request.adapter] = msgspec.structs.replace(request, lost=(), left=())
+
+    def ended(self, adapter: str) -> None:
+        """A new controller hears of the end of ``adapter`` instead of its newest version."""
+        with self._lock:
+            self._ended.add(adapter)
+            self._announced.pop(adapter, None)
+            self._pending = {key: request for key, request in self._pending.items() if key[0] != adapter}
 
     def requested(self, evaluation: m.Evaluate) -> None:
         with self._lock:
@@ -58,4 +66,5 @@ class Reminders:
         """The greeting of a new session, and the requests that follow it."""
         with self._lock:
             hello = m.Hello(trainer=self._trainer, versions=dict(self._versions), snapshots=dict(self._snapshots))
-            return hello, [*self._announced.values(), *self._pending.values()]
+            ended = [m.EndAdapter(adapter=name) for name in sorted(self._ended)]
+            return hello, [*ended, *self._announced.values(), *self._pending.values()]

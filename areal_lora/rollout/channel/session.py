@@ -105,7 +105,7 @@ class ControllerSession:
                     break
                 except ConnectionLost as lost:
                     self._drop_connection()
-                    self.replies_lost |= isinstance(request, m.GetBatch | m.GetEvents)
+                    self.replies_lost |= isinstance(request, m.GetBatch)
                     problem = lost.reason
                     refusals = refusals + 1 if lost.refused else 0
             waited_s = time.monotonic() - start

@@ -1,21 +1,28 @@
 """The rollout controller: one handler per trainer request, one task per running group (see `runtime`).
 
-trainer --announce--> feed.admit -> task: begin -> workflow -> finish | back off and retry
-trainer --get batch-> feed.take  <- ready groups, oldest issue first
+trainer --announce--> admission -> feed.admit -> task: begin -> workflow -> finish | back off and retry
+trainer --get batch-> feed.take of the first wanted adapter that has a batch  <- ready groups, oldest issue first
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from areal_lora.errors import RolloutError
+import msgspec
+
+from areal_lora.errors import ArealLoraError, RolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.controller.groups import Lease
-from areal_lora.rollout.controller.runtime import AdapterRuntime
+from areal_lora.rollout.controller.admission import Admission, Claim
+from areal_lora.rollout.controller.groups import Lease, Ticket
+from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes
+from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
 
@@ -28,21 +35,56 @@ log = get_logger(__name__)
 class Controller:
     """Serves trainer requests and keeps the feeds' groups running inside ``tasks``.
 
-    An error that is not a rollout fault ends the task group, and with it the process.
+    ``weights`` are the adapters' parts of the servers while several want more than there is. A fault of one adapter's
+    rollouts ends that adapter. An error of what all share ends the task group, and with it the process.
     """
 
     def __init__(
-        self, adapters: Mapping[str, AdapterRuntime], router: Router, *, tasks: asyncio.TaskGroup, stop: asyncio.Event
+        self,
+        adapters: Mapping[str, AdapterRuntime],
+        router: Router,
+        *,
+        weights: Mapping[str, float],
+        tasks: asyncio.TaskGroup,
+        stop: asyncio.Event,
     ) -> None:
         self._adapters, self._router, self._tasks, self._stop = adapters, router, tasks, stop
         self._birth = secrets.token_hex(8)
         self._trainer = ""
+        self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
+        self._admission = Admission(
+            {
+                name: Claim(sequences=runtime.capacity.n_samples, weight=weights[name])
+                for name, runtime in adapters.items()
+            },
+            {name: Rolling(runtime, self._start) for name, runtime in adapters.items()},
+        )
 
     @property
     def _session(self) -> str:
         """One controller process in contact with one trainer: requests of a previous trainer are refused too."""
         return f"{self._birth}:{self._trainer}"
+
+    # ------------------------------------------------------------ groups
+
+    def _start(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
+        task = self._tasks.create_task(self._roll_out(runtime, ticket))
+        runtime.tasks[ticket.seq] = task
+        task.add_done_callback(partial(_ended, runtime, ticket.seq))
+
+    async def _roll_out(self, runtime: AdapterRuntime, ticket: Ticket) -> None:
+        try:
+            await runtime.roll_out(ticket)
+        except LedgerError:
+            raise  # all adapters have one ledger file
+        except ArealLoraError as error:
+            runtime.fail(str(error))
+        except Exception as error:  # fault boundary: a user's workflow
+            log.exception("the rollout of %s of %s", ticket.prompt.uid, runtime.feed.name)
+            runtime.fail(f"{type(error).__name__}: {error}")
+        self._admission.admit()
+        self._changes.notify()
 
     # ------------------------------------------------------------ requests
 
@@ -60,8 +102,8 @@ class Controller:
                 return self._commit(request)
             case m.Evaluate():
                 return self._evaluate(request)
-            case m.GetEvents():
-                return await self._get_events(request)
+            case m.EndAdapter():
+                return self._end(request)
             case m.GetStats():
                 return self._adapter(request.adapter).feed.stats()
             case m.Shutdown():
@@ -86,11 +128,8 @@ class Controller:
             task.cancel()
         self._evaluating.clear()
         for name, runtime in self._adapters.items():
-            runtime.feed.hello(
-                request.versions[name], trainer=request.trainer, snapshot=request.snapshots.get(name, b"")
-            )
-            runtime.events.clear()
-            runtime.notify()
+            runtime.hello(request.versions[name], trainer=request.trainer, snapshot=request.snapshots.get(name, b""))
+        self._changes.notify()
         return m.Welcome(adapters=tuple(self._adapters), session=self._session)
 
     def _announce(self, request: m.AnnounceVersion) -> m.Accepted:
@@ -99,9 +138,14 @@ class Controller:
         if request.lost:
             log.warning("excluded by the trainer: %s", ", ".join(request.lost))
         ref = AdapterRef(name=request.adapter, version=request.version)
-        self._router.announce(ref, request.servers, request.lost)
-        runtime.admit(self._tasks)
-        runtime.notify()
+        if request.left:
+            log.info("left: %s", ", ".join(request.left))
+        self._router.announce(ref, request.servers, request.lost, request.left)
+        for each in self._adapters.values():
+            each.resize(len(self._router.servers))
+        self._admission.sequences = len(self._router.servers) * runtime.capacity.sequences
+        self._admission.admit()
+        self._changes.notify()
         reached("controller.announced")
         return m.Accepted()
 
@@ -111,38 +155,52 @@ class Controller:
         reached("controller.committed")
         return m.Accepted()
 
-    async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.NotReady | m.StaleSession:
-        runtime = self._adapter(request.adapter)
-        feed = runtime.feed
-        lease: Lease | None = None
+    def _end(self, request: m.EndAdapter) -> m.Accepted:
+        self._adapter(request.adapter).feed.end()
+        self._admission.admit()
+        return m.Accepted()
 
-        def take() -> bool:
-            nonlocal lease
+    async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.AdapterFailed | m.NotReady | m.StaleSession:
+        wanted = [(self._adapter(w.adapter), w) for w in request.wanted]
+        reply: m.Batch | m.AdapterFailed | None = None
+
+        def ready() -> bool:
+            nonlocal reply
             if request.session != self._session:
                 return True  # the trainer that asked is gone
-            lease = feed.take(request.step, request.version)
-            runtime.admit(self._tasks)
-            return lease is not None
+            for runtime, w in wanted:
+                reply = self._take(runtime, w)
+                if reply is not None:
+                    break
+            self._admission.admit()
+            return reply is not None or any(runtime.events for runtime in self._adapters.values())
 
-        await runtime.wait(take, request.timeout_s)
+        await self._changes.wait(ready, request.timeout_s)
         if request.session != self._session:
             return m.StaleSession()
-        stats = feed.stats()
+        if isinstance(reply, m.AdapterFailed):
+            return reply
+        events = tuple(event for runtime in self._adapters.values() for event in runtime.drain_events())
+        if isinstance(reply, m.Batch):
+            return msgspec.structs.replace(reply, events=events)
+        return m.NotReady(lacking=tuple(_lacking(runtime) for runtime, _ in wanted), events=events)
+
+    def _take(self, runtime: AdapterRuntime, wanted: m.Wanted) -> m.Batch | m.AdapterFailed | None:
+        """What the adapter has for the trainer; None while a batch is not ready."""
+        if runtime.failure:
+            return m.AdapterFailed(adapter=wanted.adapter, reason=runtime.failure)
+        lease = runtime.feed.take(wanted.step, wanted.version)
         if lease is None:
-            return m.NotReady(
-                ready=stats.ready,
-                needed=feed.budget.prompts_per_step,
-                running=stats.running,
-                dropped=sum(stats.dropped.values()),
-                note=feed.note,
-            )
+            return None
         return m.Batch(
-            adapter=request.adapter,
-            step=request.step,
+            adapter=wanted.adapter,
+            step=wanted.step,
             groups=lease.groups,
-            stats=stats,
+            stats=runtime.feed.stats(),
             samples=_examples(lease),
-            events=runtime.drain_events(),
+            reward_components=_components(lease),
+            reward_costs=runtime.take_costs(),
+            events=(),
             snapshot=lease.snapshot,
         )
 
@@ -157,7 +215,7 @@ class Controller:
         async def evaluate() -> None:
             # The trainer may send the request before its background publish is announced.
             while runtime.feed.newest < request.version:
-                await runtime.changed.wait()
+                await self._changes.next()
             if runtime.one_evaluation.locked():
                 log.info("evaluation %s of %s waits for the previous one", request.tag, ref)
             async with runtime.one_evaluation:
@@ -165,42 +223,86 @@ class Controller:
             if self._evaluating.get(key) is not asyncio.current_task():
                 return  # abandoned when it could not be cancelled any more
             del self._evaluating[key]
-            log.info("evaluation %s of %s: %s", result.tag, ref, result.error or _figures(result))
+            for found in result.sets:
+                log.info("evaluation %s of %s: %s: %s", result.tag, ref, found.name, found.error or _figures(found))
             runtime.events.append(result)
-            runtime.notify()
+            self._changes.notify()
 
         self._evaluating[key] = self._tasks.create_task(evaluate())
         return m.Accepted()
-
-    async def _get_events(self, request: m.GetEvents) -> m.Events:
-        runtime = self._adapter(request.adapter)
-        await runtime.wait(lambda: bool(runtime.events), request.timeout_s)
-        return m.Events(events=runtime.drain_events())
 
     async def watch_leases(self) -> None:
         """Abandon requests that outlive their lease, until the process ends."""
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
             for runtime in self._adapters.values():
-                runtime.feed.expire_overdue()
-                runtime.admit(self._tasks)
+                try:
+                    runtime.feed.expire_overdue()
+                except RolloutError as error:
+                    runtime.fail(str(error))
+            self._admission.admit()
+            self._changes.notify()
 
 
-def _figures(result: m.EvalResult) -> str:
+@dataclass(frozen=True, slots=True)
+class Rolling:
+    """An adapter's runtime as the admission sees it; ``start`` begins the task of a group."""
+
+    runtime: AdapterRuntime
+    start: Callable[[AdapterRuntime, Ticket], None]
+
+    @property
+    def running(self) -> int:
+        return len(self.runtime.feed.groups.running)
+
+    def start_one(self) -> bool:
+        ticket = self.runtime.feed.admit()
+        if ticket is not None:
+            self.start(self.runtime, ticket)
+        return ticket is not None
+
+
+def _ended(runtime: AdapterRuntime, seq: int, task: asyncio.Task[None]) -> None:
+    if runtime.tasks.get(seq) is task:
+        del runtime.tasks[seq]
+
+
+def _lacking(runtime: AdapterRuntime) -> m.Lacking:
+    stats = runtime.feed.stats()
+    return m.Lacking(
+        adapter=runtime.feed.name,
+        ready=stats.ready,
+        needed=runtime.feed.budget.prompts_per_step,
+        running=stats.running,
+        dropped=sum(stats.dropped.values()),
+        note=runtime.feed.note,
+    )
+
+
+def _figures(result: m.EvalSetResult) -> str:
     measured = f"accuracy {result.accuracy}, mean reward {result.reward_mean}"
     return f"{measured} over {result.n} problems, {result.unscored} unscored"
+
+
+def _components(lease: Lease) -> dict[str, float]:
+    """Mean of each named part of the reward over the batch's samples."""
+    groups = [done.episode.group for done in lease.finished]
+    # The trajectories of one sample have its one reward.
+    samples = {(group.uid, t.sample): t.components for group in groups for t in group.trajectories}
+    names = {name: None for components in samples.values() for name in components}
+    return {name: statistics.fmean(c.get(name, 0.0) for c in samples.values()) for name in names}
 
 
 def _examples(lease: Lease) -> tuple[m.RolloutSample, ...]:
     return tuple(
         m.RolloutSample(
             uid=trajectory.uid,
-            prompt=sample.prompt,
+            prompt=prompt.text,
             completion=finished.episode.texts[0],
-            answer=sample.answer,
+            answer=prompt.sample.gold,
             reward=trajectory.reward,
             version=trajectory.adapter.version,
         )
         for finished in lease.finished[:N_SAMPLES]
-        for sample, trajectory in [(finished.ticket.prompt.sample, finished.episode.group.trajectories[0])]
+        for prompt, trajectory in [(finished.ticket.prompt, finished.episode.group.trajectories[0])]
     )

@@ -1,165 +1,183 @@
-"""Greedy answers to held-out problems, scored by the configured reward, in the background of training rollouts."""
+"""Evaluate one version of an adapter on all its sets, in the background of training rollouts.
+
+A set of single greedy answers goes out in requests of ``CHUNK`` prompts. Any other set runs a workflow per problem, as
+training does, with a client that asks for this version only. Sets follow each other; the result has all of them, so
+that an evaluation that is cut off is repeated whole, and no set is lost or counted twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, TypeVar
 
-from areal_lora.config.models import SamplingConfig
-from areal_lora.errors import ConfigError
-from areal_lora.processes.log import get_logger
-from areal_lora.rollout.channel.messages import EvalResult, EvalSample
-from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
-from areal_lora.rollout.workflow import Scorer
+from areal_lora.data.prompts import Prompt
+from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
+from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
+from areal_lora.rollout.controller.eval_answers import Given, failed, given_answers, judged, result_of
+from areal_lora.rollout.controller.eval_sets import EvalSet
+from areal_lora.rollout.workflow import Scorer, Workflow
 from areal_lora.tasks.scorer import Score, ScoreItem
-from areal_lora.tasks.tally import tally
-from areal_lora.types import AdapterRef, Sample
+from areal_lora.types import AdapterRef
+
+T = TypeVar("T")
 
 CHUNK = 32  # prompts of one request
 SCORED_AT_ONCE = 8  # answers; rollouts wait for the same scorers, and have their turn in between
 MAX_TRIES = 5
 BACK_OFF_S = 0.2
 UNSERVED_S = 300.0  # how long a server may be gone
-N_SAMPLES = 4  # examples in a result
-N_NAMED = 5  # prompts left out that are named
-
-log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """Held-out problems: ``samples`` with their ``token_ids`` [N][P]; ``left_out`` are the uids of omitted ones."""
-
-    samples: Sequence[Sample]
-    token_ids: Sequence[list[int]]
-    left_out: tuple[str, ...] = ()
-
-    def note(self) -> str:
-        """Return one line about the omitted problems; empty if there are none."""
-        if not self.left_out:
-            return ""
-        named = ", ".join(self.left_out[:N_NAMED]) + (", ..." if len(self.left_out) > N_NAMED else "")
-        total = len(self.left_out) + len(self.samples)
-        return f"{len(self.left_out)} of {total} held-out prompts are too long and left out: {named}"
+USER_TRIES = 2
+USER_FAULTS = (
+    FaultKind.AGENT,
+    FaultKind.ENVIRONMENT,
+    FaultKind.WORKFLOW,
+    FaultKind.TIMEOUT,
+    FaultKind.REJECTED,
+    FaultKind.SCORER,
+)
+"""What a workflow does wrong with one problem: its answers stay unscored, after ``USER_TRIES``."""
 
 
-def fitting(samples: Sequence[Sample], token_ids: Sequence[list[int]], max_prompt_tokens: int) -> HeldOut:
-    """The problems whose prompts leave room for an answer, as in training. Raises ConfigError if none does."""
-    fit = [len(ids) <= max_prompt_tokens for ids in token_ids]
-    if not any(fit):
-        raise ConfigError(
-            "rollout.max_model_len",
-            f"all {len(samples)} held-out prompts are longer than the {max_prompt_tokens} tokens left beside an answer",
-            "raise it, or lower sampling.max_new_tokens",
-        )
-    return HeldOut(
-        samples=[sample for sample, fits in zip(samples, fit, strict=True) if fits],
-        token_ids=[ids for ids, fits in zip(token_ids, fit, strict=True) if fits],
-        left_out=tuple(sample.uid for sample, fits in zip(samples, fit, strict=True) if not fits),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """At most ``max_chunks`` requests at once."""
+    """At most ``max_chunks`` requests at once; an evaluation keeps the number that it begins with.
+
+    ``workflows`` are by the name of a set; those of single greedy answers need none. ``seed`` is the run's: a problem
+    is asked with the same seed at every version.
+    """
 
     client: CompletionClient
     scorer: Scorer
-    sampling: SamplingConfig
-    held_out: HeldOut
+    reward_kind: str
+    sets: Sequence[EvalSet]
+    workflows: dict[str, Workflow]
     max_chunks: int
+    seed: int = 0
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
-        """Never raises for rollout faults: ``error`` of the result states why it could not be measured."""
+        """Never raises for rollout faults: ``error`` of a set's result states why it could not be measured."""
         start = time.monotonic()
-        slots = asyncio.Semaphore(self.max_chunks)
-        chunks = range(0, len(self.held_out.samples), CHUNK)
+        sets = [await self._set(chosen, ref) for chosen in self.sets]
+        return EvalResult(
+            adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), wall_s=time.monotonic() - start
+        )
+
+    async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
+        start = time.monotonic()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._chunk(ref, slice(at, at + CHUNK), slots)) for at in chunks]
+            if chosen.single_greedy:
+                answers = await self._in_chunks(chosen, ref)
+            else:
+                answers = await self._one_by_one(chosen, ref)
         except ExceptionGroup as group:
             faults, others = group.split(GenerationFault)
             if others is not None or faults is None:
                 raise
-            return self._failed(ref, tag, str(faults.exceptions[0]), start)
-        texts = [text for task in running for text, _ in task.result()]
-        scores = [score for task in running for _, score in task.result()]
-        figures = tally(scores)
-        if figures.reward_mean is None:
-            return self._failed(ref, tag, f"no answer could be scored: {scores[0].detail}", start)
-        if 0 < figures.ungraded < figures.n - figures.unscored:
-            log.warning(
-                "evaluation of %s has no accuracy: the reward does not grade %d of %d answers (fix: return "
-                "'correct' for every answer, or set reward.correct_threshold)",
-                ref,
-                figures.ungraded,
-                figures.n - figures.unscored,
-            )
-        return EvalResult(
-            adapter=ref.name,
-            version=ref.version,
-            tag=tag,
-            accuracy=figures.accuracy,
-            reward_mean=figures.reward_mean,
-            n=figures.n,
-            unscored=figures.unscored,
-            left_out=len(self.held_out.left_out),
-            left_out_first=self.held_out.left_out[:N_NAMED],
-            wall_s=time.monotonic() - start,
-            samples=self._examples(ref, texts, scores),
+            return failed(chosen, str(_first(faults)), time.monotonic() - start)
+        # In a thread: the bootstrap of a large set takes a second.
+        return await asyncio.to_thread(
+            result_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
         )
 
-    async def _chunk(self, ref: AdapterRef, part: slice, slots: asyncio.Semaphore) -> list[tuple[str, Score]]:
-        texts = await self._answers(ref, self.held_out.token_ids[part], slots)
-        samples = self.held_out.samples[part]
-        items = [ScoreItem(completion=text, gold=s.answer) for text, s in zip(texts, samples, strict=True)]
+    # ------------------------------------------------------------ single greedy answers
+
+    async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
+        slots = asyncio.Semaphore(self.max_chunks)
+        starts = range(0, len(chosen.held_out.samples), CHUNK)
+        chunks = await _all(self._chunk(chosen, ref, slice(at, at + CHUNK), slots) for at in starts)
+        return [[given] for chunk in chunks for given in chunk]
+
+    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, slots: asyncio.Semaphore) -> list[Given]:
+        sampling, prefill = chosen.sampling, chosen.formatter.prefill
+
+        async def ask() -> list[GreedyAnswer]:
+            async with slots:
+                return await self.client.greedy(
+                    ref,
+                    chosen.held_out.token_ids[part],
+                    max_tokens=sampling.max_new_tokens,
+                    timeout_s=sampling.timeout_s,
+                    stop=sampling.stop or None,
+                )
+
+        answers = await _patiently(ask)
+        items = [
+            ScoreItem.of(s, a.text, n_tokens=a.n_tokens, finish_reason=a.finish_reason, prefill=prefill)
+            for s, a in zip(chosen.held_out.samples[part], answers, strict=True)
+        ]
         scores: list[Score] = []
         for at in range(0, len(items), SCORED_AT_ONCE):
             scores += await self.scorer.score(items[at : at + SCORED_AT_ONCE])
-        return list(zip(texts, scores, strict=True))
-
-    async def _answers(self, ref: AdapterRef, prompts: Sequence[list[int]], slots: asyncio.Semaphore) -> list[str]:
-        sampling = self.sampling
-        unserved_deadline = time.monotonic() + UNSERVED_S
-        failed = 0
-        while True:
-            try:
-                async with slots:
-                    return await self.client.greedy(
-                        ref, prompts, max_tokens=sampling.max_new_tokens, timeout_s=sampling.timeout_s
-                    )
-            except GenerationFault as fault:
-                # A dead server is restarted; a retired version is not restored.
-                failed += fault.kind is not FaultKind.CONNECTION or time.monotonic() > unserved_deadline
-                if failed == MAX_TRIES or fault.kind is FaultKind.RETIRED or not fault.retryable:
-                    raise
-                await asyncio.sleep(BACK_OFF_S * 2**failed)
-
-    def _examples(self, ref: AdapterRef, texts: Sequence[str], scores: Sequence[Score]) -> tuple[EvalSample, ...]:
-        return tuple(
-            EvalSample(
-                uid=sample.uid,
-                prompt=sample.prompt,
-                completion=text,
-                answer=sample.answer,
-                reward=None if math.isnan(score.reward) else score.reward,
-                correct=score.correct,
-                version=ref.version,
+        return [
+            Given(
+                text=a.text,
+                score=judged(score, chosen.config.correct_threshold),
+                n_tokens=a.n_tokens,
+                finish_reason=a.finish_reason,
             )
-            for sample, text, score in list(zip(self.held_out.samples, texts, scores, strict=True))[:N_SAMPLES]
-        )
+            for a, score in zip(answers, scores, strict=True)
+        ]
 
-    def _failed(self, ref: AdapterRef, tag: str, error: str, start: float) -> EvalResult:
-        return EvalResult(
-            adapter=ref.name,
-            version=ref.version,
-            tag=tag,
-            accuracy=None,
-            reward_mean=None,
-            n=0,
-            wall_s=time.monotonic() - start,
-            error=error,
-        )
+    # ------------------------------------------------------------ workflows
+
+    async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
+        slots = asyncio.Semaphore(max(1, self.max_chunks * CHUNK // chosen.config.n_samples))
+        held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
+        prompts = [
+            Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
+            for i, (s, ids) in enumerate(held_out)
+        ]
+        return await _all(self._problem(chosen, ref, prompt, slots) for prompt in prompts)
+
+    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, slots: asyncio.Semaphore) -> list[Given]:
+        workflow = self.workflows[chosen.name]
+        seed = problem_seed(self.seed, chosen.name, prompt.uid)
+
+        async def ask() -> list[Given]:
+            async with slots:
+                return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
+
+        try:
+            return await _patiently(ask)
+        except GenerationFault as fault:
+            if fault.kind not in USER_FAULTS:
+                raise
+            unscored = Score(reward=float("nan"), outcome=fault.outcome, detail=str(fault))
+            return [Given(text="", score=unscored)] * chosen.config.n_samples
+
+
+def problem_seed(run_seed: int, name: str, uid: str) -> int:
+    """31-bit seed of the answers to one problem of a set."""
+    return int.from_bytes(blake2b(f"{run_seed}:{name}:{uid}".encode(), digest_size=4).digest(), "little") >> 1
+
+
+async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """Repeat what may succeed later; raises the last GenerationFault."""
+    unserved_deadline = time.monotonic() + UNSERVED_S
+    failures = user_failures = 0
+    while True:
+        try:
+            return await ask()
+        except GenerationFault as fault:
+            # A dead server is restarted; a retired version is not restored.
+            failures += fault.kind is not FaultKind.CONNECTION or time.monotonic() > unserved_deadline
+            user_failures += fault.kind in USER_FAULTS and fault.kind is not FaultKind.TIMEOUT
+            final = fault.kind is FaultKind.RETIRED or not fault.retryable
+            if failures == MAX_TRIES or user_failures == USER_TRIES or final:
+                raise
+            await asyncio.sleep(BACK_OFF_S * 2**failures)
+
+
+async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(run) for run in runs]
+    return [task.result() for task in running]
+
+
+def _first(group: BaseExceptionGroup[GenerationFault]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

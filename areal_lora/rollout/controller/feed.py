@@ -116,6 +116,16 @@ class AdapterFeed:
             self.groups.idle.begin()
         self.newest = version
 
+    def end(self) -> None:
+        """Issue nothing more until another trainer's `hello`; abandon what runs."""
+        self.newest = NO_VERSION
+        for ticket in list(self.groups.running.values()):
+            self.groups.on_expire(ticket)
+            if ticket.version is not None:  # else it waits for its next try, and is on no server
+                self._ledger.requeue(ticket.seq, ticket.failed, ticket.resampled)
+            self.groups.wait_again(ticket)
+        self.groups.check_and_flush()
+
     # ------------------------------------------------------------ issuing
 
     def admit(self) -> Ticket | None:
@@ -275,7 +285,7 @@ class AdapterFeed:
         if self._uniform_in_a_row >= self.budget.prompts_per_step:
             return (
                 f"the last {self._uniform_in_a_row} groups had equal rewards and were dropped; with "
-                "sampling.drop_uniform a task that is always or never solved gives no batch"
+                "algorithm.drop_uniform a task that is always or never solved gives no batch"
             )
         return f"last fault: {self.failures.last}" if self.failures.last else ""
 

@@ -41,7 +41,9 @@ class Finished:
 
     @property
     def uniform(self) -> bool:
-        """Whether all rewards are equal."""
+        """Whether all rewards are equal. Given answers do not need rewards that differ."""
+        if any(trajectory.given for trajectory in self.episode.group.trajectories):
+            return False
         return len({trajectory.reward for trajectory in self.episode.group.trajectories}) == 1
 
 

@@ -1,17 +1,19 @@
-"""Everything that belongs to one adapter in the controller, and the tasks that roll its groups out."""
+"""Everything that belongs to one adapter in the controller, and the work of one of its groups."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
 from areal_lora.data.prompts import Prompt
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.client import GenerationFault
-from areal_lora.rollout.controller.evaluation import Evaluator
+from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.retries import generation_failure, scoring_failure
@@ -20,32 +22,97 @@ from areal_lora.rollout.workflow import Workflow, first_fault
 
 NO_VERSION_WAIT_S = 0.2
 
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What servers take at once: ``sequences`` each, of ``adapters``; a group has ``n_samples``."""
+
+    sequences: int
+    n_samples: int
+    adapters: int = 1
+
+    def groups(self, servers: int) -> int:
+        """Groups of one adapter that may run at once while no other adapter wants a place."""
+        return max(1, math.ceil(servers * self.sequences / self.n_samples))
+
+    def chunks(self, servers: int) -> int:
+        """Requests of an evaluation at once: half of the servers' capacity stays for training rollouts.
+
+        The other half is divided among the adapters. One that waited for the others would lose its version meanwhile.
+        """
+        return max(1, servers * self.sequences // (2 * CHUNK * self.adapters))
+
+
+class Changes:
+    """Something that callers wait for has changed, in any adapter."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all callers."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def next(self) -> None:
+        """Return at the next change."""
+        await self._event.wait()
+
+    async def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return when ``ready()``, checked at every change, or after ``timeout_s``."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not ready():
+            remaining_s = deadline - asyncio.get_running_loop().time()
+            if remaining_s <= 0:
+                return
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await self._event.wait()
+            except TimeoutError:
+                return
+
 
 @dataclass(slots=True, kw_only=True)
 class AdapterRuntime:
     """One adapter: its feed, its workflow, one task per running group, and results not yet fetched.
 
-    ``one_evaluation``: an evaluation holds its version on the servers, which have room for one beside those that
-    are rolled out. ``seed`` is the run's.
+    ``capacity`` follows the servers that the trainer announces.
+    ``one_evaluation``: an evaluation holds its version on the servers, which have room for one of each adapter beside
+    those that are rolled out. ``seed`` is the adapter's. ``take_costs`` returns what the rewards spent since its last
+    call. ``failure`` says why its rollouts have ended, empty while they have not.
     """
 
     feed: AdapterFeed
     workflow: Workflow
     evaluator: Evaluator
     seed: int
+    capacity: Capacity
     events: list[m.EvalResult] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failure: str = ""
+    take_costs: Callable[[], dict[str, float]] = dict
 
-    def admit(self, tasks: asyncio.TaskGroup) -> None:
-        """Start a task in ``tasks`` for every group that the feed admits now."""
-        while (ticket := self.feed.admit()) is not None:
-            task = tasks.create_task(self._roll_out(ticket, tasks))
-            self.running[ticket.seq] = task
-            task.add_done_callback(partial(self._ended, ticket.seq))
+    def resize(self, servers: int) -> None:
+        """Run as much at once as ``servers`` servers take. Groups that run already are not cut off."""
+        self.feed.max_running = self.capacity.groups(servers)
+        self.evaluator.max_chunks = self.capacity.chunks(servers)
 
-    async def _roll_out(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
+    def hello(self, version: int, *, trainer: str, snapshot: bytes) -> None:
+        """A trainer begins at ``version``; what an earlier one made of the adapter is forgotten."""
+        self.failure = ""
+        self.feed.hello(version, trainer=trainer, snapshot=snapshot)
+        self.events.clear()
+
+    def fail(self, reason: str) -> None:
+        """End the rollouts; the trainer hears of it when it asks for the next batch."""
+        log.error("the rollouts of %s end: %s", self.feed.name, reason)
+        self.failure = self.failure or reason
+        self.feed.end()
+
+    async def roll_out(self, ticket: Ticket) -> None:
         """Request one issued group until it is ready or dropped. Cancelled when the group has become too old."""
         feed = self.feed
         server_observer.set(partial(feed.served_by, ticket))
@@ -68,36 +135,12 @@ class AdapterRuntime:
                 continue
             feed.finish(ticket, episode)
             back_off_s = None
-        self.admit(tasks)
-        self.notify()
 
     def expire(self, ticket: Ticket) -> None:
         """Cancel the request of ``ticket``, if it has not ended without a report."""
-        task = self.running.get(ticket.seq)
+        task = self.tasks.get(ticket.seq)
         if task is not None:
             task.cancel()
-
-    def _ended(self, seq: int, task: asyncio.Task[None]) -> None:
-        if self.running.get(seq) is task:
-            del self.running[seq]
-
-    def notify(self) -> None:
-        """Wake all callers that wait for a change."""
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    async def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
-        """Return when ``ready()``, checked at every change, or after ``timeout_s``."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not ready():
-            remaining_s = deadline - asyncio.get_running_loop().time()
-            if remaining_s <= 0:
-                return
-            try:
-                async with asyncio.timeout(remaining_s):
-                    await self.changed.wait()
-            except TimeoutError:
-                return
 
     def drain_events(self) -> tuple[m.EvalResult, ...]:
         events = tuple(self.events)

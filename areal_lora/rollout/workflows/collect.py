@@ -63,6 +63,8 @@ class PackedTurns:
             outcome=score.outcome,
             finish_reason=self.finish_reason,
             detail=score.detail,
+            components=dict(score.components),
+            correct=score.correct,
         )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from areal_lora.errors import ConfigError
 
+MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
 
 
@@ -32,12 +33,14 @@ class Backend:
     """A process group, and the device ``through`` which it sends; None if it sends host memory.
 
     ``same_host``: receivers on the source's machine may read its memory instead. A backend that
-    sends through a device has its own way inside a machine.
+    sends through a device has its own way inside a machine. ``timed_from_issue``: the time-out of ``Work.wait``
+    counts from the start of the work, not from the call.
     """
 
     group: dist.ProcessGroup
     through: torch.device | None
     same_host: bool = False
+    timed_from_issue: bool = False
 
 
 BackendFactory = Callable[[Seat], Backend]
@@ -55,6 +58,9 @@ def gloo(seat: Seat) -> Backend:
 def _nccl(seat: Seat) -> Backend:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = delta(seat.timeout_s)
+    # A receive that waits for its source spins on the device. One per source, with NCCL's usual number of blocks,
+    # could hold most multiprocessors while the model's own collectives wait for some.
+    options.config.min_ctas, options.config.max_ctas = 1, MOST_CTAS
     # The constructor reads it. Without it ``wait`` returns at once, and a lost peer ends this process.
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -64,10 +70,15 @@ def _nccl(seat: Seat) -> Backend:
         del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         if before is not None:
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-    return Backend(group, seat.device)
+    return Backend(group, seat.device, timed_from_issue=True)
+
+
+def _nccl_version() -> str:
+    return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
 
 
 _BACKENDS: dict[str, BackendFactory] = {"gloo": gloo, "nccl": _nccl}
+_LIBRARIES: dict[str, Callable[[], str]] = {"nccl": _nccl_version}  # where one communicator takes one version only
 
 
 def register_backend(name: str, factory: BackendFactory) -> None:
@@ -80,6 +91,11 @@ def backend_of(name: str) -> BackendFactory:
     if name not in _BACKENDS:
         raise ConfigError("weight_sync", f"no broadcast backend {name!r}, known: {sorted(_BACKENDS)}")
     return _BACKENDS[name]
+
+
+def library_of(name: str) -> str:
+    """Name and version of a backend's library, as all members of a group must have it; empty if it does not matter."""
+    return _LIBRARIES[name]() if name in _LIBRARIES else ""
 
 
 def delta(seconds: float) -> timedelta:

@@ -25,7 +25,7 @@ from areal_lora.distributed.store import CurveStore
 from areal_lora.distributed.store_server import StoreServer
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.processes.log import get_logger
-from areal_lora.weight_sync.link.backends import Backend, Seat, backend_of, delta
+from areal_lora.weight_sync.link.backends import Backend, Seat, backend_of, delta, library_of
 from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
@@ -41,13 +41,14 @@ class Broadcast:
 
     def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
         self._group, self._flat, self._deadline = group, flat, deadline
+        self._issued = time.monotonic()
         with _named(group):
             self._work = group.issue(flat, deadline)
 
     def wait(self) -> None:
         """Block until all bytes are received (or handed over). Raises PublishError at the deadline, for a dead peer."""
         with _named(self._group):
-            self._group.land(self._work, self._flat, self._deadline)
+            self._group.land(self._work, self._flat, self._deadline, self._issued)
 
     def done(self) -> bool:
         """Whether ``wait`` would return or raise at once, apart from copies of a device."""
@@ -74,15 +75,21 @@ class BroadcastGroup:
         self.source, self.rank, self._leave_store = endpoint.source, rank, leave
         self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
+        self._timed_from_issue = backend.timed_from_issue
         self._twins = _Twins(backend.through) if backend.through is not None else None
         self._ring, self._windows = Ring(device), Windows()
 
     def agree(self, willing: bool, deadline: float) -> None:
         """Agree whether all receivers can read the source's memory. All members call this first.
 
-        One member that is not ``willing``, or cannot, decides for all. Raises PublishError.
+        One member that is not ``willing``, or cannot, decides for all. A backend of a device connects its members
+        in the first broadcast: it takes place here, where the caller waits for members anyway, and not in a publish.
+        Raises PublishError.
         """
-        if self._twins is not None or self._group is None:
+        if self._twins is not None:
+            self.start(torch.zeros(1, dtype=torch.uint8), deadline).wait()
+            return
+        if self._group is None:
             return
         probe = SharedSegment(0, CPU) if willing and self.rank == 0 else None
         card = np.frombuffer(probe.card() if probe is not None and probe.shared else NO_CARD, dtype=np.uint8).copy()
@@ -123,9 +130,9 @@ class BroadcastGroup:
                 twin.copy_(flat, non_blocking=True)
             return self._group.broadcast([twin], self._options(deadline))
 
-    def land(self, work: dist.Work, flat: torch.Tensor, deadline: float) -> None:
+    def land(self, work: dist.Work, flat: torch.Tensor, deadline: float, issued: float) -> None:
         """Wait for a broadcast; data received through a device is on the host afterwards."""
-        left = delta(deadline - time.monotonic())
+        left = delta(deadline - (issued if self._timed_from_issue else time.monotonic()))
         if self._twins is None:
             work.wait(left)
             return
@@ -199,6 +206,7 @@ class GroupListener:
             token=secrets.token_hex(16),
             bucket_bytes=bucket_bytes,
             backend=backend,
+            library=library_of(backend),
         )
 
     def accept(self) -> BroadcastGroup:
@@ -218,9 +226,16 @@ def join_group(
 ) -> BroadcastGroup:
     """Become receiver ``rank`` (1..world-1). ``bind`` is this machine's address towards the source.
 
-    Raises PublishError if the group is not complete within ``timeout_s``.
+    Raises PublishError if the group is not complete within ``timeout_s``, or if the source has another version of the
+    backend's library.
     """
     _check_bind(bind)
+    if (own := library_of(endpoint.backend)) != endpoint.library:
+        raise PublishError(
+            f"source rank {endpoint.source} has {endpoint.library or 'no version'}, member {rank} has {own}: one "
+            "communicator takes one version; install the same in both roles (requirements/gpu-trainer.txt, "
+            "requirements/gpu-rollout.txt)"
+        )
     return _join(endpoint, rank, bind, time.monotonic() + timeout_s, secret, device)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +15,6 @@ from areal_lora.platforms.device import host_buffer
 from areal_lora.weight_sync.link.same_host import SIGNAL_BYTES, Signal, Window
 
 RING = 3  # parts of one source in flight: one being read, the others on the wire
-KEPT_WINDOWS = 16  # per group; a source has one segment for each layout
 POLL_S, LONGEST_POLL_S = 1e-4, 2e-3  # interval of polling how far a source has packed
 
 
@@ -96,7 +94,7 @@ class RingInbox:
 
 
 class Windows:
-    """Mapped segments of one source."""
+    """Mapped segments of one source, which has one for each adapter. Those that it has freed are unmapped."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, Window] = {}
@@ -104,8 +102,7 @@ class Windows:
     def of(self, signal: Signal) -> Window:
         """Map the segment of ``signal``. Raises PublishError if the source's process has ended."""
         if signal.nonce not in self._open:
-            for old in list(islice(self._open, max(len(self._open) + 1 - KEPT_WINDOWS, 0))):
-                del self._open[old]
+            self._open = {nonce: window for nonce, window in self._open.items() if window.held}
             try:
                 self._open[signal.nonce] = Window(signal)
             except OSError as e:

@@ -121,6 +121,7 @@ class Window:
 
     def __init__(self, signal: Signal) -> None:
         path, link = f"/proc/{signal.pid}/fd/{signal.fd}", f"/memfd:{_name(signal.nonce)} (deleted)"
+        self._path, self._link = path, link
         _check_link(path, link)  # first: opening a foreign file may have side effects
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -130,6 +131,15 @@ class Window:
             os.close(fd)
         whole = np.frombuffer(pages, dtype=np.uint8)
         self._head, self._bytes = whole[: _HEAD * 8].view(np.uint64), whole[PAGE_BYTES:]
+
+    @property
+    def held(self) -> bool:
+        """Whether the source still has this segment."""
+        try:
+            _check_link(self._path, self._link)
+        except OSError:
+            return False
+        return True
 
     @property
     def generation(self) -> int:

@@ -24,7 +24,7 @@ import torch
 
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.processes.watched import watched_thread
-from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.blocks import Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape
 from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
@@ -35,19 +35,17 @@ from areal_lora.weight_sync.server.pace import Hurry, Pace, PacePlan
 from areal_lora.weight_sync.server.reception import PhaseTimer, Reception
 from areal_lora.weight_sync.tables import LayoutTables
 
-KEPT_LAYOUTS = 16  # per worker; a layout is a few megabytes at tens of thousands of tensors
-
 _Groups = Mapping[int, BroadcastGroup]  # by source rank
 
 
 class SlotWriter(Protocol):
     """Write into the slots of an engine. Runs in the receiver's thread; must not use OpenMP."""
 
-    def expected(self, spec: AdapterSpec) -> dict[str, Shape]:
-        """Map every full name the model serves to its shape at ``spec.rank``, the same on all workers.
+    def expected(self, structure: AdapterStructure) -> dict[str, Shape]:
+        """Map every full name the model serves to its shape in an adapter of ``structure``, the same on all workers.
 
         A worker that holds a part (tensor or expert parallel) lists all names and selects its
-        part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a specification the
+        part in ``plan``. Raises ManifestError (``rank``, ``targets``) for a structure the
         engine cannot serve.
         """
         ...
@@ -104,7 +102,8 @@ class AdapterReceiver:
     ``declared`` maps names to the adapters of the configuration: a publish that differs from its
     declaration is refused. Without a declaration the first accepted version declares the adapter.
     ``secret`` is the run's, ``bind`` this machine's address towards the sources, ``device`` the
-    worker's compute device.
+    worker's compute device. The ``layouts`` used last are kept, a few megabytes each at tens of thousands of tensors:
+    as many as there may be adapters.
     """
 
     def __init__(
@@ -118,14 +117,16 @@ class AdapterReceiver:
         declared: Mapping[str, AdapterSpec] | None = None,
         bind: str = "127.0.0.1",
         device: torch.device = CPU,
+        layouts: int = 1,
     ) -> None:
         self._writer, self._on_staged, self._secret = writer, on_staged, secret
         self._run, self._base_digest, self._bind, self._device = run, base_digest, bind, device
-        self._specs: dict[str, AdapterSpec] = dict(declared or {})
+        self._declared: dict[str, AdapterStructure] = {n: s.bare() for n, s in (declared or {}).items()}
         self._current: dict[str, AdapterRef] = {}
         self._previous: dict[str, AdapterRef | None] = {}
         self._groups: dict[int, BroadcastGroup] = {}
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Known] = {}  # the last used one last
+        self._layouts = layouts
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
@@ -199,6 +200,11 @@ class AdapterReceiver:
             else:
                 self._current[ref.name] = previous
 
+    def forget(self, name: str) -> None:
+        """Forget adapter ``name``, also as declared: it may be published again. Call it while nothing is staged."""
+        for known in (self._current, self._previous, self._declared):
+            known.pop(name, None)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Leave all groups; a transfer in progress fails and is reported. No ``begin`` may follow."""
         self._work.put(None)
@@ -227,26 +233,27 @@ class AdapterReceiver:
             try:
                 with timer.phase("verify"):
                     plans, place = self._check(manifest, known, slot, groups)
-            except ManifestError:
+                written = True
+                with timer.phase("write"):
+                    self._writer.prepare(place, known.layout)
+            except Exception:  # fault boundary: the groups stay in step, for the next version of any adapter
                 reception.drain()
                 raise
-            written = True
-            with timer.phase("write"):
-                self._writer.prepare(place, known.layout)
             digest = reception.receive(manifest.ref, lambda *part: self._write(plans, place, *part))
             with timer.phase("write"):
                 self._writer.flush(place)
             reception.check_time(manifest.ref)
-            self._accept(manifest, known.layout.spec)
+            self._accept(manifest, known.layout.structure)
             result = timer.result(manifest.ref, slot, digest=digest)
         except ManifestError as e:
             result = timer.result(manifest.ref, slot, reason=e.reason, detail=e.detail)
         except PublishError as e:
-            for group in groups.values():
-                group.close()  # notifies the other members at once; the trainer opens new groups
+            _leave_at_once(groups)
             result = timer.result(manifest.ref, slot, reason=Refusal.WIRE, detail=str(e))
         except Exception as e:  # fault boundary: whatever the engine raises must not leave the publish unanswered  # noqa: BLE001
             result = timer.result(manifest.ref, slot, reason=Refusal.WRITE, detail=repr(e))
+        if isinstance(begun, Exception):  # nothing was received, and how the bytes are cut may not be known
+            _leave_at_once(groups)
         if not result.ok and written and slot is not None:
             self._writer.zero(slot)
         self._idle.set()
@@ -254,17 +261,18 @@ class AdapterReceiver:
 
     def _layout(self, manifest: ShardManifest, layout: AdapterLayout | None) -> _Known:
         """Find the layout a manifest names. A new layout is kept even if ``_check`` refuses it afterwards."""
-        if layout is None:
-            if manifest.layout not in self._known:
-                raise ManifestError(Refusal.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout this server was never sent")
-            return self._known[manifest.layout]
-        if layout.digest != manifest.layout:
+        known = self._known.pop(manifest.layout, None)
+        if known is None and layout is None:
+            raise ManifestError(Refusal.UNKNOWN_LAYOUT, f"{manifest.ref} uses a layout that this server does not hold")
+        if layout is not None and layout.digest != manifest.layout:
             raise ManifestError(Refusal.MALFORMED, f"{manifest.ref} names another layout than it brings")
-        if manifest.layout not in self._known:
-            while len(self._known) >= KEPT_LAYOUTS:
+        if known is None and layout is not None:
+            while len(self._known) >= self._layouts:
                 del self._known[next(iter(self._known))]
-            self._known[manifest.layout] = _Known(LayoutTables(layout))
-        return self._known[manifest.layout]
+            known = _Known(LayoutTables(layout))
+        assert known is not None
+        self._known[manifest.layout] = known
+        return known
 
     def _check(
         self, manifest: ShardManifest, known: _Known, slot: int | None, groups: _Groups
@@ -272,13 +280,13 @@ class AdapterReceiver:
         """Check the version and return each shard's plan and the slot. Raises ManifestError."""
         name, layout = manifest.ref.name, known.layout
         check_successor(
-            manifest, layout.spec, self._current.get(name), self._run, self._base_digest, self._specs.get(name)
+            manifest, layout.structure, self._current.get(name), self._run, self._base_digest, self._declared.get(name)
         )
         if known.plans is None:
-            check_layout(layout, self._writer.expected(layout.spec))
+            check_layout(layout, self._writer.expected(layout.structure))
             known.plans = self._writer.plan(layout)
         sources = {s.source for s in layout.shards}
-        if sources != groups.keys():
+        if not sources <= groups.keys():
             raise ManifestError(
                 Refusal.MALFORMED, f"shards of source ranks {sorted(sources)}, joined groups {sorted(groups)}"
             )
@@ -291,8 +299,14 @@ class AdapterReceiver:
     ) -> None:
         self._writer.write(plans[shard], slot, base, first, last, marks)
 
-    def _accept(self, manifest: ShardManifest, spec: AdapterSpec) -> None:
+    def _accept(self, manifest: ShardManifest, structure: AdapterStructure) -> None:
         name = manifest.ref.name
         self._previous[name] = self._current.get(name)
         self._current[name] = manifest.ref
-        self._specs.setdefault(name, spec)
+        self._declared.setdefault(name, structure)
+
+
+def _leave_at_once(groups: _Groups) -> None:
+    """Notify the other members now, not at their deadline; the trainer opens new groups."""
+    for group in groups.values():
+        group.close()

@@ -1,11 +1,15 @@
 """Record which version is in which adapter slot of a server. Pure bookkeeping, for one thread at a time.
 
 reserve -> (staging) -> activate -> acquire/release per request -> retire
-                     -> abort
+                     -> abort                                   -> drop -> (running requests end) -> retire_left
+
+All adapters share the slots: the newest version of each, old versions in use, and one that is on its way. An adapter
+that holds more than another one leaves the last free slot to it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from areal_lora.errors import ManifestError, UnknownVersionError
@@ -15,10 +19,14 @@ from areal_lora.weight_sync.refusal import Refusal
 
 @dataclass(slots=True, kw_only=True)
 class Resident:
-    """A version in a slot; ``lora_id`` is 0 until it is active. ``in_use`` counts its running requests."""
+    """A version in a slot; ``lora_id`` is 0 until it is active. ``in_use`` counts its running requests.
+
+    An adapter that is dropped and published again has another ``incarnation``, a number that is never used twice.
+    """
 
     ref: AdapterRef
     slot: int
+    incarnation: int
     lora_id: int = 0
     in_use: int = 0
 
@@ -26,29 +34,53 @@ class Resident:
     def active(self) -> bool:
         return self.lora_id > 0
 
+    @property
+    def engine_name(self) -> str:
+        """Name for the engine, whose prefix cache goes by it: never that of another version or incarnation."""
+        return f"{self.ref}#{self.lora_id}"
+
 
 class SlotTable:
-    """Slots 0..n_slots-1, each holding at most one immutable version."""
+    """Slots 0..n_slots-1, each holding at most one immutable version, for up to ``adapters`` adapters at a time."""
 
-    def __init__(self, n_slots: int) -> None:
+    def __init__(self, n_slots: int, adapters: int = 1) -> None:
         if n_slots < 2:
             raise ValueError(f"n_slots is {n_slots}; a successor needs a slot beside the version that serves")
         self._free = list(range(n_slots))
         self._residents: dict[AdapterRef, Resident] = {}
+        self._left: list[Resident] = []  # of dropped adapters, with running requests
+        self._incarnations: dict[str, int] = {}
+        self._adapters, self._last_incarnation = adapters, 0
 
     def reserve(self, ref: AdapterRef) -> int:
         """Take a free slot for ``ref``. Raises ManifestError (``duplicate``, ``slot``)."""
         if ref in self._residents:
             raise ManifestError(Refusal.DUPLICATE, f"{ref} is resident already; versions are immutable")
-        if not self._free:
+        if not self._may_take(ref.name):
             raise self.full(ref)
         slot = self._free.pop(0)
-        self._residents[ref] = Resident(ref=ref, slot=slot)
+        if ref.name not in self._incarnations:
+            self._last_incarnation += 1
+            self._incarnations[ref.name] = self._last_incarnation
+        self._residents[ref] = Resident(ref=ref, slot=slot, incarnation=self._incarnations[ref.name])
         return slot
+
+    def held(self) -> Counter[str]:
+        """Count the slots of each adapter, without those of dropped ones."""
+        return Counter(ref.name for ref in self._residents)
+
+    def _may_take(self, name: str) -> bool:
+        """Whether a free slot may go to ``name``: each absent adapter has one, and the last is for who holds fewer."""
+        held = self.held()
+        if not held[name]:
+            return bool(self._free)
+        absent = max(self._adapters - len(held), 0)
+        others = [n for other, n in held.items() if other != name] + [1] * bool(absent)
+        return len(self._free) - absent > (held[name] > min(others, default=held[name]))
 
     def full(self, ref: AdapterRef) -> ManifestError:
         """Make the refusal of ``ref`` for lack of a slot; it names what holds the slots."""
-        held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in self._residents.values())
+        held = ", ".join(f"{r.ref} ({r.in_use} running)" for r in [*self._residents.values(), *self._left])
         return ManifestError(Refusal.SLOT, f"no free adapter slot for {ref}; held by {held}")
 
     def activate(self, ref: AdapterRef, lora_id: int) -> None:
@@ -60,6 +92,8 @@ class SlotTable:
     def abort(self, ref: AdapterRef) -> None:
         """Give back the slot of a version that was not activated."""
         self._drop(self._pending(ref))
+        if not self.held()[ref.name]:
+            del self._incarnations[ref.name]
 
     def acquire(self, ref: AdapterRef) -> Resident:
         """Count a request in. Raises UnknownVersionError."""
@@ -67,18 +101,50 @@ class SlotTable:
         resident.in_use += 1
         return resident
 
-    def release(self, ref: AdapterRef) -> None:
-        resident = self._active(ref)
+    def release(self, resident: Resident) -> None:
         if resident.in_use == 0:
-            raise ValueError(f"{ref} was released more often than acquired")
+            raise ValueError(f"{resident.ref} was released more often than acquired")
         resident.in_use -= 1
 
-    def retire(self, ref: AdapterRef) -> Resident:
-        """Give back the slot of an unused version that has a successor. Raises UnknownVersionError, ValueError."""
+    def drop(self, name: str) -> int:
+        """Forget adapter ``name`` and return how many requests run on it; ``retire_left`` frees its slots.
+
+        Raises ValueError during its publish.
+        """
+        gone = [r for r in self._residents.values() if r.ref.name == name]
+        if not all(r.active for r in gone):
+            raise ValueError(f"{name} cannot be dropped while it is published")
+        for resident in gone:
+            del self._residents[resident.ref]
+        self._left += gone
+        self._incarnations.pop(name, None)
+        return sum(r.in_use for r in gone)
+
+    def retire_left(self) -> list[Resident]:
+        """Give back the slots of dropped adapters that no request uses."""
+        gone = [r for r in self._left if not r.in_use]
+        self._left = [r for r in self._left if r.in_use]
+        self._free += [r.slot for r in gone]
+        return gone
+
+    @property
+    def draining(self) -> bool:
+        """Whether requests run on dropped adapters."""
+        return bool(self._left)
+
+    def incarnation(self, name: str) -> int:
+        """Return the incarnation of adapter ``name``; 0 if it has no version."""
+        return self._incarnations.get(name, 0)
+
+    def retire(self, ref: AdapterRef, *, succeeded: bool = False) -> Resident:
+        """Give back the slot of an unused version that has a successor. Raises UnknownVersionError, ValueError.
+
+        ``succeeded``: the version that is about to become active is its successor.
+        """
         resident = self._active(ref)
         if resident.in_use:
             raise ValueError(f"{ref} still serves {resident.in_use} requests")
-        if ref == self.newest(ref.name):
+        if not succeeded and ref == self.newest(ref.name):
             raise ValueError(f"{ref} is the newest version of {ref.name!r} and must keep serving")
         self._drop(resident)
         return resident

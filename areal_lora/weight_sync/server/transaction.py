@@ -23,6 +23,8 @@ from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.server.slots import Resident
 from areal_lora.weight_sync.server.versions import ServedVersions
 
+SLOT_WAIT_S = 1.0
+"""Longest wait for a slot in place where other adapters may be waiting behind: the trainer asks again."""
 TAKEN_OFF = (Refusal.DUPLICATE, Refusal.WIRE)
 """Accepted answers to a repeated version: the worker has drained its bytes, or is in no group and receives none."""
 
@@ -104,7 +106,8 @@ def check_turn(what: str, deadline: float, now: float) -> None:
 class PublishTransaction:
     """Publish ``ref``. Raises PublishError from ``deadline`` on, ValueError during another publish.
 
-    At most half of the time until ``deadline`` goes into waiting for a slot. A repeated publish of the newest
+    At most half of the time until ``deadline`` goes into waiting for a slot, at most ``SLOT_WAIT_S`` where there are
+    several adapters. A repeated publish of the newest
     version needs no slot: it gets the first reply again, because the trainer may not have received it.
     """
 
@@ -113,7 +116,8 @@ class PublishTransaction:
         versions.take_turn(ref)
         self.ref = ref
         self._versions, self._deadline = versions, deadline
-        self._began, self._wait_until = now, now + (deadline - now) / 2
+        wait_s = (deadline - now) / 2
+        self._began, self._wait_until = now, now + (wait_s if versions.adapters == 1 else min(wait_s, SLOT_WAIT_S))
         self._repeated = ref == versions.slots.newest(ref.name)
         self._phase = _Phase.RESERVING
         self._slot: int | None = None
@@ -133,7 +137,7 @@ class PublishTransaction:
             if e.reason != Refusal.SLOT:
                 return self._stage(None, e)
             # A commit retires most versions. Otherwise a request holds an old one: the oldest unused version goes.
-            if retired := self._versions.make_room():
+            if retired := self._versions.make_room(self.ref.name):
                 return Retire(retired)
             if now < self._wait_until:
                 return AwaitRelease(min(self._wait_until, self._versions.next_expiry()) - now)
@@ -163,12 +167,17 @@ class PublishTransaction:
             staged_at=now,
         )
 
-    def activated(self, commit: Commit, stall_s: float, now: float) -> PublishReply:
-        """Activate the version after the engine has done ``commit``, which stalled generation for ``stall_s``."""
+    def activated(self, commit: Commit, stall_s: float, now: float, hold_s: float = 0.0) -> PublishReply:
+        """Activate the version after the engine has done ``commit``, which stalled generation for ``stall_s``.
+
+        For ``hold_s`` before it no request could begin, because the running ones had to end first.
+        """
         self._require(_Phase.COMMITTING)
         worked = ("wire", "rest", "verify", "write")
         phases = {p: 1e3 * max(getattr(r, f"{p}_s") for r in commit.staged) for p in worked}
         phases["stage"], phases["commit"] = 1e3 * (commit.staged_at - self._began), 1e3 * stall_s
+        if hold_s:
+            phases["hold"] = 1e3 * hold_s
         phases["commit_wait"] = 1e3 * (now - commit.staged_at)
         reply = PublishReply(ref=str(self.ref), digest=commit.staged[0].digest, phases=phases)
         self._versions.activate(self.ref, commit.lora_id, reply)

@@ -41,6 +41,7 @@ class AdminRequestHandler(BaseHTTPRequestHandler):
 
     server: AdminHttpsServer
     protocol_version = "HTTP/1.1"  # keep connections open, as vLLM's server does
+    disable_nagle_algorithm = True  # an answer is two packets: the second would wait 40 ms for an acknowledgement
 
     def do_GET(self) -> None:
         self._respond("GET")

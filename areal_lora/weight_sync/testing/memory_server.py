@@ -22,7 +22,7 @@ from areal_lora.errors import AdapterError, ManifestError, PublishError
 from areal_lora.network.keys import Plane, authorized
 from areal_lora.processes.faults import reached
 from areal_lora.processes.watched import watched_thread
-from areal_lora.types import AdapterRef, AdapterSpec
+from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
@@ -43,18 +43,22 @@ class MemoryServer:
         run: str,
         secret: str,
         base_digest: str,
-        shapes: Callable[[AdapterSpec], Shapes],
+        shapes: Callable[[AdapterStructure], Shapes],
         workers: int = 1,
         n_slots: int = 4,
         score: Score | None = None,
         declared: Mapping[str, AdapterSpec] | None = None,
         name: str = "server-0",
         keep: int | None = None,
+        adapters: int = 1,
+        layouts: int = 16,
         modules: Mapping[str, tuple[int, int]] | None = None,
         on_shutdown: Callable[[], object] | None = None,
+        leaving: Callable[[], bool] = lambda: False,
+        on_dismiss: Callable[[], object] = lambda: None,
         listener: socket.socket | None = None,
     ) -> None:
-        self._versions = ServedVersions(n_slots, keep=n_slots - 1 if keep is None else keep)
+        self._versions = ServedVersions(n_slots, n_slots - 1 if keep is None else keep, adapters)
         self.slots = self._versions.slots
         self.writers = [MemoryWriter(shapes) for _ in range(workers)]
         self._staged: list[tp.StageResult | None] = [None] * workers
@@ -66,6 +70,7 @@ class MemoryServer:
                 secret=secret,
                 base_digest=base_digest,
                 declared=declared,
+                layouts=layouts,
                 on_staged=partial(self._arrive, w),
             )
             for w, writer in enumerate(self.writers)
@@ -73,7 +78,7 @@ class MemoryServer:
         self._run, self._secret, self._base_digest = run, secret, base_digest
         self._n_slots, self._score = n_slots, score
         self._modules = _modules(shapes) if modules is None else dict(modules)
-        self._on_shutdown = on_shutdown
+        self._on_shutdown, self._leaving, self._on_dismiss = on_shutdown, leaving, on_dismiss
         self._one_publish, self._released = threading.Lock(), threading.Condition()
         self._http = AdminHttpsServer(listener or socket.create_server(("127.0.0.1", 0)), secret, self.handle)
         self.endpoint = tp.ServerEndpoint(
@@ -90,6 +95,11 @@ class MemoryServer:
         for receiver in self._receivers:
             receiver.close()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a publish or a join is in progress."""
+        return self._one_publish.locked()
+
     def tensors(self, ref: AdapterRef, worker: int = 0) -> dict[str, np.ndarray]:
         """Return the tensors ``worker`` holds of an active version: float32 by full name, scale folded into lora_B."""
         return self.writers[worker].slots[self.slots.resolve(str(ref)).slot]
@@ -102,13 +112,14 @@ class MemoryServer:
         adapter, or a publish finds no other slot.
         """
         with self._released:
-            ref = self._versions.acquire(model, pinned=pinned).ref
+            resident = self._versions.acquire(model, pinned=pinned)
             self._released.notify_all()  # a pin may have ended
         try:
-            yield ref
+            yield resident.ref
         finally:
             with self._released:
-                self._versions.release(ref, math.inf if pinned else None)
+                self._versions.release(resident, math.inf if pinned else None)
+                self._versions.slots.retire_left()
                 self._released.notify_all()
 
     def handle(self, method: str, path: str, header: str | None, body: bytes) -> tuple[int, bytes]:
@@ -121,6 +132,9 @@ class MemoryServer:
             if (method, path) == ("GET", tp.MODULES_PATH):
                 return 200, tp.encode_message(tp.ModulesReply(modules=self._modules, slots=self._n_slots, max_rank=64))
             if (method, path) == ("GET", tp.PING_PATH):
+                return 200, tp.encode_message(tp.PingReply(leaving=self._leaving()))
+            if (method, path) == ("POST", tp.DISMISS_PATH):
+                self._on_dismiss()
                 return 200, tp.encode_message(tp.PingReply())
             if (method, path) == ("POST", tp.JOIN_PATH):
                 request = tp.decode_message(body, tp.JoinRequest)
@@ -133,6 +147,8 @@ class MemoryServer:
             if (method, path) == ("POST", tp.HURRY_PATH):
                 self._hurry(AdapterRef.parse(tp.decode_message(body, tp.HurryRequest).ref))
                 return 200, tp.encode_message(tp.HurryReply())
+            if (method, path) == ("POST", tp.DROP_PATH):
+                return 200, tp.encode_message(self._drop(tp.decode_message(body, tp.DropRequest).name))
             if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
                 self._on_shutdown()
                 return 200, tp.encode_message(tp.PingReply())
@@ -181,6 +197,17 @@ class MemoryServer:
     def _hurry(self, ref: AdapterRef) -> None:
         for receiver in self._receivers:
             receiver.hurry(ref)
+
+    def _drop(self, name: str) -> tp.DropReply:
+        with self._one_publish, self._released:
+            running = self._versions.drop(name)
+            for receiver in self._receivers:
+                receiver.forget(name)
+            for resident in self._versions.slots.retire_left():
+                for writer in self.writers:
+                    writer.zero(resident.slot)
+            self._released.notify_all()
+        return tp.DropReply(running=running)
 
     def _publish(self, announcement: Announcement, timeout_s: float) -> tp.PublishReply:
         now, ref = time.monotonic(), announcement.manifest.ref
@@ -233,9 +260,8 @@ class MemoryServer:
             self._arrived.notify_all()
 
 
-def _modules(shapes: Callable[[AdapterSpec], Shapes]) -> dict[str, tuple[int, int]]:
+def _modules(shapes: Callable[[AdapterStructure], Shapes]) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of every module that ``shapes`` names."""
-    spec = AdapterSpec(name="any", base_model="any", rank=1, alpha=1.0, target_modules=())
-    full = shapes(spec)
+    full = shapes(AdapterStructure(rank=1, alpha=1.0, target_modules=()))
     modules = {name.removesuffix(".lora_A.weight") for name in full if name.endswith(".lora_A.weight")}
     return {m: (full[f"{m}.lora_A.weight"][1], full[f"{m}.lora_B.weight"][0]) for m in sorted(modules)}

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from areal_lora.types import AdapterSpec
+from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.served import LORA_B
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -21,19 +22,19 @@ class MemoryWriter:
     every bucket: a test can wait there in the middle of a transfer, or raise.
     """
 
-    def __init__(self, shapes: Callable[[AdapterSpec], Shapes]) -> None:
+    def __init__(self, shapes: Callable[[AdapterStructure], Shapes]) -> None:
         self._shapes = shapes
         self.slots: dict[int, dict[str, np.ndarray]] = {}
         self._images: dict[int, np.ndarray] = {}
         self.touched: set[int] = set()
         self.on_write: Callable[[], None] | None = None
 
-    def expected(self, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
-        return dict(self._shapes(spec))
+    def expected(self, structure: AdapterStructure) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes(structure))
 
     def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
         """Plan copies into a slot's image, which holds full names in sorted order; offsets from its start."""
-        places, _ = _image(self._shapes(layout.spec))
+        places, _ = _image(self._shapes(layout.structure))
         copies: dict[str, list[str]] = {}
         for name, wire in layout.aliases.items():
             copies.setdefault(wire, []).append(name)
@@ -48,7 +49,9 @@ class MemoryWriter:
                             dst_pitch=0,
                             rows=1,
                             cols=math.prod(t.shape),
-                            scale=layout.spec.scale if ".lora_B." in name else 1.0,
+                            scale=layout.structure.scale_of(name.removesuffix(LORA_B))
+                            if name.endswith(LORA_B)
+                            else 1.0,
                         )
                         for name in (t.name, *copies.get(t.name, ()))
                     ]
@@ -62,7 +65,7 @@ class MemoryWriter:
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
         self.touched.add(slot)
-        shapes = self._shapes(layout.spec)
+        shapes = self._shapes(layout.structure)
         places, nbytes = _image(shapes)
         image = self._images[slot] = np.zeros(nbytes // 4, dtype=np.float32)
         self.slots[slot] = {
@@ -81,6 +84,10 @@ class MemoryWriter:
     def zero(self, slot: int) -> None:
         self.touched.add(slot)
         self.slots[slot] = {}
+
+
+def _scale(layout: AdapterLayout, name: str) -> float:
+    return layout.structure.scale_of(name.removesuffix(LORA_B)) if name.endswith(LORA_B) else 1.0
 
 
 def _image(shapes: Shapes) -> tuple[dict[str, int], int]:

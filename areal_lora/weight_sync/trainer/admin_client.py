@@ -15,6 +15,8 @@ from areal_lora.network.tls import client_context
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
+    DISMISS_PATH,
+    DROP_PATH,
     HURRY_PATH,
     INFO_PATH,
     JOIN_PATH,
@@ -24,6 +26,8 @@ from areal_lora.weight_sync.messages import (
     PUBLISH_PATH,
     SCORE_PATH,
     SHUTDOWN_PATH,
+    DropReply,
+    DropRequest,
     HurryReply,
     HurryRequest,
     InfoReply,
@@ -70,6 +74,10 @@ class AdminClient:
         """Raises ManifestError if the server refuses, PublishError if it fails."""
         return self.call("POST", PUBLISH_PATH, announcement, PublishReply, timeout_s)
 
+    def drop(self, name: str, timeout_s: float) -> DropReply:
+        """Have the server forget adapter ``name``; idempotent."""
+        return self.call("POST", DROP_PATH, encode_message(DropRequest(name=name)), DropReply, timeout_s)
+
     def score(
         self, model: str | None, token_ids: list[list[int]], timeout_s: float, temperature: float = 1.0
     ) -> list[list[float]]:
@@ -83,6 +91,10 @@ class AdminClient:
     def ping(self, timeout_s: float = PING_S) -> PingReply:
         """Raises PublishError if the server or one of its workers does not answer (dead, hung or stopped)."""
         return self._aside("GET", PING_PATH, None, PingReply, timeout_s)
+
+    def dismiss(self, timeout_s: float) -> None:
+        """Release a leaving server: it is no member any more, and no request is routed to it."""
+        self._aside("POST", DISMISS_PATH, b"", PingReply, timeout_s)
 
     def hurry(self, ref: AdapterRef, timeout_s: float) -> HurryReply:
         """Have the server stage ``ref`` at full speed, now or when it is announced: the trainer waits for it."""

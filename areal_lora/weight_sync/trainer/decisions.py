@@ -52,13 +52,21 @@ class Move(Enum):
 
 
 def after_look(
-    progress: Progress, able: int, *, began: float, now: float, until: float, config: WeightSyncConfig, watched: bool
+    progress: Progress,
+    able: int,
+    *,
+    began: float,
+    now: float,
+    until: float,
+    config: WeightSyncConfig,
+    min_servers: int,
+    watched: bool,
 ) -> tuple[Progress, Look]:
     """Connect if ``able`` servers suffice, else wait up to ``rejoin_s`` for others if servers are ``watched``.
 
     The look began at ``began``; it is ``now``; all ranks take a step at ``until``.
     """
-    if able >= config.min_servers:
+    if able >= min_servers:
         return replace(progress, short_since=None), Look.CONNECT
     since = began if progress.short_since is None else progress.short_since
     progress = replace(progress, short_since=since)
@@ -79,6 +87,11 @@ def check_results(ref: AdapterRef, layout: str, results: Sequence[Sent]) -> None
             )
         if sent.wire is not None and sent.wire.kind != "failed":
             raise sent.wire.error()
+
+
+def sent_in_step(ref: AdapterRef, layout: str, results: Sequence[Sent]) -> bool:
+    """Whether all ranks have sent the version whole: the receivers can take another one in the same groups."""
+    return all(sent.own is None and sent.wire is None and (sent.ref, sent.layout) == (ref, layout) for sent in results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +150,14 @@ def after_attempt(
     remaining: int,
     left_s: float,
     config: WeightSyncConfig,
+    min_servers: int,
 ) -> tuple[Progress, Move]:
     """Finish if all ``remaining`` members serve the version and suffice, else wait or retry.
 
     Running requests hold their versions' slots until they end: a full server takes no attempt away from the others.
     No transfer begins when ``left_s`` is shorter than a ping.
     """
-    if judgement.complete and remaining >= config.min_servers:
+    if judgement.complete and remaining >= min_servers:
         return progress, Move.FINISH
     if any(f.full for f in findings):
         excluded = any(f.full and f.server in judgement.lost for f in findings)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import msgspec
 
-from areal_lora.errors import ArealLoraError, PublishError
+from areal_lora.errors import ArealLoraError, ManifestError, PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.types import AdapterRef, ShardManifest
-from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.manifest import Envelope
-from areal_lora.weight_sync.messages import JoinReply, JoinRequest, PublishReply, ServerEndpoint, SourceEndpoint
+from areal_lora.weight_sync.messages import (
+    JoinReply,
+    JoinRequest,
+    PingReply,
+    PublishReply,
+    ServerEndpoint,
+    SourceEndpoint,
+)
 from areal_lora.weight_sync.probe import ProbeExpectation, ProbeResult, check_probe
 from areal_lora.weight_sync.served import check_served
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
@@ -33,8 +40,16 @@ class _Line:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"admin-{server.name}")
         self.layouts: set[str] = set()  # sent since the last join
         self.checked: set[str] = set()
-        self.base_logprobs: dict[str, list[list[float]]] = {}
+        self.base_logprobs: dict[str, list[list[float]] | None] = {}  # None: the server has no base any more
         self.served_logprobs: dict[str, dict[AdapterRef, list[list[float]]]] = {}  # by probe, of the newest versions
+        self.undropped: set[str] = set()  # adapters that the server has not been able to drop
+
+    def score_base(self, probe: ProbeExpectation, timeout_s: float) -> list[list[float]] | None:
+        """The base's scores of ``probe``, once per server; None if it serves none. Raises PublishError."""
+        key = repr(probe.token_ids)
+        if key not in self.base_logprobs:
+            self.base_logprobs[key] = self.client.score(None, probe.token_ids, timeout_s) or None
+        return self.base_logprobs[key]
 
     def close(self) -> None:
         """Close without waiting for the request in progress; queued requests have expired, or are quick."""
@@ -60,9 +75,16 @@ class Fleet:
     def close(self) -> None:
         self.keep(())
 
-    def ping(self, server: ServerEndpoint, timeout_s: float) -> None:
+    def ping(self, server: ServerEndpoint, timeout_s: float) -> PingReply:
         """Raises PublishError if ``server``, a member or not, does not answer in time."""
-        AdminClient(server, self._secret).ping(timeout_s)
+        return AdminClient(server, self._secret).ping(timeout_s)
+
+    def dismiss(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> None:
+        """Release leaving servers. Does not wait for their answers: one that misses this ends later."""
+        pool = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="dismiss")
+        for server in servers:
+            pool.submit(_dismiss, AdminClient(server, self._secret), timeout_s)
+        pool.shutdown(wait=False)
 
     def end(self, servers: Iterable[ServerEndpoint], timeout_s: float) -> None:
         """Request that members exit, so that the launcher restarts them without their versions."""
@@ -71,11 +93,36 @@ class Fleet:
             log.warning("rollout server %s did not accept the request to exit: %s", server, e)
 
     def silent(self, servers: Sequence[ServerEndpoint], timeout_s: float) -> dict[ServerEndpoint, ArealLoraError]:
-        """Ping all ``servers`` at once; return those that do not answer, with their errors."""
-        pool, until = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="ping"), time.monotonic() + timeout_s
-        pings = {server: pool.submit(self.ping, server, timeout_s) for server in servers}
+        """Ping all ``servers`` at once; return those that do not answer, with their errors.
+
+        A ping is several packets on a connection of its own. One without an answer after half of the time is repeated
+        beside the first: a link that loses a packet in a hundred does not make a server silent.
+        """
+        pool = ThreadPoolExecutor(max(1, 2 * len(servers)), thread_name_prefix="ping")
+        until = time.monotonic() + timeout_s
+        first = {server: pool.submit(self.ping, server, timeout_s) for server in servers}
+        wait(first.values(), timeout_s / 2)
+        second = {s: pool.submit(self.ping, s, timeout_s / 2) for s, ping in first.items() if not ping.done()}
         pool.shutdown(wait=False)  # a ping that connects late and answers late takes longer than ``timeout_s``
-        return errors(answers(pings, until))
+        open_ = [ping for s in second for ping in (first[s], second[s])]
+        while open_ and time.monotonic() < until:
+            wait(open_, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
+            unanswered = [s for s in second if not _answered(first[s], second[s])]
+            open_ = [ping for s in unanswered for ping in (first[s], second[s]) if not ping.done()]
+        silent = {s: ping for s, ping in first.items() if s not in second or not _answered(ping, second[s])}
+        return errors(answers(silent, until))
+
+    def drop(self, members: Sequence[ServerEndpoint], name: str, timeout_s: float) -> None:
+        """Have ``members`` drop adapter ``name`` after their requests in progress. Does not wait for their answers.
+
+        A server that fails is asked again before its next version. Any thread; a server may cease to be a member.
+        """
+        for line in [line for server in members if (line := self._lines.get(server)) is not None]:
+            for known in line.served_logprobs.values():
+                for ref in [ref for ref in known if ref.name == name]:
+                    del known[ref]
+            line.undropped.add(name)
+            line.thread.submit(_drop, line, timeout_s)
 
     def hurry(self, servers: Sequence[ServerEndpoint], ref: AdapterRef, timeout_s: float) -> None:
         """Have ``servers`` stage ``ref`` at full speed. Any thread; does not wait for their answers."""
@@ -89,13 +136,18 @@ class Fleet:
         return all(layout.digest in self._lines[server].checked for server in members)
 
     def check(
-        self, members: Sequence[ServerEndpoint], layout: AdapterLayout, timeout_s: float
+        self, members: Sequence[ServerEndpoint], layout: AdapterLayout, probe: ProbeExpectation | None, timeout_s: float
     ) -> dict[ServerEndpoint, Future[None]]:
-        """Check that members can serve ``layout``. Futures raise AdapterError, or PublishError for a dead server."""
+        """Check that members can serve ``layout``. Futures raise AdapterError, or PublishError for a dead server.
+
+        Where versions are merged into the base, the base's scores of ``probe`` are taken now: later there is none.
+        """
 
         def check(line: _Line) -> None:
             if layout.digest not in line.checked:
                 check_served(layout, line.client.modules(timeout_s))
+                if probe is not None and layout.payload is Payload.MERGED:
+                    line.score_base(probe, timeout_s)
                 line.checked.add(layout.digest)
 
         return {server: self._lines[server].thread.submit(check, self._lines[server]) for server in members}
@@ -149,18 +201,45 @@ class Fleet:
 
         def score(server: ServerEndpoint) -> ProbeResult:
             line = self._lines[server]
-            key = repr(expected.token_ids)
-            if key not in line.base_logprobs:
-                line.base_logprobs[key] = line.client.score(None, expected.token_ids, _left_s(deadline))
+            base = line.score_base(expected, _left_s(deadline))
             served = line.client.score(str(ref), expected.token_ids, _left_s(deadline))
-            known = line.served_logprobs.setdefault(key, {})
+            known = line.served_logprobs.setdefault(repr(expected.token_ids), {})
             before = None if expected.parent is None else known.get(expected.parent)
             known[ref] = served
             for old in sorted((r for r in known if r.name == ref.name), key=lambda r: r.version)[:-2]:
                 del known[old]
-            return check_probe(ref, str(server), expected, served, line.base_logprobs[key], tolerance, before)
+            found = check_probe(ref, str(server), expected, served, base, tolerance, before)
+            if found.mean_abs > tolerance:
+                log.warning(
+                    "%s on %s: a probe sequence differs by up to %.2g nats, the others do not: a tie between experts",
+                    ref,
+                    server,
+                    found.max_abs,
+                )
+            return found
 
         return {server: self._lines[server].thread.submit(score, server) for server in members}
+
+
+def _answered(*pings: Future[PingReply]) -> bool:
+    return any(ping.done() and ping.exception() is None for ping in pings)
+
+
+def _dismiss(client: AdminClient, timeout_s: float) -> None:
+    try:
+        client.dismiss(timeout_s)
+    except PublishError as e:
+        log.debug("%s was not dismissed: %s", client.server, e)  # it has ended, or ends after its grace
+
+
+def _drop(line: _Line, timeout_s: float) -> None:
+    for name in sorted(line.undropped):
+        try:
+            line.client.drop(name, timeout_s)
+        except (PublishError, ManifestError) as e:
+            log.warning("%s; adapter %s is dropped there before the next version", e, name)
+        else:
+            line.undropped.discard(name)
 
 
 def _hurry(client: AdminClient, ref: AdapterRef, timeout_s: float) -> None:
@@ -180,6 +259,7 @@ def _join(line: _Line, request: JoinRequest, deadline: float, answer_s: float) -
 
 
 def _publish(line: _Line, announcement: Envelope, deadline: float, answer_s: float, pace_s: float) -> PublishReply:
+    _drop(line, _left_s(deadline))
     left_s = _time_to_send(line, deadline)
     return line.client.publish(announcement.seal(left_s, pace_s), left_s + answer_s)
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
+from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.trainer.decisions import Progress
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.spare_time import Timing
@@ -59,8 +61,13 @@ class Budget:
 class Job:
     """One publish at one rank. ``own`` is set before ``packed`` if packing failed on this rank.
 
+    ``number`` is its place in the ``JobQueue``, the same on all ranks. A ``repeated`` version was sent before.
+    ``met``: the gates of all ranks are open. ``progress`` is rank 0's, and so is ``full_s``, when
+    a server had no slot for it for the first time (time.monotonic). ``dropped``: its adapter is no longer wanted.
+
     ``gate`` returns when the transfer may begin; it took ``gate_ms``. ``began_s`` and ``awaited_s``, when the main
-    thread first waited, are time.monotonic. Servers may take ``pace_s`` for staging, unless the main thread waits.
+    thread first waited, are time.monotonic. Packing counts in ``cast``. Servers may take ``pace_s`` for staging, unless
+    the main thread waits.
     """
 
     manifest: ShardManifest
@@ -69,8 +76,15 @@ class Job:
     probe: ProbeExpectation | None
     began_s: float
     budget: Budget
+    repeated: bool = False
+    number: int = -1
+    met: bool = False
+    progress: Progress = field(default_factory=Progress)
+    full_s: float | None = None
+    dropped: bool = False
     gate: Callable[[], None] | None = None
     gate_ms: float = 0.0
+    cast: CastLoss | None = None
     pace_s: float = 0.0
     awaited_s: float | None = None
     announced_pace_s: float = 0.0
@@ -98,6 +112,12 @@ class Job:
                 self.awaited_s = time.monotonic()
             return self.announced_pace_s > 0 and not self.ended.is_set()
 
+    def hasten(self) -> bool:
+        """Note that another publish waits behind this one, and return whether servers may be resting meanwhile."""
+        with self.pace_lock:
+            self.pace_s = 0.0
+            return self.announced_pace_s > 0 and not self.ended.is_set()
+
     def timing(self) -> Timing | None:
         """Return the times of a publish that has ended well and was waited for."""
         if self.awaited_s is None or not isinstance(self.answer, PublishReport):
@@ -119,6 +139,15 @@ class PublishHandle:
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._job.ended.is_set()
+
+    def failed(self) -> bool:
+        """Whether ``wait`` would raise at once."""
+        return self.done() and not isinstance(self._job.answer, PublishReport)
+
+    def abandon(self) -> None:
+        """Wait until the publish has ended, well or not; it waits for no slot any more."""
+        self._job.dropped = True
+        self._job.ended.wait()
 
     def wait(self) -> PublishReport:
         """Wait until the version serves and was probed on every remaining server. Idempotent.

@@ -3,6 +3,7 @@
     every publish    members + newcomers -> attempt -> all acknowledged
                                               `-> judge: lost, or once more -> attempt with the rest
     meanwhile        ServerWatcher: servers in the run folder that are not members -> ping -> newcomers
+                                    members -> ping -> silent, or leaving: released before the next attempt
 
 Decisions are pure; ``ServerWatcher`` is the one thread.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError
@@ -25,9 +28,18 @@ from areal_lora.weight_sync.refusal import Refusal
 
 WATCH_S = 1.0
 MISSES = 2  # one may be a busy moment
+PINGS = 32  # at once
 FIRST_REST_S, LONGER, LONGEST_REST_S = 2.0, 4.0, 300.0  # back-off before an excluded server is tried again
 
 log = get_logger(__name__)
+
+
+class Sign(Enum):
+    """Answer of a server to a ping. ``LEAVES``: it is about to end and asks to be released."""
+
+    SILENT = auto()
+    ANSWERS = auto()
+    LEAVES = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +60,16 @@ class ServerFinding:
     def refused(self) -> bool:
         """Whether the server refused the version or the adapter, or acknowledged wrong numbers.
 
-        Neither a broken transfer nor a ``full`` server is a refusal.
+        Neither a broken transfer nor a ``full`` server is a refusal, nor is a layout that a server no longer holds: it
+        leaves its groups, and is sent the layout after the next join.
         """
-        wire = isinstance(self.error, ManifestError) and self.error.reason == Refusal.WIRE
-        return isinstance(self.error, (AdapterError, ParityError)) and not wire and not self.full
+        again = isinstance(self.error, ManifestError) and self.error.reason in (Refusal.WIRE, Refusal.UNKNOWN_LAYOUT)
+        return isinstance(self.error, (AdapterError, ParityError)) and not again and not self.full
+
+    @property
+    def broken(self) -> bool:
+        """Whether the server may be out of step with the others. One that refuses, or is full, took all bytes."""
+        return self.error is not None and not self.refused and not self.full
 
     @property
     def full(self) -> bool:
@@ -75,15 +93,15 @@ def judge(findings: Sequence[ServerFinding], *, retried: bool, late: bool = Fals
     refuses beside members that do not is the wrong server: it is lost, and so is a leftover. A server that
     failed and does not answer pings is lost. If all answer, the transfer is repeated once with all; servers
     that still fail (``retried``) are lost, only newcomers if any of them failed: a server that delays the
-    others cannot be distinguished from those that it delays. A full server is waited for, and lost only when
-    ``late``; a full newcomer is not waited for if another server takes the version.
+    others cannot be distinguished from those that it delays. A full server is waited for. It is lost only if another
+    server takes the version, when ``late``, or at once if it is a newcomer: its slots say nothing about other adapters.
     """
     for f in findings:
         if f.error is not None and f.refused and not f.newcomer and not f.leftover:
             raise f.error
     failed = [f for f in findings if f.error is not None]
     served = len(failed) < len(findings)
-    lost = [f for f in failed if not f.alive or f.refused or (f.full and (late or (f.newcomer and served)))]
+    lost = [f for f in failed if not f.alive or f.refused or (f.full and served and (late or f.newcomer))]
     if not lost and retried:
         broken = [f for f in failed if not f.full]
         lost = [f for f in broken if f.newcomer] or broken
@@ -101,17 +119,21 @@ def _reason(f: ServerFinding) -> str:
 
 
 class Membership:
-    """The members, and the back-off of excluded servers. Only the publisher thread changes a membership."""
+    """The members, and the back-off of excluded servers. Only the publisher thread changes a membership.
+
+    A server that has left does not return: its name is used again only by another session, or never.
+    """
 
     def __init__(self, servers: Iterable[ServerEndpoint], clock: Callable[[], float] = time.monotonic) -> None:
         self.members = _ordered(servers)
         self._clock = clock
         self._losses: dict[ServerEndpoint, tuple[int, float]] = {}  # losses in a row, end of the back-off
+        self._left: set[ServerEndpoint] = set()
 
     def wants(self, server: ServerEndpoint) -> bool:
         """Whether a server that is present may become a member. Callable from any thread."""
         _, until = self._losses.get(server, (0, 0.0))
-        return server not in self.members and self._clock() >= until
+        return server not in self.members and server not in self._left and self._clock() >= until
 
     def with_newcomers(self, newcomers: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
         """Members of the next attempt; a newcomer replaces the member of its name, a previous session."""
@@ -128,6 +150,14 @@ class Membership:
             times = self._losses.get(server, (0, 0.0))[0] + 1
             self._losses[server] = times, self._clock() + min(FIRST_REST_S * LONGER ** (times - 1), LONGEST_REST_S)
         self.members = tuple(s for s in self.members if s not in gone)
+
+    def release(self, leaving: Iterable[ServerEndpoint]) -> tuple[ServerEndpoint, ...]:
+        """Remove members that leave in order, and return them. That is no loss."""
+        gone = set(leaving)
+        self._left |= gone
+        released = tuple(s for s in self.members if s in gone)
+        self.members = tuple(s for s in self.members if s not in gone)
+        return released
 
     def succeeded(self) -> None:
         """All members serve what was published."""
@@ -178,20 +208,23 @@ class RendezvousWatch:
 class ServerWatcher:
     """Ping newcomers and members every ``period_s`` in a separate thread.
 
-    An unreadable folder is read again in the next round; members are pinged meanwhile. Any other error ends the
-    process: without this thread no server could return and no dead server would be noticed.
+    A member leaves if it answers so, or if it is silent and has withdrawn its endpoint. An unreadable folder is read
+    again in the next round; members are pinged meanwhile. Any other error ends the process: without this thread no
+    server could return and no dead server would be noticed.
     """
 
     def __init__(
         self,
         watch: ServerWatch,
         membership: Membership,
-        ping: Callable[[ServerEndpoint], bool],
+        ping: Callable[[ServerEndpoint], Sign],
         period_s: float = WATCH_S,
     ) -> None:
         self._watch, self._membership, self._ping, self._period_s = watch, membership, ping, period_s
         self._newcomers: tuple[ServerEndpoint, ...] = ()
         self._missed: dict[ServerEndpoint, int] = {}
+        self._leaving: frozenset[ServerEndpoint] = frozenset()
+        self._pings = ThreadPoolExecutor(PINGS, thread_name_prefix="server-ping")
         self._readable = True
         self._stop = threading.Event()
         self._thread = watched_thread("server-watch", self._run)
@@ -204,16 +237,36 @@ class ServerWatcher:
         """Whether no member has missed ``MISSES`` pings in a row."""
         return not any(self._missed.get(s, 0) >= MISSES for s in self._membership.members)
 
+    def leaving(self) -> frozenset[ServerEndpoint]:
+        """Members that leave in order, or have left."""
+        return self._leaving
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        self._pings.shutdown(wait=False)
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
-            wanted = [s for s in self._present() if self._membership.wants(s)]
-            self._newcomers = tuple(s for s in wanted if self._ping(s))
-            missed = self._missed
-            self._missed = {s: 0 if self._ping(s) else missed.get(s, 0) + 1 for s in self._membership.members}
+            self.look()
+
+    def look(self) -> None:
+        """One round of pings."""
+        present, members = self._present(), self._membership.members
+        wanted = [s for s in present if self._membership.wants(s)]
+        asked = [*wanted, *members]
+        signs = dict(zip(asked, self._pings.map(self._ping, asked), strict=True))
+        self._newcomers = tuple(s for s in wanted if signs[s] is Sign.ANSWERS)
+        self._leaving = frozenset(
+            s for s in members if s in self._leaving or self._leaves(s, signs[s], {p.name for p in present})
+        )
+        missed = self._missed
+        self._missed = {s: missed.get(s, 0) + 1 if signs[s] is Sign.SILENT else 0 for s in members}
+
+    def _leaves(self, member: ServerEndpoint, sign: Sign, present: Collection[str]) -> bool:
+        """A server that crashed leaves its endpoint behind, one that was restarted has a new one."""
+        withdrawn = self._readable and member.name not in present
+        return sign is Sign.LEAVES or (sign is Sign.SILENT and withdrawn)
 
     def _present(self) -> Sequence[ServerEndpoint]:
         """Servers that are present; the latest newcomers if they cannot be read."""

@@ -11,20 +11,23 @@
     wait (the next publish)  <-  all ranks hold the same report or error
 
 A publish is a layout and a ``pack``. Only the caller and the servers know the meaning of the
-tensors, so other payloads (merged weights) need no second loop.
+tensors: merged weights are another layout and another ``pack``.
+
+Each adapter has its own memory, versions, pace and errors. Publishes go one after the other, in the order in which
+they began (``job_queue``); one that waits for a slot lets the others go ahead.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 
+from areal_lora.algorithms.merging import CastLoss
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import ArealLoraError, ManifestError, PublishError
@@ -34,23 +37,40 @@ from areal_lora.types import AdapterRef, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.link.groups import CPU
 from areal_lora.weight_sync.probe import ProbeExpectation
+from areal_lora.weight_sync.trainer.decisions import Progress
 from areal_lora.weight_sync.trainer.job import Budget, Job, PublishHandle
+from areal_lora.weight_sync.trainer.job_queue import JobQueue
 from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import Attempted, Begun, Event, Role, Waited
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
 from areal_lora.weight_sync.trainer.spare_time import SpareTime
-from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait, raise_on_all
+from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait, Yield, agree
 
 log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One adapter at one rank. ``newest`` is the job that packed ``shard`` last, ``previous`` what ``wait`` reports."""
+
+    shard: PackedShard
+    spare: SpareTime = field(default_factory=SpareTime)
+    newest: Job | None = None
+    previous: PublishHandle | None = None
+
+    def await_previous(self) -> None:
+        if self.previous is not None and not self.previous.waited:
+            self.previous.wait()
 
 
 class Publisher:
     """Publish versions of one run's adapters to all available servers.
 
-    ``publish`` is collective: all ranks call it in the same order from their main threads. Everything
-    else between ranks happens in the publisher threads; no other thread uses ``exchange``. ``role`` is a
-    ``Leader`` on rank 0 and a ``Follower`` on the other ranks. The further arguments are those of ``SourceGroup``.
+    ``publish``, ``again`` and ``drop`` are collective: all ranks call them in the same order from their main threads.
+    Everything else between ranks happens in the publisher threads; no other thread uses ``exchange``. ``role`` is a
+    ``Leader`` on rank 0 and a ``Follower`` on the other ranks. The further arguments are those of ``SourceGroup``;
+    the default of ``sources`` is that of one rank.
     """
 
     def __init__(
@@ -61,21 +81,18 @@ class Publisher:
         exchange: Exchange,
         role: Role,
         secret: str,
+        sources: frozenset[int] = frozenset({0}),
         bind: str = "127.0.0.1",
         backend: str = "gloo",
         device: torch.device = CPU,
     ) -> None:
         self._run_name, self._config, self._exchange, self._role = run, config, exchange, role
-        self._device = device
+        self._device, self._sources = device, sources
         self._group = SourceGroup(
-            config=config, exchange=exchange, secret=secret, bind=bind, backend=backend, device=device
+            config=config, exchange=exchange, sources=sources, secret=secret, bind=bind, backend=backend, device=device
         )
-        self._shards: dict[str, PackedShard] = {}
-        self._newest: dict[str, Job] = {}
-        self._spare = SpareTime()
-        self._last: Job | None = None  # of ``publish``, not of ``again``
-        self._previous: PublishHandle | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lanes: dict[str, _Lane] = {}
+        self._jobs = JobQueue()
         self._thread = watched_thread("publisher", self._work)
 
     def publish(
@@ -87,27 +104,24 @@ class Publisher:
         base_digest: str,
         probe: ProbeExpectation | None,
         gate: Callable[[], None] | None = None,
+        cast: CastLoss | None = None,
     ) -> PublishHandle:
         """Start publishing ``ref``; this rank's shard of ``layout`` is packed before this returns.
 
         No server receives the version before ``gate``, called in the publisher thread of every rank, has
         returned; times and deadlines begin then, on all ranks at once. ``weight_sync.publish_s`` bounds the
-        rest, retries included, except waiting while too few servers remain (``rejoin_s``). Only rank 0's
-        ``probe`` is used. Waits for the previous publish first and raises its error, unless ``wait`` has
-        reported it. ``wait`` raises an ArealLoraError of ``pack`` on every rank; any other error of ``pack``
-        is raised here.
+        rest, retries included, except waiting while too few servers remain (``rejoin_s``), for a slot (``slot_s``) and
+        for publishes of other adapters. Only rank 0's ``probe`` is used. Waits for the adapter's previous publish
+        first and raises its error, unless ``wait`` has reported it. ``wait`` raises an ArealLoraError of ``pack`` on
+        every rank; any other error of ``pack`` is raised here. ``pack`` counts in ``cast``, if it
+        casts; the report has the sums of all ranks.
         """
-        self._await_previous()
-        timing = self._last.timing() if self._last is not None else None
-        if timing is not None:
-            self._spare.add(timing)
+        lane = self._lane(ref.name, layout)
         now = time.monotonic()
         manifest = ShardManifest(
             run=self._run_name, ref=ref, parent=parent, base_digest=base_digest, layout=layout.digest
         )
-        shard = self._shards.get(layout.digest)
-        if shard is None:
-            shard = self._shards[layout.digest] = PackedShard(layout, self._exchange.rank, self._device)
+        shard = lane.shard
         shard.reset()
         job = Job(
             manifest=manifest,
@@ -117,10 +131,11 @@ class Publisher:
             began_s=now,
             budget=Budget.start(self._config),
             gate=gate,
-            pace_s=self._spare.pace_s(),
+            cast=cast,
+            pace_s=lane.spare.pace_s(),
         )
-        self._last = job
-        handle = self._start(job)
+        lane.newest = job
+        handle = self._start(lane, job)
         try:
             shard.pack(ref, pack)
         except ArealLoraError as e:
@@ -131,19 +146,25 @@ class Publisher:
         finally:
             job.pack_ms = (time.monotonic() - now) * 1e3
             job.packed.set()
-        self._newest[ref.name] = job
         return handle
 
     def again(self, name: str) -> PublishHandle:
         """Send the newest version of adapter ``name`` again, after ``changed`` (collective).
 
-        Uses the version's packed shard; servers that serve the version acknowledge it again.
-        Waits for the previous publish first, like ``publish``.
+        Uses the version's packed shard; servers that serve the version acknowledge it again. If all members serve it
+        and nothing has changed, nothing is sent. Waits for the adapter's previous publish first, like ``publish``.
         """
-        self._await_previous()
+        lane = self._lanes[name]
+        lane.await_previous()
+        assert lane.newest is not None
         return self._start(
+            lane,
             replace(
-                self._newest[name],
+                lane.newest,
+                repeated=True,
+                met=False,
+                progress=Progress(),
+                full_s=None,
                 began_s=time.monotonic(),
                 budget=Budget.start(self._config),
                 gate=None,
@@ -153,35 +174,68 @@ class Publisher:
                 announced_pace_s=0.0,
                 ended=threading.Event(),
                 answer=None,
-            )
+            ),
         )
 
+    def drop(self, name: str) -> None:
+        """Forget adapter ``name`` after its publish in progress, however that ends (collective).
+
+        The servers free what they hold of it as soon as no request uses it.
+        """
+        lane = self._lanes.pop(name, None)
+        if lane is not None and lane.previous is not None:
+            lane.previous.abandon()
+        self._role.drop(name)
+
     def changed(self) -> bool:
-        """Whether servers that are not members are available, or members do not answer (rank 0, not collective)."""
+        """Whether a server does not hold the newest version of each adapter, or members do not answer.
+
+        Rank 0, not collective.
+        """
         return self._role.changed()
 
     def close(self) -> None:
         """End the publisher thread after the publish in progress, and leave the group of this rank."""
-        self._jobs.put(None)
+        self._jobs.close()
         self._thread.join()
         self._group.leave()
         self._role.close()
 
-    def _await_previous(self) -> None:
-        if self._previous is not None and not self._previous.waited:
-            self._previous.wait()
+    def _lane(self, name: str, layout: AdapterLayout) -> _Lane:
+        """Return the adapter's lane, with its shard free to be packed in ``layout``."""
+        if foreign := {shard.source for shard in layout.shards} - self._sources:
+            raise PublishError(
+                f"{name}: ranks {sorted(foreign)} own tensors and are no sources ({sorted(self._sources)})"
+            )
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = _Lane(PackedShard(layout, self._exchange.rank, self._device))
+        lane.await_previous()
+        timing = lane.newest.timing() if lane.newest is not None else None
+        if timing is not None:
+            lane.spare.add(timing)
+        if lane.shard.layout.digest != layout.digest:
+            lane.shard = PackedShard(layout, self._exchange.rank, self._device)
+        return lane
 
-    def _start(self, job: Job) -> PublishHandle:
-        self._previous = PublishHandle(job, self._role.hurry)
-        self._jobs.put(job)
-        return self._previous
+    def _start(self, lane: _Lane, job: Job) -> PublishHandle:
+        lane.previous = PublishHandle(job, self._role.hurry)
+        for ahead in self._jobs.put(job):
+            if ahead.hasten():
+                self._role.hurry(ahead.ref)
+        return lane.previous
 
     # ------------------------------------------------------------ publisher thread
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        job = self._jobs.oldest()
+        while job is not None:
             try:
-                job.answer = self._run(job)
+                outcome = self._run(job)
+                if isinstance(outcome, Yield):
+                    job = self._jobs.take(outcome.number, job.budget.patience_s)
+                    continue
+                job.answer = outcome
             except ArealLoraError as e:
                 self._group.leave()
                 job.answer = e
@@ -189,37 +243,48 @@ class Publisher:
                 log.exception("publish of %s", job.ref)
                 self._group.leave()
                 job.answer = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
+            self._jobs.end(job)
             job.ended.set()
+            job = self._jobs.oldest()
 
-    def _run(self, job: Job) -> PublishReport:
-        self._meet(job)
-        event: Event = Begun()
+    def _run(self, job: Job) -> PublishReport | ArealLoraError | Yield:
+        """Run ``job`` until it ends or another one goes ahead. Raises where members may be out of step."""
+        event: Event = Waited() if job.met else Begun()
+        if not job.met and (failure := self._meet(job)) is not None:
+            return failure.error()
+        job.budget.restart()
         while True:
+            self._role.next_turn(self._jobs.after(job))
             match self._role.decide(job, event, self._exchange):
-                case Fail(failure=failure):
-                    raise failure.error()
+                case Fail(failure=failure, intact=intact):
+                    if not intact:
+                        raise failure.error()
+                    return failure.error()
                 case Finish(report=report):
                     # The controller may be away for longer than other ranks would wait: they have received the step.
                     self._role.conclude(job)
                     return report
                 case Wait():
                     event = Waited()
+                case Yield() as ahead:
+                    return ahead
                 case Attempt() as attempt:
                     event = Attempted(self._shared(job, self._attempt(job, attempt)))
 
-    def _meet(self, job: Job) -> None:
-        """Begin when the gates of all ranks are open; raise one rank's error on all ranks."""
+    def _meet(self, job: Job) -> Failure | None:
+        """Begin when the gates of all ranks are open; return one rank's error on all ranks."""
         failure: Failure | None = None
         try:
             if job.gate is not None:
                 job.gate()
         except ArealLoraError as e:
             failure = Failure.of(e)
-        raise_on_all(self._exchange, failure)
-        job.budget.restart()
+        failed = agree(self._exchange, failure)
+        job.met = True
         if job.gate is not None:
             now = time.monotonic()
             job.gate_ms, job.began_s = (now - job.began_s) * 1e3, now
+        return failed
 
     def _attempt(self, job: Job, attempt: Attempt) -> Sent:
         began = time.perf_counter()
@@ -247,6 +312,7 @@ class Publisher:
             send_ms=send_ms,
             own=own or job.own,
             wire=wire,
+            cast=None if job.cast is None else job.cast.sums(),
         )
 
     def _shared(self, job: Job, sent: Sent) -> list[Sent]:

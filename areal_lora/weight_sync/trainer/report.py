@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from areal_lora.algorithms.merging import CastSums
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, ServerEndpoint
 from areal_lora.weight_sync.probe import ProbeResult
@@ -25,11 +26,14 @@ class ServerAck(msgspec.Struct, frozen=True, kw_only=True):
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     """A completed publish: ``acks`` of the servers that serve the version, reasons for those that were ``lost``.
 
+    ``joined`` became members in it, ``left`` left in order since the last one.
+
     ``phases`` in milliseconds: ``pack`` (main threads) and ``send`` (publisher threads) of the slowest
     rank, ``ack`` from the call of ``publish`` to the last acknowledgement, ``probe`` after it; the
     slowest server's ``wire``, ``verify``, ``write``, ``commit`` and its further phases.
     ``attempts`` is 1 unless servers were lost or a transfer was repeated. ``differs``: every server
-    scores the probe differently from its base; None without a probe.
+    scores the probe differently from its base; None without a probe. ``cast``: what the cast to the serving dtype
+    leaves of a merged adapter; None for one that is not merged.
     """
 
     ref: AdapterRef
@@ -38,10 +42,13 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
     acks: list[ServerAck]
     lost: dict[str, str] = {}
+    joined: list[str] = []
+    left: list[str] = []
     attempts: int = 1
     probe_mean_abs: float | None = None
     probe_max_abs: float | None = None
     differs: bool | None = None
+    cast: CastSums | None = None
 
 
 def server_acks(

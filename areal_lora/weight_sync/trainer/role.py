@@ -5,6 +5,7 @@ decide(Begun)                who takes part? share the step          receive the
 Attempt: form groups         invite: POST /admin/join to members     -
          send the shard      announce: POST /admin/publish           -
 decide(Attempted(results))   judge servers and ranks, share          receive
+Yield: another adapter's publish goes ahead, then decide(Waited)
 Wait: decide(Waited)         look for servers, share                 receive
 Finish                       conclude: report the active version     -
 """
@@ -62,6 +63,10 @@ class Role(Protocol):
         """Wait for the answers to ``invite``. Raises PublishError for a member that did not join."""
         ...
 
+    def next_turn(self, number: int | None) -> None:
+        """Call before ``decide``: publish ``number`` waits, and could go ahead; None if none does."""
+        ...
+
     def announce(self, job: Job, deadline: float) -> None:
         """Post the version to all members, without waiting for answers. Its transfer ends by ``deadline``."""
         ...
@@ -75,7 +80,11 @@ class Role(Protocol):
         ...
 
     def changed(self) -> bool:
-        """Whether servers that are not members are available, or members do not answer."""
+        """Whether servers are available that hold no version or not each adapter's newest, or members do not answer."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Have the servers free what they hold of adapter ``name``, without waiting for answers."""
         ...
 
     def close(self) -> None: ...
@@ -96,6 +105,9 @@ class Follower:
     def await_joins(self) -> None:
         """Nothing: rank 0 waits for the answers."""
 
+    def next_turn(self, number: int | None) -> None:
+        """Nothing: rank 0 decides whose turn it is."""
+
     def announce(self, job: Job, deadline: float) -> None:
         """Nothing: rank 0 announces."""
 
@@ -107,6 +119,9 @@ class Follower:
 
     def changed(self) -> bool:
         return False
+
+    def drop(self, name: str) -> None:
+        """Nothing: rank 0 asks the servers."""
 
     def close(self) -> None:
         """Nothing is open."""

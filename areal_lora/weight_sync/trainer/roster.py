@@ -7,16 +7,21 @@ from collections.abc import Iterable, Mapping
 
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes.log import get_logger
-from areal_lora.weight_sync.layout import AdapterLayout
+from areal_lora.weight_sync.layout import AdapterLayout, Payload
 from areal_lora.weight_sync.messages import ServerEndpoint
+from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.fleet import Fleet, answers, errors
-from areal_lora.weight_sync.trainer.membership import Membership, ServerFinding, ServerWatch, ServerWatcher, judge
+from areal_lora.weight_sync.trainer.membership import Membership, ServerFinding, ServerWatch, ServerWatcher, Sign, judge
+
+SCORE_PINGS = 5  # scores of the probe take longer than a ping
 
 log = get_logger(__name__)
 
 
 class Roster:
     """``newcomers`` joined during the publish in progress; ``lost`` has the reasons, by name, since the last report.
+
+    ``left`` are the servers that left in order since the last report.
 
     ``watch``, if given, shows restarted and further servers. Only the publisher thread changes a roster.
     """
@@ -28,9 +33,10 @@ class Roster:
         self._membership = Membership(servers)
         self._watcher: ServerWatcher | None = None
         if watch is not None:
-            self._watcher = ServerWatcher(watch, self._membership, self._answers_ping)
+            self._watcher = ServerWatcher(watch, self._membership, self._sign)
         self.newcomers: set[ServerEndpoint] = set()
         self.lost: dict[str, str] = {}
+        self.left: list[ServerEndpoint] = []
 
     @property
     def members(self) -> tuple[ServerEndpoint, ...]:
@@ -47,14 +53,18 @@ class Roster:
         return tuple(filter(self._membership.wants, found))
 
     def changed(self) -> bool:
-        """Whether servers are available, or members do not answer; callable from any thread."""
-        return self._watcher is not None and (bool(self.available()) or not self._watcher.all_answer())
+        """Whether servers are available, leave or do not answer; callable from any thread."""
+        watcher = self._watcher
+        if watcher is None:
+            return False
+        return bool(self.available() or watcher.leaving() & set(self.members)) or not watcher.all_answer()
 
-    def admit(self, layout: AdapterLayout) -> tuple[ServerEndpoint, ...]:
+    def admit(self, layout: AdapterLayout, probe: ProbeExpectation | None = None) -> tuple[ServerEndpoint, ...]:
         """Make all members and available servers that answer and can serve ``layout`` the members.
 
-        Raises AdapterError if an old member cannot serve ``layout``.
+        Servers that leave are released first. Raises AdapterError if an old member cannot serve ``layout``.
         """
+        self.release()
         plan, before = self._membership.with_newcomers(self.available()), set(self.members)
         self.newcomers |= set(plan) - before
         for server in before - set(plan):
@@ -62,9 +72,21 @@ class Roster:
         self._membership.admit(plan)
         self._fleet.keep(plan)
         self.exclude_failed(self._fleet.silent(plan, self._ping_s))
-        checks = self._fleet.check(self.members, layout, self._ping_s)
-        self.exclude_failed(errors(answers(checks, time.monotonic() + self._ping_s)))
+        # Merged: the answer includes the server's first scores.
+        patience_s = self._ping_s * (SCORE_PINGS if layout.payload is Payload.MERGED else 1)
+        checks = self._fleet.check(self.members, layout, probe, patience_s)
+        self.exclude_failed(errors(answers(checks, time.monotonic() + patience_s)))
         return self.members
+
+    def release(self) -> None:
+        """Release the members that leave in order."""
+        if self._watcher is None:
+            return
+        released = self._membership.release(self._watcher.leaving())
+        for server in released:
+            log.info("rollout server %s leaves", server)
+        self.left += released
+        self._fleet.keep(self.members)
 
     def exclude_failed(self, failed: Mapping[ServerEndpoint, ArealLoraError]) -> None:
         """Exclude members that failed outside of a transfer. Raises the error of one that refuses the version."""
@@ -75,19 +97,21 @@ class Roster:
         self.exclude(judge(findings, retried=False).lost)
 
     def exclude(self, lost: Mapping[ServerEndpoint, str]) -> None:
-        """Remove the servers in ``lost``, with the reasons, from the members."""
+        """Remove the servers in ``lost``, with the reasons, from the members. One that leaves is no loss."""
         if not lost:
             return
-        for server, reason in lost.items():
+        self.release()
+        gone = {server: reason for server, reason in lost.items() if server not in self.left}
+        for server, reason in gone.items():
             self._lose(server, reason)
-        self._membership.lose(lost)
+        self._membership.lose(gone)
         self._fleet.keep(self.members)
 
     def shortage(self, min_servers: int) -> str:
         """Text of how many servers remain and why the others were lost."""
         lost = "; ".join(f"{name} {why}" for name, why in self.lost.items()) or "none was lost in this publish"
         return (
-            f"{len(self.members)} rollout servers remain, weight_sync.min_servers is {min_servers} "
+            f"{len(self.members)} rollout servers remain, cluster.min_servers is {min_servers} "
             f"({lost}); see the servers' logs"
         )
 
@@ -103,9 +127,8 @@ class Roster:
         log.error("rollout server %s is excluded: it %s", server, reason)
         self.lost[server.name] = reason
 
-    def _answers_ping(self, server: ServerEndpoint) -> bool:
+    def _sign(self, server: ServerEndpoint) -> Sign:
         try:
-            self._fleet.ping(server, self._ping_s)
+            return Sign.LEAVES if self._fleet.ping(server, self._ping_s).leaving else Sign.ANSWERS
         except ArealLoraError:
-            return False
-        return True
+            return Sign.SILENT

@@ -15,12 +15,14 @@ from areal_lora.weight_sync.link.groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.trainer.job import Job
 from areal_lora.weight_sync.trainer.role import Role
-from areal_lora.weight_sync.trainer.steps import Failure, raise_on_all
+from areal_lora.weight_sync.trainer.steps import Failure, agree
 
 
 class SourceGroup:
-    """Group of this rank with the workers of all members, empty for a rank that owns no tensors.
+    """Group of this rank with the workers of all members; none for a rank that is not among ``sources``.
 
+    ``sources`` are all ranks that may own tensors of some adapter: the groups are formed once, and a version uses
+    those of the ranks that own its tensors.
     ``bind`` is this rank's own address, which the workers must reach; ``backend`` names a
     ``link.backends`` row; ``device`` is the device that this rank computes on.
     """
@@ -30,12 +32,14 @@ class SourceGroup:
         *,
         config: WeightSyncConfig,
         exchange: Exchange,
+        sources: frozenset[int],
         secret: str,
         bind: str,
         backend: str,
         device: torch.device,
     ) -> None:
         self._config, self._exchange, self._secret = config, exchange, secret
+        self._is_source = exchange.rank in sources
         self._bind, self._backend, self._device = bind, backend, device
         self._group: BroadcastGroup | None = None
 
@@ -50,7 +54,7 @@ class SourceGroup:
         Raises PublishError on every rank if a member or worker does not join in time.
         """
         self.leave()
-        listener = self._listen(members, deadline - time.monotonic()) if job.shard.is_source else None
+        listener = self._listen(members, deadline - time.monotonic()) if self._is_source else None
         try:
             mine = msgspec.msgpack.encode(listener.endpoint if listener else None)
             gathered = self._exchange.all_gather_bytes(mine, job.budget.patience_s)
@@ -68,7 +72,8 @@ class SourceGroup:
         except (PublishError, ManifestError) as e:
             failure = Failure.of(e)
         # No rank sends unless all have met: the version is announced only then.
-        raise_on_all(self._exchange, failure, job.budget.patience_s)
+        if (failed := agree(self._exchange, failure, job.budget.patience_s)) is not None:
+            raise failed.error()
 
     def send(self, job: Job, deadline: float) -> None:
         """Send the shard of this rank. Raises PublishError."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from areal_lora.algorithms.merging import CastSums
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, ParityError, PublishError
 from areal_lora.types import AdapterRef
@@ -41,6 +44,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one attempt at one rank. ``sum`` is the ``seal.shard_sum`` of the rank's shard.
 
     ``own`` is a failure that another attempt cannot repair, ``wire`` a failure of the transfer.
+    ``cast``: what the cast to the serving dtype leaves of this rank's part of the adapter.
     """
 
     ref: AdapterRef
@@ -50,6 +54,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     send_ms: float = 0.0
     own: Failure | None = None
     wire: Failure | None = None
+    cast: CastSums | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
@@ -59,9 +64,10 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """End the publish with ``failure``."""
+    """End the publish with ``failure``. ``intact``: all members are in step, and the groups serve the next publish."""
 
     failure: Failure
+    intact: bool = False
 
 
 class Wait(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +80,13 @@ class Attempt(msgspec.Struct, frozen=True, tag=True):
     members: list[ServerEndpoint] | None = None
 
 
-Step = Finish | Fail | Wait | Attempt
+class Yield(msgspec.Struct, frozen=True, tag=True):
+    """Wait, and let publish ``number``, of another adapter, go ahead meanwhile."""
+
+    number: int
+
+
+Step = Finish | Fail | Wait | Yield | Attempt
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -84,8 +96,17 @@ class Decision(msgspec.Struct, frozen=True):
     left_s: float
 
 
-def raise_on_all(exchange: Exchange, failure: Failure | None, timeout_s: float | None = None) -> None:
-    """Raise the first rank's ``failure`` on every rank (collective)."""
-    for raw in exchange.all_gather_bytes(msgspec.msgpack.encode(failure), timeout_s):
-        if (failed := msgspec.msgpack.decode(raw, type=Failure | None)) is not None:
-            raise failed.error()
+def agree(exchange: Exchange, failure: Failure | None, timeout_s: float | None = None) -> Failure | None:
+    """Return the first rank's ``failure`` on every rank; None if no rank has one (collective)."""
+    gathered = exchange.all_gather_bytes(msgspec.msgpack.encode(failure), timeout_s)
+    failures = (msgspec.msgpack.decode(raw, type=Failure | None) for raw in gathered)
+    return next((failed for failed in failures if failed is not None), None)
+
+
+def total_cast(results: Sequence[Sent]) -> CastSums | None:
+    """The sums of all ranks; None where no rank casts."""
+    casts = [sent.cast for sent in results if sent.cast is not None]
+    total = CastSums()
+    for cast in casts:
+        total.include(cast)
+    return total if casts else None

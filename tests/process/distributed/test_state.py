@@ -23,6 +23,7 @@ def cases(kind: str) -> list[Case]:
         Case("tp2", 2, kind, tp=2),
         Case("pp2", 2, kind, pp=2, stages=(1, 3)),
         Case("etp2", 2, kind, etp=2),
+        Case("fsdp2", 2, kind, engine="fsdp"),
         Case("dp2", 2, kind),
     ]
 

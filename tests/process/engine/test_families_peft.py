@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from areal_lora.checkpoint.adapter_io import load_peft
 from areal_lora.types import AdapterSpec, ExpertLayout
 from tests.support.engine.merged import make
 from tests.support.families.tiny_families import save
@@ -67,6 +69,51 @@ def test_peft_equals_the_merged_model(
     assert (merged - before).abs().max() > 0.1, "the adapter does something"
     through_peft = logprobs(PeftModel.from_pretrained(base, folders.adapter), tokens)
     torch.testing.assert_close(through_peft, merged, atol=2e-4, rtol=1e-4)
+
+
+def numbers(name: str) -> tuple[int, float]:
+    """The ranks and scales of `PATTERNED`, by hand: alpha / sqrt(rank)."""
+    layer, leaf = int(name.split(".")[2]), name.rpartition(".")[2]
+    if leaf in ("q_proj", "k_proj", "v_proj"):
+        return 5, 6.0 / 5**0.5
+    if leaf in ("gate_proj", "up_proj", "w1", "w3") and layer == 1:
+        return 2, 6.0 / 2**0.5
+    if leaf in ("down_proj", "w2"):
+        return 4, 3.0 / 2.0
+    return 3, 6.0 / 3**0.5
+
+
+PATTERNED = replace(
+    spec(EVERYTHING, PER_EXPERT),
+    rslora=True,
+    rank_pattern=(("(q|k|v)_proj", 5), (r"layers\.1\..*\.(gate_proj|up_proj|w1|w3)", 2), ("down_proj|w2", 4)),
+    alpha_pattern=((r"model\.layers\.\d+\..*(down_proj|w2)", 3.0),),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "one"),
+    [
+        ("llama", PATTERNED),
+        ("mixtral", PATTERNED),
+        ("qwen3_moe", replace(PATTERNED, target_modules=EXPERTS)),
+        ("qwen2_moe", replace(PATTERNED, target_modules=OTHERS)),
+    ],
+)
+def test_peft_and_we_read_ranks_and_scales_alike(kind: str, one: AdapterSpec, tmp_path: Path) -> None:
+    """Stock peft on transformers 5 has fused experts, and patterns of single experts must hold there, too."""
+    folders = make(kind, save(kind, tmp_path), one, numbers=numbers)
+    tokens = torch.arange(2, 34)
+    base = model_of(folders.base)
+    before, merged = logprobs(base, tokens), logprobs(model_of(folders.merged), tokens)
+    assert (merged - before).abs().max() > 0.1, "the adapter does something"
+    through_peft = logprobs(PeftModel.from_pretrained(base, folders.adapter), tokens)
+    torch.testing.assert_close(through_peft, merged, atol=2e-4, rtol=1e-4)
+    loaded, tensors = load_peft(folders.adapter)
+    assert loaded == one
+    for module in {name.rpartition(".lora_")[0] for name in tensors}:
+        assert tensors[f"{module}.lora_A.weight"].shape[0] == numbers(module)[0]
+        assert loaded.scale_of(module) == pytest.approx(numbers(module)[1], rel=1e-12)
 
 
 @pytest.mark.slow

@@ -7,10 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_lora.checkpoint.recover import verify
-from areal_lora.checkpoint.state import Manifest
+from areal_lora.checkpoint.state import Manifest, files_of, read_files
 from areal_lora.checkpoint.store import version_folder, versions_in
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterRef
@@ -83,7 +84,27 @@ def test_the_comparison_can_fail(runs: Any) -> None:
     whole = manifests(runs["folders"]["whole"])
     assert len({m.files[0].blake2b for m in whole}) == len({m.random[0].host for m in whole}) == STEPS + 1
     assert len({m.ledger for m in whole}) == STEPS + 1
-    assert len(whole[0].files) == 2
+    names = [f"{role}rank-000{rank}.safetensors" for rank in range(2) for role in ("", "critic-", "reference-")]
+    assert [entry.name for entry in whole[0].files] == names
+
+
+def test_critic_and_reference_are_part_of_what_is_compared(runs: Any) -> None:
+    """The critic moves in each step and counts its own; the reference is renewed every third version."""
+    whole = manifests(runs["folders"]["whole"])
+    assert [m.companions["critic"].step for m in whole] == list(range(STEPS + 1))
+    assert {(m.companions["critic"].spec.rank, m.companions["critic"].spec.value_head) for m in whole} == {(2, True)}
+    sums = {role: [files_of(m, role)[0].blake2b for m in whole] for role in ("critic", "reference")}
+    assert len(set(sums["critic"])) == STEPS + 1
+    assert sums["reference"] == [sums["reference"][v - v % 3] for v in range(STEPS + 1)]
+    assert len(set(sums["reference"])) == 1 + STEPS // 3
+    root = RunFolder(runs["folders"]["whole"]).adapter_checkpoints("a")
+    for m in whole:
+        mine, reference = (
+            read_files([version_folder(root, v) / e.name for e in files_of(m, role)])["weight"]
+            for v, role in ((m.version - m.version % 3, ""), (m.version, "reference"))
+        )
+        assert mine.keys() == reference.keys()
+        assert all(np.array_equal(reference[name], values) for name, values in mine.items())
 
 
 def test_a_crash_repeats_at_most_one_step_with_the_same_prompts(runs: Any) -> None:

@@ -94,6 +94,15 @@ def test_engine_scores_like_stock_peft(started: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_the_initial_reference_scores_like_stock_peft_after_a_step(started: Any, case: str) -> None:
+    model, folder, *_ = started[0][case]
+    want = stock_scores(model, folder).numpy()
+    for rank in started[1][case]:
+        assert np.abs(rank["reference"] - want).max() < TOLERANCE
+        assert np.abs(rank["moved"] - want).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_the_first_version_differs_from_the_base_and_has_no_moments(started: Any, case: str) -> None:
     for rank in started[1][case]:
         assert rank["differs"], "the truth check would let a server serve the base"

@@ -14,7 +14,6 @@ import pytest
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.weight_sync.link import same_host
 from areal_lora.weight_sync.link.groups import GroupListener
-from areal_lora.weight_sync.link.inbox import KEPT_WINDOWS
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.seal import adapter_digest
 from areal_lora.weight_sync.server import pace
@@ -224,6 +223,7 @@ def test_a_known_layout_need_not_come_again_and_an_unknown_one_is_refused(backen
     shard, announcement = packed(owned, aliases)
     bench.receiver.begin(announce(shard.layout, known=True).manifest, None, 0, 5.0)
     assert bench.results.get(timeout=5.0).reason == Refusal.UNKNOWN_LAYOUT
+    bench.connect()  # it left: how the bytes of an unknown layout are cut is not known
     assert bench.send(shard, announcement).ok
     shard, _ = packed(owned, aliases, version=1)
     assert bench.send(shard, announce(shard.layout, version=1, known=True)).ok
@@ -436,9 +436,9 @@ def test_bytes_that_changed_while_they_were_read_are_refused(backend, when):
 
 
 def test_a_shard_is_read_again_after_many_others(backend):
-    """More segments than a group keeps: the first is found again under its old name."""
+    """A source has a segment for each adapter: the first is still mapped after those of twenty others."""
     bench = Bench(backend)
-    shards = [packed(*share(values(v)), version=v) for v in range(KEPT_WINDOWS + 2)]
+    shards = [packed(*share(values(v)), version=v) for v in range(20)]
     for shard, announcement in shards:
         assert bench.send(shard, announcement).ok
     shard, announcement = shards[0]

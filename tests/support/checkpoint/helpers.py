@@ -17,6 +17,7 @@ from areal_lora.types import AdapterRef, AdapterSpec
 
 SPEC = AdapterSpec(name="math", base_model="m", rank=2, alpha=4.0, target_modules=("linear_qkv", "linear_fc1"))
 WORLD = 2
+COMPANION = 10  # added to a rank for what its companion holds
 R = TypeVar("R")
 
 
@@ -71,6 +72,7 @@ def snapshot_of(version: int, rank: int, evaluations: dict[int, Evaluation] | No
     return Snapshot(
         ref=AdapterRef(name=SPEC.name, version=version),
         state=state_of(version, rank),
+        companions={"critic": state_of(version, COMPANION + rank)},
         random=RankRandom(host=b"random %d" % rank),
         manifest=manifest_of(version, evaluations),
     )

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from areal_lora.algorithms.credit import explained_variance
+from areal_lora.algorithms.losses import value_loss
+from areal_lora.algorithms.reduce import token_weights
 from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_lora.data.collate import split_minibatches
 from areal_lora.engine.base import LossSums
+from areal_lora.engine.common.adapter_engine import AdapterEngine
+from areal_lora.engine.common.arena import Range
+from areal_lora.engine.fsdp_engine import FsdpEngine
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.types import AdapterSpec, ExpertLayout, TrainBatch
-from tests.support.distributed.oracle import ALPHA, RANK, SHARED
+from tests.support.distributed.oracle import (
+    ALPHA,
+    ALPHA_PATTERN,
+    OUTER,
+    PATTERNS,
+    RANK,
+    RANK_PATTERN,
+    SHARED,
+    random_head,
+)
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # eps = 1 makes the first Adam step g / (|g| + 1): it tells sizes of gradients, not only their signs.
@@ -23,6 +39,7 @@ OPTIMIZER = OptimizerConfig(lr=0.05, eps=1.0, max_grad_norm=1e9, beta2=0.95)
 CLIPPED = 0.5
 DENOMINATOR = 50.0
 TEMPERATURE = 0.7
+VALUE_CLIP = 0.4
 
 
 @dataclass(frozen=True)
@@ -39,17 +56,21 @@ class Case:
     stages: tuple[int, ...] | None = None
     budget: int = 150
     recompute: bool = False
+    dropout: bool = False  # also train an adapter with dropout
+    engine: Literal["megatron", "fsdp"] = "megatron"
 
     @property
     def model(self) -> str:
-        return self.kind.removesuffix(SHARED)
+        return self.kind.partition("+")[0]
 
     @property
     def expert_layout(self) -> ExpertLayout:
-        return ExpertLayout.SHARED if self.kind.endswith(SHARED) else ExpertLayout.PER_EXPERT
+        kinds = {SHARED: ExpertLayout.SHARED, OUTER: ExpertLayout.SHARED_OUTER}
+        return next((layout for end, layout in kinds.items() if self.kind.endswith(end)), ExpertLayout.PER_EXPERT)
 
     def trainer(self) -> TrainerConfig:
         return TrainerConfig(
+            engine=self.engine,
             world_size=self.world,
             tp=self.tp,
             pp=self.pp,
@@ -101,6 +122,7 @@ def make_batch(rows: list[list[int]]) -> TrainBatch:
         rewards=torch.zeros(len(rows)),
         group_ids=torch.tensor(groups_of(rows)),
         sample_ids=torch.arange(len(rows)),
+        given=torch.zeros(len(rows), dtype=torch.bool),
         adapters=("a",) * len(rows),
         advantages=weights,
     )
@@ -123,34 +145,50 @@ def numpy_of(tensors: dict[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[
     return {n: t.detach().cpu().numpy() for n, t in dict(tensors).items()}
 
 
-def is_source(engine: MegatronEngine) -> bool:
+def is_source(engine: AdapterEngine) -> bool:
     """Whether this rank owns adapter tensors to publish."""
     return any(shard.source == engine.rank for shard in engine.adapter_layout("a").shards)
 
 
-def frozen_weights(engine: MegatronEngine) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in engine._model.module.named_parameters() if not p.requires_grad}
+def frozen_weights(engine: AdapterEngine) -> dict[str, Tensor]:
+    """Copies of this rank's part of the base."""
+    model: Any = engine._model
+    frozen = {n: p.detach() for n, p in model.module.named_parameters() if not p.requires_grad}
+    return {n: (p.to_local() if isinstance(p, DTensor) else p).clone() for n, p in frozen.items()}
 
 
 def build(
     path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER, targets: tuple[str, ...] = TARGETS
-) -> MegatronEngine:
-    engine = MegatronEngine(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
-    spec = AdapterSpec(
-        name="a", base_model=path, rank=RANK, alpha=ALPHA, target_modules=targets, expert_layout=case.expert_layout
-    )
-    engine.add_adapter(spec, optimizer, seed=1)
+) -> AdapterEngine:
+    kind = {"megatron": MegatronEngine, "fsdp": FsdpEngine}[case.engine]
+    engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
+    engine.add_adapter(make_spec("a", path, case, targets), optimizer, seed=1)
     return engine
 
 
-def export_gradients(engine: MegatronEngine) -> list[tuple[str, Tensor]]:
+def make_spec(name: str, path: str, case: Case, targets: tuple[str, ...] = TARGETS) -> AdapterSpec:
+    patterns = case.kind.endswith(PATTERNS)
+    return AdapterSpec(
+        name=name,
+        base_model=path,
+        # Of no module: all have ranks of their own.
+        rank=3 if patterns else RANK,
+        alpha=ALPHA,
+        target_modules=targets,
+        expert_layout=case.expert_layout,
+        rslora=patterns,
+        rank_pattern=RANK_PATTERN if patterns else (),
+        alpha_pattern=ALPHA_PATTERN if patterns else (),
+    )
+
+
+def export_gradients(engine: AdapterEngine, name: str = "a") -> list[tuple[str, Tensor]]:
     """The summed gradients under their wire names: reduced like a step does, exported in the weights' place."""
-    assert engine._resident is not None
-    memory, optimizer = engine._resident.memory, engine._resident.optimizer
-    optimizer._reduce(DENOMINATOR)
+    memory = engine._residents[name].memory
+    engine._residents[name].trained()._reduce(DENOMINATOR)
     weights = memory.weights.clone()
     memory.weights.copy_(memory.grads)
-    exported = list(engine.export_adapter("a"))
+    exported = list(engine.export_adapter(name))
     memory.weights.copy_(weights)
     memory.grads.zero_()
     return exported
@@ -163,7 +201,7 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     batch, seen = make_batch(make_rows()), {}
     layout = engine.adapter_layout("a")
     seen["plan"] = {shard.source: [(t.name, t.shape) for t in shard.tensors] for shard in layout.shards}
-    seen["aliases"] = layout.aliases
+    seen["aliases"], seen["digest"] = layout.aliases, layout.digest
     assert is_source(engine) == (engine.rank in seen["plan"])
     seen["initial"] = numpy_of(engine.export_adapter("a"))
     seen["base"] = engine.logprobs(batch, adapter=None).numpy()
@@ -185,8 +223,124 @@ def exercise(path: str, case: Case, wire: dict[str, Any]) -> dict[str, Any]:
     seen["stats"] = engine.forward_backward(batch, loss_fn, need_entropy=True)
     seen["step"] = engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr).values
     seen["stepped"] = numpy_of(engine.export_adapter("a"))
+    memory = engine._residents["a"].memory
+    seen["shared"] = memory.weights[slice(*memory.arena.extent(Range.EXPERT_WHOLE))].numpy().tobytes()
     seen["base_after"] = engine.logprobs(batch, adapter=None).numpy()
     seen["frozen_moved"] = [n for n, p in frozen_weights(engine).items() if not torch.equal(p, frozen[n])]
+    seen["beside"] = beside(engine, path, case, adapter)
+    seen["critic"] = critic(engine, path, case, adapter)
+    if case.dropout:
+        seen["dropped"] = dropped(engine, path, case, adapter)
+    return seen
+
+
+def dropped(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tensor]) -> dict[str, Any]:
+    """Gradients of an adapter with dropout, of two passes before one step and of one after it."""
+    engine.add_adapter(replace(make_spec("d", path, case), dropout=0.3), OPTIMIZER, seed=4)
+    engine.load_adapter("d", adapter)
+    batch = make_batch(make_rows())
+    mine, seen = replace(batch, adapters=("d",) * len(batch.adapters)), {}
+    for step in ("first", "again", "next"):
+        seen[f"{step}_stats"] = engine.forward_backward(mine, loss_fn, need_entropy=True)
+        seen[step] = numpy_of(export_gradients(engine, "d"))
+        if step == "again":
+            engine._residents["d"].trained().set_clock(1)
+    seen["scores"] = engine.logprobs(batch, adapter="d").numpy()
+    return seen
+
+
+def beside(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tensor]) -> dict[str, Any]:
+    """The step of ``a`` by a twin, between the passes of another adapter with other rank, targets and layout."""
+    flipped = ExpertLayout.PER_EXPERT if case.expert_layout is ExpertLayout.SHARED else ExpertLayout.SHARED
+    other = replace(
+        make_spec("other", path, case, ("linear_proj", "linear_fc2")),
+        rank=2 * RANK,
+        rank_pattern=(),
+        alpha=3.0,
+        expert_layout=flipped if case.model == "moe" else case.expert_layout,
+    )
+    engine.add_adapter(make_spec("twin", path, case), OPTIMIZER, seed=1)
+    engine.add_adapter(other, OPTIMIZER.model_copy(update={"max_grad_norm": 0.3, "eps": 1e-8}), seed=2)
+    engine.load_adapter("twin", adapter)
+    batch, seen = make_batch(make_rows()), {}
+    mine, others = (replace(batch, adapters=(name,) * len(batch.adapters)) for name in ("twin", "other"))
+    seen["a"] = numpy_of(engine.export_adapter("a"))
+    engine.forward_backward(mine, loss_fn, need_entropy=True)
+    for _ in range(2):  # its first step moves lora_B only
+        engine.forward_backward(others, loss_fn, need_entropy=True)
+        engine.optim_step("other", DENOMINATOR, OPTIMIZER.lr)
+    seen["other"] = numpy_of(engine.export_adapter("other"))
+    seen["other_scores"] = engine.logprobs(batch, adapter="other").numpy()
+    seen["step"] = engine.optim_step("twin", DENOMINATOR, OPTIMIZER.lr).values
+    seen["stepped"] = numpy_of(engine.export_adapter("twin"))
+    seen["other_after"] = numpy_of(engine.export_adapter("other"))
+    seen["base"] = engine.logprobs(batch, adapter=None).numpy()
+    engine.remove_adapter("other")
+    seen["twin_scores"] = engine.logprobs(batch, adapter="twin").numpy()
+    seen["a_scores"] = engine.logprobs(batch, adapter="a").numpy()
+    seen["a_after"] = numpy_of(engine.export_adapter("a"))
+    try:
+        engine.logprobs(batch, adapter="other")
+        seen["removed"] = None
+    except ArealLoraError as error:
+        seen["removed"] = str(error)
+    return seen
+
+
+def value_loss_fn(micro: TrainBatch, values: Tensor, entropy: Tensor | None) -> LossSums:
+    """Half the squared error against ``returns``, clipped around ``values``, of the whole mask."""
+    assert micro.values is not None
+    assert micro.returns is not None
+    weights = token_weights(micro.loss_mask, micro.cu_seqlens, "token")
+    sums = value_loss(VALUE_CLIP, values=values, before=micro.values, returns=micro.returns, weights=weights)
+    return LossSums(loss=sums.loss, stats=sums.stats)
+
+
+def value_targets(rows: list[list[int]]) -> TrainBatch:
+    """The batch with random ``values`` and ``returns`` of size 1."""
+    batch = make_batch(rows)
+    draw = torch.Generator().manual_seed(29)
+    values, returns = torch.randn(2, batch.n_tokens, generator=draw)
+    return replace(batch, values=values, returns=returns)
+
+
+def critic(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tensor]) -> dict[str, Any]:
+    """A value head on an adapter of its own beside ``a``: values, gradients, and who moves at whose step."""
+    spec = replace(make_spec("critic", path, case), value_head=True)
+    engine.add_adapter(spec, OPTIMIZER, seed=3)
+    batch, seen = value_targets(make_rows()), {}
+    mine = replace(batch, adapters=("critic",) * len(batch.adapters))
+    seen["at_first"] = engine.values(batch, adapter="critic").numpy()
+    engine.load_adapter("critic", {**adapter, **random_head()})
+    seen["loaded"] = numpy_of(engine.export_adapter("critic"))
+    seen["values"] = engine.values(batch, adapter="critic").numpy()
+    seen["a"], seen["a_scores"] = numpy_of(engine.export_adapter("a")), engine.logprobs(batch, adapter="a").numpy()
+    seen["stats"] = engine.forward_backward(mine, value_loss_fn)
+    seen["grads"] = numpy_of(export_gradients(engine, "critic"))
+    engine.forward_backward(mine, value_loss_fn)
+    seen["step"] = engine.optim_step("critic", DENOMINATOR, OPTIMIZER.lr).values
+    seen["stepped"] = numpy_of(engine.export_adapter("critic"))
+    seen["a_after"] = numpy_of(engine.export_adapter("a"))
+    seen["a_scores_after"] = engine.logprobs(batch, adapter="a").numpy()
+    engine.freeze_copy("a", "before")
+    engine.forward_backward(batch, loss_fn, need_entropy=True)
+    engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
+    seen["after_a"] = numpy_of(engine.export_adapter("critic"))
+    seen["a_moved"] = engine.logprobs(batch, adapter="a").numpy()
+    seen["frozen_scores"] = engine.logprobs(batch, adapter="before").numpy()
+    engine.freeze_copy("a", "before")
+    seen["swapped_scores"] = engine.logprobs(batch, adapter="before").numpy()
+    engine.remove_adapter("before")
+    seen["refused"] = []
+    for call in (
+        lambda: engine.logprobs(batch, adapter="critic"),
+        lambda: engine.values(batch, adapter="a"),
+        lambda: engine.freeze_copy("a", "critic"),
+    ):
+        try:
+            call()
+        except ArealLoraError as error:
+            seen["refused"].append(str(error))
     return seen
 
 
@@ -196,6 +350,8 @@ def exercise_all(paths: dict[str, str], cases: list[Case], wires: dict[str, dict
     for case in cases:
         results[case.name] = exercise(paths[case.model], case, wires[case.kind])
         forget_layout()
+    if cases[0].engine == "fsdp":
+        return results
     if cases[0].world == 1:
         results["extras"] = single_rank_extras(paths["moe"], wires["moe"])
         forget_layout()
@@ -246,6 +402,7 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
             seen["refused"][what] = (type(error).__name__, str(error))
     for what, call in {
         "not_resident": lambda: engine.optim_step("b", 1.0, 1.0),
+        "twice": lambda: engine.add_adapter(make_spec("a", path, case), OPTIMIZER, seed=1),
         "mixed": lambda: engine.forward_backward(replace(batch, adapters=("a", "b", *batch.adapters[2:])), loss_fn),
     }.items():
         try:
@@ -279,4 +436,22 @@ def single_rank_extras(path: str, wire: dict[str, Any]) -> dict[str, Any]:
         engine.forward_backward(part, loss_fn, need_entropy=True)
     engine.optim_step("a", DENOMINATOR, OPTIMIZER.lr)
     seen["accumulated"] = numpy_of(engine.export_adapter("a"))
+    seen["explained"] = fitted(engine, path, case)
+    return seen
+
+
+def fitted(engine: AdapterEngine, path: str, case: Case) -> list[float | None]:
+    """Explained variance of a new critic's values, before and after 40 steps towards one return per sequence."""
+    spec = replace(make_spec("critic", path, case), value_head=True)
+    engine.add_adapter(spec, OptimizerConfig(lr=0.01), seed=3)
+    batch = make_batch(make_rows()[:9])
+    returns = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]).repeat_interleave(batch.cu_seqlens.diff())
+    batch = replace(batch, returns=returns, adapters=("critic",) * batch.n_sequences)
+    seen = []
+    for step in range(41):
+        batch = replace(batch, values=engine.values(batch, adapter="critic"))
+        if step in (0, 40):
+            seen.append(explained_variance(batch))
+        engine.forward_backward(batch, value_loss_fn)
+        engine.optim_step("critic", float(batch.loss_mask.sum()), 0.01)
     return seen

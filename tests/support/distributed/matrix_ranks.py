@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal_lora.config.models import ModelConfig, TrainerConfig
-from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory, checked
-from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
-from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout, check_widths
+from areal_lora.engine.common.adapter_memory import AdapterMemory, checked
+from areal_lora.engine.common.arena import Range, ShardedModel
+from areal_lora.engine.common.parallel_layout import ParallelLayout, check_widths
 from areal_lora.errors import ConfigError
 from areal_lora.families.shape import ModelShape
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
@@ -92,7 +92,7 @@ def hf_config(kind: str, layers: int) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def peft_adapter(kind: str, layers: int, shared: bool, rank: int) -> dict[str, Tensor]:
+def peft_adapter(kind: str, layers: int, experts: ExpertLayout, rank: int) -> dict[str, Tensor]:
     """Every name of a PEFT file of the whole model, written down from its sizes; ties are equal tensors."""
     tensors: dict[str, Tensor] = {}
 
@@ -103,12 +103,13 @@ def peft_adapter(kind: str, layers: int, shared: bool, rank: int) -> dict[str, T
                 np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
             )
 
-    def gated(base: str, width: int, names: tuple[str, str, str], like: str | None = None) -> None:
+    def gated(base: str, width: int, names: tuple[str, str, str], outer: str = "", inner: str = "") -> None:
+        """``outer`` is what the sides at the hidden state are of, ``inner`` the others."""
         gate, up, down = names
-        like = like or base
-        add(f"{base}.{gate}", HIDDEN, width, a_of=f"{like}.{gate}.lora_A", b_of=f"{like}.{gate}.lora_B")
-        add(f"{base}.{up}", HIDDEN, width, a_of=f"{like}.{gate}.lora_A", b_of=f"{like}.{up}.lora_B")
-        add(f"{base}.{down}", width, HIDDEN, a_of=f"{like}.{down}.lora_A", b_of=f"{like}.{down}.lora_B")
+        outer, inner = outer or base, inner or base
+        add(f"{base}.{gate}", HIDDEN, width, a_of=f"{outer}.{gate}.lora_A", b_of=f"{inner}.{gate}.lora_B")
+        add(f"{base}.{up}", HIDDEN, width, a_of=f"{outer}.{gate}.lora_A", b_of=f"{inner}.{up}.lora_B")
+        add(f"{base}.{down}", width, HIDDEN, a_of=f"{inner}.{down}.lora_A", b_of=f"{outer}.{down}.lora_B")
 
     plain = ("gate_proj", "up_proj", "down_proj")
     for layer in range(layers):
@@ -124,9 +125,11 @@ def peft_adapter(kind: str, layers: int, shared: bool, rank: int) -> dict[str, T
             gated(f"{base}.mlp.shared_expert", SHARED_FFN, plain)
         where = "block_sparse_moe" if kind == "mixtral" else "mlp"
         for expert in range(EXPERTS[kind]):
-            first = f"{base}.{where}.experts.0" if shared else None
+            first = f"{base}.{where}.experts.0"
+            outer = "" if experts is ExpertLayout.PER_EXPERT else first
+            inner = first if experts is ExpertLayout.SHARED else ""
             names = ("w1", "w3", "w2") if kind == "mixtral" else plain
-            gated(f"{base}.{where}.experts.{expert}", EXPERT_FFN, names, first)
+            gated(f"{base}.{where}.experts.{expert}", EXPERT_FFN, names, outer, inner)
     return tensors
 
 
@@ -166,67 +169,59 @@ def expected_parts(kind: str, adapter: dict[str, Tensor], path: str, layer: int,
     return get(f"{base}.{gate}", "A"), torch.cat(halves)
 
 
-def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], shared: bool) -> int:
+def check_modules(kind: str, module: nn.Module, adapter: dict[str, Tensor], layout: ExpertLayout) -> int:
     """Every adapted module of this rank against hand-made slices; returns how many there were."""
-    from megatron.bridge.peft.lora_layers import LoRALinear
     from megatron.core import parallel_state
 
     from areal_lora.engine.megatron_utils.experts import GroupedLinear
+    from areal_lora.engine.megatron_utils.lora import AdaptedLinear
 
     ep = parallel_state.get_expert_model_parallel_rank()
     each = EXPERTS.get(kind, 0) // parallel_state.get_expert_model_parallel_world_size()
     checked_modules = 0
     for path, found in module.named_modules():
-        if isinstance(found, LoRALinear):
-            a, b, weight = found.adapter.lora_A, found.adapter.lora_B, found.to_wrap.weight
+        if isinstance(found, AdaptedLinear):
+            part = found.residents["a"]
+            a, b, weight = part.lora_A, part.lora_B, found.to_wrap.weight
         elif isinstance(found, GroupedLinear):
-            assert found.lora_A is not None, path
-            assert found.lora_B is not None, path
-            a, b, weight = found.lora_A, found.lora_B, found.weight
+            lora = found.residents["a"]
+            assert lora.a is not None, path
+            assert lora.b is not None, path
+            a, b, weight = lora.a, lora.b, found.weight
         else:
             continue
         head, _, rest = path.partition("layers.")
         number, _, _ = rest.partition(".")
         layer = module.get_submodule(f"{head}layers.{number}").layer_number - 1  # Megatron's own global number
         assert (weight.shape[-1], weight.shape[-2]) == (a.shape[-1], b.shape[-2]), path
-        stacked = isinstance(found, GroupedLinear) and not shared
-        assert (a.dim(), b.dim()) == ((3, 3) if stacked else (2, 2)), path
-        experts = list(range(ep * each, (ep + 1) * each)) if stacked else [0]
+        routed, fc1 = isinstance(found, GroupedLinear), path.endswith("linear_fc1")
+        several = layout is ExpertLayout.PER_EXPERT
+        stack_a = routed and (several or (layout is ExpertLayout.SHARED_OUTER and not fc1))
+        stack_b = routed and (several or (layout is ExpertLayout.SHARED_OUTER and fc1))
+        assert (a.dim(), b.dim()) == (3 if stack_a else 2, 3 if stack_b else 2), path
+        experts = list(range(ep * each, (ep + 1) * each)) if stack_a or stack_b else [0]
         for i, expert in enumerate(experts):
             wanted_a, wanted_b = expected_parts(kind, adapter, path, layer, expert)
-            assert torch.equal(a[i] if stacked else a, wanted_a), (path, expert)
-            assert torch.equal(b[i] if stacked else b, wanted_b), (path, expert)
+            assert torch.equal(a[i] if stack_a else a, wanted_a), (path, expert)
+            assert torch.equal(b[i] if stack_b else b, wanted_b), (path, expert)
         checked_modules += 1
     return checked_modules
-
-
-def unwrap(module: nn.Module) -> None:
-    from megatron.bridge.peft.lora_layers import LoRALinear
-
-    from areal_lora.engine.megatron_utils.experts import GroupedLinear
-
-    for path, found in list(module.named_modules()):
-        if isinstance(found, LoRALinear):
-            parent, _, name = path.rpartition(".")
-            setattr(module.get_submodule(parent), name, found.to_wrap)
-        elif isinstance(found, GroupedLinear):
-            found.lora_A = found.lora_B = None
 
 
 def one_adapter(kind: str, module: nn.Module, model: ShardedModel, spec: AdapterSpec, groups: Any, layers: int) -> str:
     """Load, compare, pack, compare; returns the digest of the wire layout."""
     from areal_lora.engine.megatron_utils import lora
+    from areal_lora.engine.residents import ActiveAdapter
 
-    shared = spec.expert_layout is ExpertLayout.SHARED
-    adapter = peft_adapter(kind, layers, shared, spec.rank)
+    adapter = peft_adapter(kind, layers, spec.expert_layout, spec.rank)
     memory = AdapterMemory(model, spec, dist.get_rank(), CPU)
-    lora.attach(module, memory)
+    lora.attach(module, memory, ActiveAdapter())
     layout = memory.layout("float32")
     names = {t.name for s in layout.shards for t in s.tensors}
     assert names | layout.aliases.keys() == adapter.keys()
     memory.load(memory.weights, checked(layout, adapter))
-    assert check_modules(kind, module, adapter, shared) > 0
-    unwrap(module)
+    assert check_modules(kind, module, adapter, spec.expert_layout) > 0
+    lora.detach(module, "a")
     for dtype, kept in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         if kept is torch.bfloat16 and spec.rank != RANKS[-1]:
             continue
@@ -298,7 +293,10 @@ def one_layout(sizes: Sizes, index: int, refused: dict[str, str], digests: dict[
                 parameter.requires_grad_(False)
             model = ShardedModel(shape=shape, layout=layout)
             for experts in ExpertLayout if kind in EXPERTS else (ExpertLayout.PER_EXPERT,):
-                for rank in RANKS[-1:] if kind in FEWER else RANKS:
+                outer = experts is ExpertLayout.SHARED_OUTER
+                if outer and index % 4:
+                    continue
+                for rank in RANKS[-1:] if kind in FEWER or outer else RANKS:
                     spec = AdapterSpec(
                         name="a", base_model="b", rank=rank, alpha=16.0, target_modules=TARGETS, expert_layout=experts
                     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,18 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from areal_lora.types import TrainBatch
+
 RANK, ALPHA = 4, 12.0
-SCALE = ALPHA / RANK
 VOCAB, LAYERS, EXPERTS = 320, 4, 8
 SHARED = "+shared"
 """Ends the kind of an adapter whose lora_A and lora_B all experts of a layer have in common."""
+OUTER = "+outer"
+"""Ends the kind of an adapter whose experts share lora_A of gate and up, and lora_B of down."""
+PATTERNS = "+patterns"
+"""Ends the kind of an adapter with rsLoRA and other ranks and alphas for some modules (`numbers`)."""
+RANK_PATTERN = (("self_attn.(q|k|v)_proj", 6), (r"layers\.[13]\..*experts.*(gate|up)_proj", 2), (".*", RANK))
+ALPHA_PATTERN = (("o_proj", 5.0), ("down_proj", 20.0))
 
 _SIZES = {
     "vocab_size": VOCAB,
@@ -107,14 +115,30 @@ class Module:
     a_of: str
     b_of: str
     parameter: str
+    rank: int
+    scale: float
+
+
+def numbers(kind: str, name: str) -> tuple[int, float]:
+    """Rank and scale of a module, written down for each kind of adapter."""
+    if not kind.endswith(PATTERNS):
+        return RANK, ALPHA / RANK
+    layer, leaf = int(name.split(".")[2]), name.rpartition(".")[2]
+    if leaf in ("q_proj", "k_proj", "v_proj"):
+        return 6, ALPHA / 6**0.5
+    if leaf in ("gate_proj", "up_proj") and layer in (1, 3):
+        return 2, ALPHA / 2**0.5
+    return RANK, {"o_proj": 5.0, "down_proj": 20.0}.get(leaf, ALPHA) / 2.0
 
 
 def modules(kind: str) -> list[Module]:
     """All adapted projections of a model, written down from its sizes and nothing else."""
-    model, shared = kind.removesuffix(SHARED), kind.endswith(SHARED)
+    model, shared, outer = kind.partition("+")[0], kind.endswith(SHARED), kind.endswith(OUTER)
     found: list[Module] = []
 
-    def gated(base: str, width: int, names: tuple[str, str, str], like: str, fused: str | None = None) -> None:
+    def gated(
+        base: str, width: int, names: tuple[str, str, str], like: str, fused: str | None = None, outer: str = ""
+    ) -> None:
         gate, up, down = names
         for leaf, n_in, n_out, a_of, parameter in (
             (gate, 128, width, gate, "gate_up_proj"),
@@ -122,7 +146,18 @@ def modules(kind: str) -> list[Module]:
             (down, width, 128, down, "down_proj"),
         ):
             where = f"{fused}.{parameter}" if fused else f"{base}.{leaf}.weight"
-            found.append(Module(f"{base}.{leaf}", n_in, n_out, f"{like}.{a_of}", f"{like}.{leaf}", where))
+            name = f"{base}.{leaf}"
+            found.append(
+                Module(
+                    name,
+                    n_in,
+                    n_out,
+                    f"{outer if outer and leaf != down else like}.{a_of}",
+                    f"{outer if outer and leaf == down else like}.{leaf}",
+                    where,
+                    *numbers(kind, name),
+                )
+            )
 
     plain = ("gate_proj", "up_proj", "down_proj")
     for layer in range(LAYERS):
@@ -130,7 +165,7 @@ def modules(kind: str) -> list[Module]:
         for leaf, n_out, a_of in (("q", 128, "q"), ("k", 64, "q"), ("v", 64, "q"), ("o", 128, "o")):
             name = f"{base}.self_attn.{leaf}_proj"
             a_name = f"{base}.self_attn.{a_of}_proj"
-            found.append(Module(name, 128, n_out, a_name, name, f"{name}.weight"))
+            found.append(Module(name, 128, n_out, a_name, name, f"{name}.weight", *numbers(kind, name)))
         if model in ("dense", "llama", "qwen2") or (model == "qwen2_moe" and layer == 2):
             gated(f"{base}.mlp", 192, plain, f"{base}.mlp")
             continue
@@ -139,7 +174,8 @@ def modules(kind: str) -> list[Module]:
         experts = f"{base}.block_sparse_moe.experts" if model == "mixtral" else f"{base}.mlp.experts"
         names = ("w1", "w3", "w2") if model == "mixtral" else plain
         for e in range(EXPERTS):
-            gated(f"{experts}.{e}", 64, names, f"{experts}.{0 if shared else e}", f"{base}.mlp.experts")
+            first = f"{experts}.0" if outer else ""
+            gated(f"{experts}.{e}", 64, names, f"{experts}.{0 if shared else e}", f"{base}.mlp.experts", first)
     return found
 
 
@@ -148,15 +184,24 @@ def adapter_shapes(kind: str) -> dict[str, tuple[int, int]]:
     shapes: dict[str, tuple[int, int]] = {}
     for m in modules(kind):
         if m.a_of == m.name:
-            shapes[f"{m.name}.lora_A.weight"] = (RANK, m.n_in)
+            shapes[f"{m.name}.lora_A.weight"] = (m.rank, m.n_in)
         if m.b_of == m.name:
-            shapes[f"{m.name}.lora_B.weight"] = (m.n_out, RANK)
+            shapes[f"{m.name}.lora_B.weight"] = (m.n_out, m.rank)
     return shapes
 
 
 def random_adapter(kind: str, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {n: 0.08 * torch.randn(s, generator=generator) for n, s in sorted(adapter_shapes(kind).items())}
+
+
+def random_head(seed: int = 31) -> dict[str, Tensor]:
+    """The value head of a critic, by wire name."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "value_head.weight": 0.1 * torch.randn(128, generator=generator),
+        "value_head.bias": torch.randn(1, generator=generator),
+    }
 
 
 def with_aliases(wire: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -185,7 +230,7 @@ class Oracle:
     def _merged(self, wire: Mapping[str, Tensor]) -> dict[str, Tensor]:
         changes: dict[str, list[Tensor]] = {}
         for m in modules(self.kind):
-            delta = SCALE * wire[f"{m.b_of}.lora_B.weight"].double() @ wire[f"{m.a_of}.lora_A.weight"].double()
+            delta = m.scale * wire[f"{m.b_of}.lora_B.weight"].double() @ wire[f"{m.a_of}.lora_A.weight"].double()
             changes.setdefault(m.parameter, []).append(delta)
         weights = dict(self.base)
         for name, deltas in changes.items():
@@ -211,6 +256,31 @@ class Oracle:
             logprobs.append(torch.cat([zero, logp.gather(1, ids[0, 1:, None])[:, 0]]))
             entropies.append(torch.cat([zero, -(logp.exp() * logp).sum(-1)]))
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def value_step(
+        self,
+        rows: Sequence[Sequence[int]],
+        wire: Mapping[str, Tensor],
+        batch: TrainBatch,
+        *,
+        clip: float,
+        denominator: float,
+    ) -> tuple[Tensor, dict[str, Tensor], float]:
+        """Packed values [T], gradients by wire name, and the summed clipped squared error: one sequence at a time."""
+        leaves = {n: t.double().clone().requires_grad_() for n, t in wire.items()}
+        weights = self._merged(leaves)
+        values, loss, bounds = [], torch.zeros((), dtype=torch.float64), batch.cu_seqlens.tolist()
+        for row, (a, b) in zip(rows, pairwise(bounds), strict=True):
+            kwargs = {"input_ids": torch.tensor([row]), "use_cache": False, "output_hidden_states": True}
+            hidden = functional_call(self.model, weights, kwargs=kwargs).hidden_states[-1][0]
+            before = hidden[:-1] @ leaves["value_head.weight"] + leaves["value_head.bias"]
+            values.append(torch.cat([before.new_zeros(1), before]))
+            old, target = batch.values[a:b].double(), batch.returns[a:b].double()
+            near = old + (values[-1] - old).clamp(-clip, clip)
+            worse = torch.maximum((values[-1] - target) ** 2, (near - target) ** 2)
+            loss = loss + (0.5 * worse * batch.loss_mask[a:b]).sum()
+        (loss / denominator).backward()
+        return torch.cat(values).detach(), {n: t.grad for n, t in leaves.items()}, float(loss.detach())
 
     def step(
         self,

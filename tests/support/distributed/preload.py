@@ -6,7 +6,9 @@ from areal_lora.platforms.megatron_cpu import install_cpu_patches
 
 install_cpu_patches()
 
-from areal_lora.engine.megatron_utils import base_weights, lora, model, optimizer, rows, schedule  # noqa: E402, F401
+from areal_lora.engine.common import optimizer  # noqa: E402, F401
+from areal_lora.engine.fsdp_utils import fsdp_model  # noqa: E402, F401
+from areal_lora.engine.megatron_utils import base_weights, lora, model, schedule  # noqa: E402, F401
 from areal_lora.weight_sync import blocks  # noqa: E402
 
 # The compiled copies are loaded from their cache once, too.

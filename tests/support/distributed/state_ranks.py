@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from areal_lora.checkpoint.state import PARTS
 from areal_lora.config.models import OptimizerConfig
-from areal_lora.engine.megatron_engine import MegatronEngine
+from areal_lora.engine.common.adapter_engine import AdapterEngine
 from areal_lora.errors import ArealLoraError
 from areal_lora.trainer.learn import learning_rate
 from tests.support.distributed.engine_ranks import (
@@ -26,7 +26,7 @@ ADAM = OptimizerConfig(lr=0.01, warmup_steps=3, schedule="linear", max_grad_norm
 State = tuple[int, dict[str, dict[str, np.ndarray]]]  # step, tensors by part and wire name
 
 
-def whole_state(engine: MegatronEngine) -> State:
+def whole_state(engine: AdapterEngine) -> State:
     """All ranks' shares together, on every rank."""
     mine = engine.export_state("a")
     shares: list[Any] = [None] * dist.get_world_size()
@@ -40,22 +40,21 @@ def whole_state(engine: MegatronEngine) -> State:
     return mine.step, found
 
 
-def train(engine: MegatronEngine, steps: int) -> list[dict[str, float]]:
+def train(engine: AdapterEngine, steps: int) -> list[dict[str, float]]:
     batch, seen = make_batch(make_rows()), []
     for _ in range(steps):
         engine.forward_backward(batch, loss_fn, need_entropy=True)
-        assert engine._resident is not None
-        lr = learning_rate(ADAM, engine._resident.optimizer.step_count, 10)
+        lr = learning_rate(ADAM, engine._residents["a"].optimizer.step_count, 10)
         seen.append(engine.optim_step("a", DENOMINATOR, lr).values)
     return seen
 
 
 def begin(path: str, case: Case) -> dict[str, Any]:
-    """Two steps, the state, and what two further steps do."""
+    """Two steps, the state, and what five further steps do."""
     engine = build(path, case, ADAM)
     train(engine, 2)
     state = whole_state(engine)
-    after = train(engine, 2)
+    after = train(engine, 5)
     moved = whole_state(engine)
     step, tensors = state
     refused = {}
@@ -79,6 +78,6 @@ def carry(path: str, cases: list[Case], state: State) -> dict[str, Any]:
         engine = build(path, case, ADAM)
         engine.load_state("a", state[1], state[0])
         state = whole_state(engine)
-        seen[case.name] = {"state": state, "after": train(engine, 2), "moved": whole_state(engine)}
+        seen[case.name] = {"state": state, "after": train(engine, 5), "moved": whole_state(engine)}
         forget_layout()
     return seen

@@ -29,8 +29,9 @@ from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.trainer.adapter import Adapter, build_adapter, probe_rows
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.trainer.main import join_world
+from areal_lora.trainer.payload import outgoing_payload
 from areal_lora.trainer.publishing import AdapterPublishing
-from areal_lora.types import AdapterSpec
+from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.leader import Leader
@@ -47,7 +48,10 @@ class Tampering:
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
-        self.change: Callable[[Owned, AdapterSpec], tuple[Owned, AdapterSpec]] = lambda owned, spec: (owned, spec)
+        self.change: Callable[[Owned, AdapterStructure], tuple[Owned, AdapterStructure]] = lambda owned, spec: (
+            owned,
+            spec,
+        )
 
     def publish(self, *, layout: AdapterLayout, pack: Pack, **rest: object):
         [shard] = layout.shards
@@ -56,7 +60,7 @@ class Tampering:
             pass
         words = torch.from_numpy(flat.view(np.float32))
         owned = [(t.name, words[t.offset // 4 :][: math.prod(t.shape)].view(t.shape)) for t in shard.tensors]
-        owned, spec = self.change(owned, layout.spec)
+        owned, spec = self.change(owned, layout.structure)
         tensors = dict(owned)
         aliases = {name: target for name, target in layout.aliases.items() if target in tensors}
         changed = make_layout(spec, layout.dtype, {0: [(n, tuple(t.shape)) for n, t in owned]}, aliases)
@@ -66,25 +70,25 @@ class Tampering:
         self._publisher.close()
 
 
-def flip_expert(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+def flip_expert(owned: Owned, spec: AdapterStructure) -> tuple[Owned, AdapterStructure]:
     return [(n, -t if n == f"{EXPERT}.down_proj.lora_B.weight" else t) for n, t in owned], spec
 
 
-def swap_gate_and_up(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+def swap_gate_and_up(owned: Owned, spec: AdapterStructure) -> tuple[Owned, AdapterStructure]:
     tensors = dict(owned)
     gate, up = f"{EXPERT}.gate_proj.lora_B.weight", f"{EXPERT}.up_proj.lora_B.weight"
     return list((tensors | {gate: tensors[up], up: tensors[gate]}).items()), spec
 
 
-def drop_layer(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+def drop_layer(owned: Owned, spec: AdapterStructure) -> tuple[Owned, AdapterStructure]:
     return [(n, t) for n, t in owned if not n.startswith("model.layers.2.")], spec
 
 
-def wrong_alpha(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+def wrong_alpha(owned: Owned, spec: AdapterStructure) -> tuple[Owned, AdapterStructure]:
     return owned, replace(spec, alpha=2 * spec.alpha)
 
 
-def poison(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+def poison(owned: Owned, spec: AdapterStructure) -> tuple[Owned, AdapterStructure]:
     name, tensor = owned[0]
     broken = tensor.clone()
     broken.view(-1)[5] = float("nan")
@@ -145,15 +149,15 @@ def small_effects(
             secret=read_secret(config.run_folder),
         )
     )
-    publishing = AdapterPublishing(engine, publisher, loose, None)
+    publishing = AdapterPublishing(engine, publisher, outgoing_payload(config, engine), None)
 
     def scaled(scale: float) -> dict[str, Tensor]:
         return {n: t * scale if ".lora_B." in n else t for n, t in random.items()}
 
-    def older(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+    def older(owned: Owned, spec: AdapterStructure) -> tuple[Owned, AdapterStructure]:
         return [(n, scaled(0.0012)[n]) for n, _ in owned], spec
 
-    def nothing(owned: Owned, spec: AdapterSpec) -> tuple[Owned, AdapterSpec]:
+    def nothing(owned: Owned, spec: AdapterStructure) -> tuple[Owned, AdapterStructure]:
         return [(n, t * 0.0 if ".lora_B." in n else t) for n, t in owned], spec
 
     verdicts = {}
@@ -194,7 +198,7 @@ def main(run_folder: Path) -> None:
             secret=read_secret(RunFolder(run_folder)),
         )
     )
-    publishing = AdapterPublishing(engine, publisher, config.weight_sync, None)
+    publishing = AdapterPublishing(engine, publisher, outgoing_payload(config, engine), None)
     version = 0
     verdicts = {"version 0": verdict(partial(publish, publishing, adapter, version))}
     generator = torch.Generator().manual_seed(3)

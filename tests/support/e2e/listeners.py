@@ -122,13 +122,12 @@ def listening(family: list[psutil.Process], published: dict[tuple[int, int], str
 
 
 def name_of(process: psutil.Process) -> str:
-    words = process.cmdline()
-    known = [PROCESSES[word] for word in words if word in PROCESSES]
-    if known:
-        return known[0]
+    # Its parent first: an engine is forked, and has the server's command line where its title cannot be set.
     parent = process.parent()
-    inside = parent is not None and name_of(parent) in ("rollout server", "vLLM engine")
-    return "vLLM engine" if inside else " ".join(words)[:60]
+    if parent is not None and name_of(parent) in ("rollout server", "vLLM engine"):
+        return "vLLM engine"
+    words = process.cmdline()
+    return next((PROCESSES[word] for word in words if word in PROCESSES), " ".join(words)[:60])
 
 
 def identified(listener: Listener) -> Listener:

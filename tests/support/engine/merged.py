@@ -7,6 +7,7 @@ reshapes its linear_qkv ([groups, queries + key + value, head]), and the names a
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,11 @@ class Folders:
     merged: Path
 
 
-def make(kind: str, base: Path, spec: AdapterSpec, size: float = 0.3) -> Folders:
-    """``size`` is the standard deviation of lora_A and lora_B."""
+Numbers = Callable[[str], tuple[int, float]]
+
+
+def make(kind: str, base: Path, spec: AdapterSpec, size: float = 0.3, numbers: Numbers | None = None) -> Folders:
+    """``size`` is the standard deviation of lora_A and lora_B; ``numbers`` gives the rank and scale of a module."""
     shape = ModelShape.from_hf(read_hf_config(base))
     weights = load_file(base / "model.safetensors")
     torch.manual_seed(3)
@@ -40,12 +44,13 @@ def make(kind: str, base: Path, spec: AdapterSpec, size: float = 0.3) -> Folders
         if not key.covered(spec.target_modules):
             continue
         pieces = pieces_of(shape, key)
-        a = torch.randn(spec.rank, pieces[0].in_features) * size
-        b = torch.randn(sum(p.out_features for p in pieces), spec.rank) * size
+        rank, scale = numbers(pieces[0].name) if numbers else (spec.rank, spec.alpha / spec.rank)
+        a = torch.randn(rank, pieces[0].in_features) * size
+        b = torch.randn(sum(p.out_features for p in pieces), rank) * size
         wire |= to_hf(pieces, a, b)
         aliases |= wire_names(pieces)[1]
         for modules in _module_names(kind, shape, key):
-            for module, part in zip(modules, _split(shape, key, spec.scale * b @ a), strict=True):
+            for module, part in zip(modules, _split(shape, key, scale * b @ a), strict=True):
                 weights[f"{module}.weight"] += part
     folders = Folders(base=base, adapter=base.parent / "adapter", merged=base.parent / "merged")
     save_peft(folders.adapter, spec, wire, str(base), aliases)

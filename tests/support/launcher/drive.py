@@ -15,7 +15,8 @@ from rich.console import Console
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.published import known_config
-from areal_lora.launcher import local
+from areal_lora.launcher import watch
+from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
@@ -34,10 +35,18 @@ def main() -> int:
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     dummy = JobPlan(
-        run_folder=RunFolder(folder), nodes=1, processes=specs, ports=(), files=(), ranks=(), estimates=plan.estimates
+        run_folder=RunFolder(folder),
+        pools=plan.pools,
+        processes=specs,
+        ports=(),
+        files=(),
+        ranks=(),
+        estimates=plan.estimates,
+        memory=plan.memory,
+        what_if=plan.what_if,
     )
-    local.EARLY_END_S = float(os.environ.get("EARLY_END_S", local.EARLY_END_S))
-    return local.run_local(config, dummy, Console())
+    watch.EARLY_END_S = float(os.environ.get("EARLY_END_S", watch.EARLY_END_S))
+    return run_local(config, dummy, Console()).code
 
 
 if __name__ == "__main__":

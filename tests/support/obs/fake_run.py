@@ -77,6 +77,7 @@ def _write_step(writer: MetricsWriter, rng: random.Random, step: int, level: flo
             adapter=ADAPTER,
             reward_mean=min(1.0, max(0.0, rng.gauss(level, 0.07))),
             reward_std=0.4,
+            reward_components={"right": level, "brief": -0.1},
             loss=rng.gauss(0.0, 0.02),
             grad_norm=abs(rng.gauss(0.4, 0.1)),
             lr=1e-3,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from areal_lora.config.models import Config, SamplingConfig
+from areal_lora.config.evals import EvalSetConfig
+from areal_lora.config.models import Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
+from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt, PromptStream
+from areal_lora.rollout.controller.eval_sets import EvalSet, HeldOut, sampling_of
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Ticket
 from areal_lora.rollout.controller.pacing import Pacing
@@ -29,7 +33,9 @@ def samples(n: int) -> list[Sample]:
 
 
 def stream(n: int = 100, seed: int = 0, max_prompt_tokens: int = 64) -> PromptStream:
-    return PromptStream(samples(n), CharTokenizer(), seed=seed, max_prompt_tokens=max_prompt_tokens)
+    return PromptStream(
+        samples(n), Formatter(tokenizer=CharTokenizer()), seed=seed, max_prompt_tokens=max_prompt_tokens
+    )
 
 
 def trajectory(prompt: Prompt, version: int, index: int = 0, reward: float = 1.0) -> Trajectory:
@@ -118,6 +124,19 @@ def admit_all(made: AdapterFeed) -> list[Ticket]:
 
 
 SAMPLING = SamplingConfig(prompts_per_step=4, n_samples=2, max_new_tokens=8, timeout_s=5.0)
+
+
+def eval_set(
+    held_out: HeldOut, sampling: SamplingConfig = SAMPLING, workflow: WorkflowConfig | None = None, **settings: Any
+) -> EvalSet:
+    chosen = EvalSetConfig(**{"name": "held-out", **settings})
+    return EvalSet(
+        config=chosen,
+        sampling=sampling_of(sampling, chosen),
+        workflow=workflow or SingleTurnWorkflowConfig(),
+        formatter=Formatter(tokenizer=CharTokenizer()),
+        held_out=held_out,
+    )
 
 
 def config(model: str, *, servers: int = 1, steps: int = 6, eta: int = 1, b: int = 4) -> Config:

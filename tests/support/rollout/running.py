@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_lora.config.models import FunctionReward, WorkflowConfig
+from areal_lora.config.evals import EvalSetConfig
+from areal_lora.config.models import WorkflowConfig
+from areal_lora.config.reward import FunctionReward
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.rollout.testing import FakeServer
@@ -45,14 +47,14 @@ class Running:
     ended: Any  # the controller's future
     folder: Path
 
-    def activate(self, version: int) -> None:
+    def activate(self, version: int, name: str = NAME) -> None:
         for server in self.servers:
-            server.models.add(f"{NAME}@v{version}")
-        self.announce(version)
+            server.models.add(f"{name}@v{version}")
+        self.announce(version, name=name)
 
-    def announce(self, version: int, lost: tuple[str, ...] = ()) -> None:
+    def announce(self, version: int, lost: tuple[str, ...] = (), name: str = NAME) -> None:
         urls = {f"server-{i}": s.url for i, s in enumerate(self.servers) if f"server-{i}" not in lost}
-        self.client.announce(AdapterRef(name=NAME, version=version), urls, lost)
+        self.client.announce(AdapterRef(name=name, version=version), urls, lost)
 
     def batch(self, step: int) -> Any:
         return self.client.next_batch(NAME, step=step, version=step)
@@ -60,7 +62,7 @@ class Running:
 
 @contextmanager
 def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Start controllers, each with its servers and a trainer's client."""
+    """Start controllers, each with its servers and a trainer's client; ``twins`` are more adapters, by name."""
     loop, server_loop = Loop(), Loop()
     stop = asyncio.Event()
     started: list[Running] = []
@@ -69,21 +71,25 @@ def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         *servers: FakeServer,
         workflow: WorkflowConfig | None = None,
         reward: FunctionReward | None = None,
+        evals: list[dict[str, Any]] | None = None,
+        twins: Mapping[str, dict[str, Any]] | None = None,
         **settings: int,
     ) -> Running:
         create_secret(RunFolder(tmp_path))
         for server in servers:
             server_loop.run(server.__aenter__())
         made = config("none", servers=len(servers), **settings)
-        replaced = {"workflow": workflow, "reward": reward}
+        sets = [EvalSetConfig.model_validate(chosen) for chosen in evals or ()]
+        replaced = {"workflow": workflow, "reward": reward, "evals": sets}
         entry = made.adapters[0].model_copy(update={name: value for name, value in replaced.items() if value})
-        made = made.model_copy(update={"adapters": [entry]})
-        data = [adapter_data(made, entry, CharTokenizer())]
+        others = [entry.model_copy(update={"name": name, **fields}) for name, fields in (twins or {}).items()]
+        made = made.model_copy(update={"adapters": [entry, *others]})
+        data = [adapter_data(made, each, CharTokenizer()) for each in made.adapters]
         work = serve(made, RunFolder(tmp_path), data, stop)
         ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
         endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
         client = ControllerClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
-        client.hello({NAME: 0}, {})
+        client.hello({adapter.name: 0 for adapter in made.adapters}, {})
         started.append(Running(client, endpoint, servers, ended, tmp_path))
         return started[-1]
 

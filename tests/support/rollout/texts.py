@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from areal_lora.config.models import SamplingConfig
+from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.client import CompletionClient
 from areal_lora.rollout.routing import Router
@@ -25,6 +26,7 @@ class CharTokenizer:
     """One token per character; 2 ends a sequence. From 1000 on a token is two letters that `encode` makes two of."""
 
     chat_template = "{role}:{content}"
+    eos_token_id = EOS
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(c) for c in t] for t in text]}
@@ -37,7 +39,7 @@ class CharTokenizer:
         return "".join(chr(i) if i < 1000 else 2 * chr(97 + i - 1000) for i in kept)
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: object
     ) -> str:
         """``<user:question>`` and, of the assistant, what it said and the end of sequence."""
         pairs = [(m["role"], m["content"]) for m in conversation]
@@ -58,7 +60,11 @@ class Graded:
 
 def prompt_of(text: str, answer: str = "42") -> Prompt:
     return Prompt(
-        uid="0:s", position=0, sample=Sample(uid="s", prompt=text, answer=answer), token_ids=[ord(c) for c in text]
+        uid="0:s",
+        position=0,
+        sample=Sample(uid="s", prompt=text, answer=answer),
+        text=text,
+        token_ids=[ord(c) for c in text],
     )
 
 
@@ -73,5 +79,9 @@ async def served(
             router.announce(AdapterRef.parse(model), {"server-0": server.url})
         async with CompletionClient(router, secret) as client:
             yield WorkflowContext(
-                client=client, scorer=scorer, sampling=sampling, tokenizer=CharTokenizer(), max_model_len=MAX_MODEL_LEN
+                client=client,
+                scorer=scorer,
+                sampling=sampling,
+                formatter=Formatter(tokenizer=CharTokenizer()),
+                max_model_len=MAX_MODEL_LEN,
             )

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from areal_lora.config.models import TrainerConfig
 from areal_lora.distributed.exchange import GroupExchange
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.arena import Range, ShardedModel
+from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.plan import wire_layout
 from areal_lora.engine.megatron_engine import MegatronEngine
-from areal_lora.engine.megatron_utils.adapter_memory import AdapterMemory
-from areal_lora.engine.megatron_utils.arena import Range, ShardedModel
-from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
-from areal_lora.engine.megatron_utils.plan import wire_layout
 from areal_lora.errors import PublishError
 from areal_lora.families.shape import ModelShape
 from areal_lora.run_folder.paths import RunFolder
@@ -60,12 +60,13 @@ class Engine:
     def __init__(self, it: ShardedModel, spec: AdapterSpec) -> None:
         self.rank = dist.get_rank()
         self.memory = AdapterMemory(it, spec, self.rank, torch.device("cpu"))
-        self._groups = {}
+        groups = {}
         for part, size in ((Range.DENSE_SPLIT, it.layout.tp), (Range.EXPERT_SPLIT, it.layout.etp)):
             for first in range(0, it.layout.world, size):
                 group = dist.new_group(list(range(first, first + size)))
                 if self.rank in range(first, first + size):
-                    self._groups[part] = group
+                    groups[part] = group
+        self._model = SimpleNamespace(groups=groups)
         shapes = {t.name: t.shape for shard in self.memory.layout("float32").shards for t in shard.tensors}
         held = {name: values(name, shapes[name]) for name in self.memory.held_names()}
         self.memory.load(self.memory.weights, held)
@@ -91,7 +92,7 @@ def export_all(folder: Path, cases: list[tuple[str, ModelShape, dict[str, int], 
         engine: Any = Engine(model(shape, sizes), spec(rank, experts))
         adapter: Any = SimpleNamespace(name="a", spec=spec(rank, experts), base_commit=None)
         # As after a checkpoint: the plans of the engine exist.
-        engine.memory.export(engine.memory.weights, engine._groups)
+        engine.memory.export(engine.memory.weights, engine._model.groups)
         dist.barrier()
         ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide new allocations
         Path("/proc/self/clear_refs").write_text("5")

@@ -109,10 +109,10 @@ def main(folder: Path, steps: int) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
     before, began = memory("VmRSS"), time.monotonic()
     recorder = Recorder(RunFolder(folder), [ADAPTER], {ADAPTER: round(steps * RESUMED)}, began)
-    console = LiveConsole(RunFolder(folder), steps)
+    console = LiveConsole(RunFolder(folder), {ADAPTER: steps})
     console.start()
     opened = time.monotonic()
-    recorder.finish(folder / "adapters" / ADAPTER)
+    recorder.finish({ADAPTER: folder / "adapters" / ADAPTER})
     finished = time.monotonic()
     return {
         "grown_bytes": memory("VmHWM") - before,

@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 
 from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.config.adapter_run import adapter_run
+from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.load import load_config
 from areal_lora.data.collate import scoring_batch
 from areal_lora.engine.base import LossFn
@@ -17,15 +19,17 @@ from areal_lora.types import StepStats, TrainBatch
 from tests.support.paths import EXAMPLES
 
 
-def make_adapter(**algorithm: object) -> Adapter:
+def make_adapter(*, kind: str = "grpo", minibatches: int = 1, **algorithm: object) -> Adapter:
+    """The embedded job's adapter with the algorithm ``kind`` and the given keys of it."""
     config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"], [])
-    adapter = config.adapters[0]
-    adapter = adapter.model_copy(update={"algorithm": adapter.algorithm.model_copy(update=algorithm)})
+    chosen = AlgorithmConfig.model_validate({"kind": kind, **algorithm})
+    adapter = config.adapters[0].model_copy(update={"algorithm": chosen, "minibatches": minibatches})
     return Adapter(
         config=adapter,
+        run=adapter_run(config, adapter),
         spec=adapter.spec("x"),
         probe=scoring_batch([[1, 2]], adapter.name),
-        algorithm=build_algorithm(adapter.algorithm, minibatches=adapter.minibatches),
+        algorithm=build_algorithm(chosen, minibatches=minibatches, max_new_tokens=adapter.sampling.max_new_tokens),
     )
 
 
@@ -38,6 +42,7 @@ def make_batch() -> TrainBatch:
         versions=torch.where(batch.loss_mask, 4, -1),
         rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]),
         group_ids=torch.tensor([0, 0, 1, 1]),
+        baselines=torch.tensor([1.0, 1.0, 0.0, 0.0]),
     )
 
 
@@ -48,11 +53,20 @@ class RecordedEngine:
         """``logprobs`` are those of ``batch``, `make_batch` if none is given."""
         self.whole = batch or make_batch()
         self.answer, self.asked, self.denominators, self.rates = logprobs, [], [], []
+        self.value, self.resident = torch.full_like(logprobs, 0.25).detach(), list[tuple[str, str]]()
         self.broken: tuple[int, ...] = ()  # optimizer steps, from 1, with a gradient that is not finite
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
         self.asked.append(adapter)
         return self._of(batch)
+
+    def values(self, batch: TrainBatch, *, adapter: str) -> torch.Tensor:
+        """0.25 everywhere."""
+        self.asked.append(adapter)
+        return self.value
+
+    def freeze_copy(self, adapter: str, name: str) -> None:
+        self.resident.append((adapter, name))
 
     def _of(self, batch: TrainBatch) -> torch.Tensor:
         """The answers for the sequences of a minibatch, which are told by their tokens."""

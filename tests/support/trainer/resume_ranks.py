@@ -19,6 +19,8 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import Save, Saver
 from areal_lora.checkpoint.store import Store
+from areal_lora.config.adapter_run import adapter_run
+from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
 from areal_lora.data.collate import scoring_batch
@@ -33,11 +35,25 @@ from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.state import Rank0, Trainer
-from areal_lora.types import AdapterRef, TrainBatch
+from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.work import Drained, TrainOn
+from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
 from tests.support.paths import EXAMPLES
 
 STEPS, PROMPTS, LENGTH = 20, 3, 12
+# All that a checkpoint can hold: a critic of another rank, and a reference that is renewed.
+ALGORITHM = AlgorithmConfig.model_validate(
+    {
+        "kind": "ppo",
+        "kl_coef": 0.05,
+        "reference": "initial",
+        "reference_refresh_steps": 3,
+        "critic_rank": 2,
+        "critic_lr": 0.02,
+        "gae_lambda": 0.9,
+    }
+)
 OPTIMIZER = OptimizerConfig(lr=0.01, warmup_steps=4, schedule="linear", max_grad_norm=0.5)
 
 
@@ -62,6 +78,7 @@ def config_of(session: Session) -> Config:
             "alpha": 8.0,
             "target_modules": list(TARGETS),
             "optimizer": OPTIMIZER,
+            "algorithm": ALGORITHM,
         }
     )
     sizes: dict[str, int] = {"tp": 1, "pp": 1, "ep": 1, "etp": 1, **dict(session.sizes)}
@@ -118,7 +135,14 @@ class Controller:
         with self._journal.open("a") as file:
             file.write(line + "\n")
 
-    def next_batch(self, trainer: Any, state: TrainingState) -> tuple[TrainBatch, dict[int, int]]:
+    def next_work(self, trainer: Trainer) -> TrainOn | Drained | None:
+        """No evaluation is awaited: an adapter is done after its last step."""
+        (state,) = trainer.states.values()
+        if state.phase is AdapterPhase.ACTIVE:
+            return TrainOn(adapter=state.name, groups=[])
+        return Drained(adapter=state.name) if state.phase is AdapterPhase.DRAINING else None
+
+    def batch_of(self, state: TrainingState, groups: object) -> tuple[TrainBatch, dict[int, int]]:
         """Answers depend on prompt, version and the random numbers of torch; called on every rank."""
         asked = [self._order.locate(self._position + i) for i in range(PROMPTS)]
         self._position += PROMPTS
@@ -164,13 +188,10 @@ class Controller:
     def ignored(self, *_: Any) -> None:
         pass
 
-    def wait_evals(self, *_: Any) -> bool:
-        return True
-
-    def collect(self, *, wait: bool) -> None:
+    def collect(self, name: str, *, wait: bool = False) -> None:
         """Nothing was audited."""
 
-    checkpointed = finish = shutdown = begin = close = ignored
+    checkpointed = finish = shutdown = begin = close = end = phase = ignored
 
 
 def live(session: Session) -> dict[str, Any]:
@@ -180,9 +201,10 @@ def live(session: Session) -> dict[str, Any]:
     entry = config.adapters[0]
     adapter = Adapter(
         config=entry,
+        run=adapter_run(config, entry),
         spec=entry.spec(session.model),
         probe=scoring_batch(make_rows()[:2], "a"),
-        algorithm=build_algorithm(entry.algorithm, minibatches=1),
+        algorithm=build_algorithm(entry.algorithm, minibatches=1, max_new_tokens=8),
     )
     engine.add_adapter(adapter.spec, entry.optimizer, seed=1)
     restored = resume(engine, [adapter], config, RunFolder(folder), GroupExchange(60.0))
@@ -201,9 +223,11 @@ def live(session: Session) -> dict[str, Any]:
         checkpointing=Checkpointing(config, engine, saver, {n: r.version for n, r in restored.items()}),
         publishing=Publishing(folder),  # type: ignore[arg-type]
         control=GroupExchange(60.0),
-        rank_0=Rank0(controller=controller, recorder=controller, auditor=controller) if engine.rank == 0 else None,
+        rank_0=Rank0(controller=controller, recorder=controller, auditor=controller, turns=Turns({"a": 1.0}))
+        if engine.rank == 0
+        else None,
     )
-    loop.next_batch, loop.learn = controller.next_batch, controller.learn
+    loop.next_work, loop.batch_of, loop.learn = controller.next_work, controller.batch_of, controller.learn
     if session.fault:
         faults._plan = faults.parse(session.fault)
     loop.train(trainer)

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from areal_lora.algorithms.registry import build_algorithm
+from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.load import load_config
 from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.data.collate import scoring_batch, split_rows
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.trainer.adapter import Adapter
+from areal_lora.trainer.companions import begin
+from areal_lora.trainer.learn import annotate
 from areal_lora.trainer.peft import warm_start
 from tests.support.distributed.engine_ranks import (
     OPTIMIZER,
@@ -29,12 +32,14 @@ EMBEDDED = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded
 
 def adapter_of(model: str, folder: str, rank: int, alpha: float) -> Adapter:
     fields = {"name": "a", "rank": rank, "alpha": alpha, "target_modules": list(TARGETS), "init_from": folder}
-    config = load_config(EMBEDDED).adapters[0].model_copy(update=fields)
+    run = load_config(EMBEDDED, ["adapters.0.algorithm.kl_coef=0.1", "adapters.0.algorithm.reference=initial"])
+    config = run.adapters[0].model_copy(update=fields)
     return Adapter(
         config=config,
+        run=adapter_run(run, config),
         spec=config.spec(model),
         probe=scoring_batch(make_rows()[:4], "a"),
-        algorithm=build_algorithm(config.algorithm, minibatches=1),
+        algorithm=build_algorithm(config.algorithm, minibatches=1, max_new_tokens=8),
     )
 
 
@@ -47,6 +52,7 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         adapter, batch, seen = adapter_of(model, folder, rank, alpha), make_batch(make_rows()), {}
         engine.add_adapter(adapter.spec, OPTIMIZER, seed=1)
         warm_start(engine, adapter, seed=1)
+        begin(engine, adapter, seed=1)
         seen["state"] = engine.export_state("a").parts
         seen["wire"] = numpy_of(engine.export_adapter("a"))
         seen["logprobs"] = engine.logprobs(batch, adapter="a").numpy()
@@ -57,6 +63,10 @@ def start_all(cases: dict[str, tuple[str, str, dict[str, int], int, float]]) -> 
         engine.forward_backward(batch, loss_fn, need_entropy=True)
         engine.optim_step("a", 50.0, OPTIMIZER.lr)
         seen["stepped"] = numpy_of(engine.export_adapter("a"))
+        annotated = annotate(engine, adapter, batch)
+        assert annotated.ref_logprobs is not None
+        seen["reference"] = annotated.ref_logprobs.numpy()
+        seen["moved"] = engine.logprobs(batch, adapter="a").numpy()
         results[case] = seen
         forget_layout()
     return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
+from areal_lora.types import AdapterRef, AdapterSpec, AdapterStructure, ShardManifest
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.manifest import Announcement
 from areal_lora.weight_sync.testing.adapters import moe_shapes, pack_of
@@ -26,7 +26,7 @@ def spec(
     return AdapterSpec(name="a", base_model="m", rank=rank, alpha=alpha, target_modules=targets)
 
 
-def shapes_of(s: AdapterSpec) -> dict[str, tuple[int, ...]]:
+def shapes_of(s: AdapterStructure) -> dict[str, tuple[int, ...]]:
     return moe_shapes(s.rank)
 
 

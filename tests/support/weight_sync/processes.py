@@ -143,7 +143,13 @@ class Rank:
                 run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.announce
             )
         self.publisher = Publisher(
-            run=RUN, config=sync, exchange=self.exchange, role=self.role, secret=SECRET, backend=backend
+            run=RUN,
+            config=sync,
+            exchange=self.exchange,
+            role=self.role,
+            sources=frozenset(sources),
+            secret=SECRET,
+            backend=backend,
         )
 
     def reads(self) -> bool:

@@ -2,79 +2,176 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 
-from areal_lora.algorithms import advantages
+from areal_lora.algorithms.advantages import (
+    ADVANTAGES,
+    Discount,
+    Samples,
+    discounted_sums,
+    find_samples,
+    gae,
+    sample_rewards,
+)
+from areal_lora.errors import AlignmentError
+
+SEEDS = range(5)
+Case = tuple[list[float], list[int], list[int]]
 
 
-def _random_case(seed: int) -> tuple[list[float], list[int]]:
+def _case(seed: int) -> Case:
+    """Rewards, groups and lengths; some groups have one member, some equal rewards."""
     rng = random.Random(seed)
-    rewards, groups = [], []
+    rows = []
     for group in rng.sample(range(100), 9):
+        same = rng.random() < 0.3
+        reward = rng.random()
         for _ in range(rng.randint(1, 8)):
-            rewards.append(float(rng.random() < 0.4) + 0.1 * rng.random())
-            groups.append(group)
-    order = list(range(len(rewards)))
-    rng.shuffle(order)
-    return [rewards[i] for i in order], [groups[i] for i in order]
-
-
-def _members(rewards: list[float], groups: list[int], i: int) -> list[float]:
-    return [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_sample_of_several_trajectories_counts_once(seed: int) -> None:
-    rewards, groups = _random_case(seed)  # one entry per sample
-    rng = random.Random(seed)
-    rows = [sample for sample in range(len(rewards)) for _ in range(rng.randint(1, 4))]
+            own = float(rng.random() < 0.4) + 0.1 * rng.random()
+            rows.append((reward if same else own, group, rng.randint(1, 40)))
     rng.shuffle(rows)
-    got = advantages.per_sample(
-        advantages.rloo,
-        torch.tensor([rewards[s] for s in rows]),
-        torch.tensor([groups[s] for s in rows]),
-        torch.tensor(rows),
+    rewards, groups, lengths = map(list, zip(*rows, strict=True))
+    return rewards, groups, lengths
+
+
+def _samples(case: Case) -> Samples:
+    rewards, groups, lengths = case
+    return Samples(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor(groups),
+        lengths=torch.tensor(lengths, dtype=torch.float64),
+        baselines=torch.tensor([_greedy(group) for group in groups], dtype=torch.float64),
     )
-    for i, sample in enumerate(rows):
-        others = [r for j, r in enumerate(rewards) if groups[j] == groups[sample] and j != sample]
-        want = rewards[sample] - statistics.fmean(others) if others else 0.0
-        assert float(got[i]) == pytest.approx(want, abs=2e-6), f"seed {seed}, sequence {i}"
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_grpo_equals_loop(seed: int, normalize_std: bool) -> None:
-    rewards, groups = _random_case(seed)
-    got = advantages.grpo(torch.tensor(rewards), torch.tensor(groups), normalize_std=normalize_std)
-    for i, reward in enumerate(rewards):
-        members = _members(rewards, groups, i)
-        want = reward - statistics.fmean(members)
-        if normalize_std:
-            want = want / (statistics.stdev(members) + 1e-6) if len(members) > 1 else 0.0
-        assert float(got[i]) == pytest.approx(want, abs=2e-6), f"seed {seed}, sequence {i}"
+def _greedy(group: int) -> float:
+    """The reward of a group's greedy answer."""
+    return (group * 7 % 10) / 10
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_rloo_equals_leave_one_out_loop(seed: int) -> None:
-    rewards, groups = _random_case(seed)
-    got = advantages.rloo(torch.tensor(rewards), torch.tensor(groups))
-    for i, reward in enumerate(rewards):
-        others = [r for j, r in enumerate(rewards) if groups[j] == groups[i] and j != i]
-        want = reward - statistics.fmean(others) if others else 0.0
-        assert float(got[i]) == pytest.approx(want, abs=2e-6), f"seed {seed}, sequence {i}"
+def _group(case: Case, i: int) -> list[int]:
+    return [j for j, group in enumerate(case[1]) if group == case[1][i]]
 
 
+def _mean(case: Case, members: list[int]) -> float:
+    return statistics.fmean(case[0][j] for j in members)
+
+
+def _grpo(case: Case, i: int) -> float:
+    members = [case[0][j] for j in _group(case, i)]
+    if len(set(members)) == 1:
+        return 0.0
+    return (case[0][i] - statistics.fmean(members)) / (statistics.stdev(members) + 1e-6)
+
+
+def _rloo(case: Case, i: int) -> float:
+    others = [case[0][j] for j in _group(case, i) if j != i]
+    return case[0][i] - statistics.fmean(others) if others else 0.0
+
+
+def _opo(case: Case, i: int) -> float:
+    members = _group(case, i)
+    return case[0][i] - sum(case[2][j] * case[0][j] for j in members) / sum(case[2][j] for j in members)
+
+
+def _gpg(case: Case, i: int) -> float:
+    silent = [j for j in range(len(case[0])) if len({case[0][k] for k in _group(case, j)}) == 1]
+    return len(case[0]) / (len(case[0]) - len(silent)) * _dr_grpo(case, i)
+
+
+def _dr_grpo(case: Case, i: int) -> float:
+    return case[0][i] - _mean(case, _group(case, i))
+
+
+ORACLES: dict[str, Callable[[Case, int], float]] = {
+    "grpo": _grpo,
+    "dr_grpo": _dr_grpo,
+    "rloo": _rloo,
+    "opo": _opo,
+    "gpg": _gpg,
+    "reinforce_pp": lambda case, i: case[0][i],
+    "reinforce_pp_baseline": _dr_grpo,
+    "batch": lambda case, i: (case[0][i] - statistics.fmean(case[0])) / (statistics.stdev(case[0]) + 1e-6),
+    "remax": lambda case, i: case[0][i] - _greedy(case[1][i]),
+    "gae": lambda case, i: case[0][i],
+    "group_mean_batch_std": lambda case, i: _dr_grpo(case, i) / (statistics.stdev(case[0]) + 1e-6),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantage_equals_the_loop(name: str, seed: int) -> None:
+    case = _case(seed)
+    got = ADVANTAGES[name].of(_samples(case)).tolist()
+    want = [ORACLES[name](case, i) for i in range(len(case[0]))]
+    assert got == pytest.approx(want, abs=1e-9), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_gradient_with_respect_to_the_rewards_equals_finite_differences(name: str) -> None:
+    samples = _samples(([0.3, 0.9, 0.1, 0.5, 0.2, 0.7, 0.4], [4, 2, 4, 2, 4, 2, 2], [3, 1, 4, 1, 5, 9, 2]))
+    rewards = samples.rewards.clone().requires_grad_()
+
+    def of(values: torch.Tensor) -> torch.Tensor:
+        return ADVANTAGES[name].of(replace(samples, rewards=values))
+
+    assert torch.autograd.gradcheck(of, (rewards,))
+
+
+@pytest.mark.parametrize("name", [name for name, row in ADVANTAGES.items() if row.grouped])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
-def test_a_group_without_variance_teaches_nothing(reward: float) -> None:
-    same = advantages.grpo(torch.full((8,), reward), torch.zeros(8, dtype=torch.int64), normalize_std=True)
-    assert torch.equal(same, torch.zeros(8))
+def test_a_batch_without_variance_teaches_nothing(name: str, reward: float) -> None:
+    case = ([reward] * 12, [0] * 7 + [1] * 4 + [2], list(range(1, 13)))
+    assert ADVANTAGES[name].of(_samples(case)).tolist() == pytest.approx([0.0] * 12, abs=1e-15)
 
 
-def test_to_tokens_is_zero_off_the_mask() -> None:
-    mask = torch.tensor([0, 1, 1, 0, 0, 1], dtype=torch.bool)
-    spread = advantages.to_tokens(torch.tensor([2.0, -3.0]), torch.tensor([0, 3, 6]), mask)
-    assert spread.tolist() == [0, 2, 2, 0, 0, -3]
+@pytest.mark.parametrize("name", [name for name, row in ADVANTAGES.items() if row.grouped])
+def test_a_group_of_one_has_advantage_0(name: str) -> None:
+    assert float(ADVANTAGES[name].of(_samples(([0.0, 1.0, 0.7], [3, 3, 8], [4, 5, 6])))[2]) == pytest.approx(
+        0, abs=1e-12
+    )
+
+
+def test_a_sample_of_several_sequences_is_found_once() -> None:
+    ids = torch.tensor([7, 3, 7, 7, 5])
+    first, index = find_samples(ids)
+    assert first.tolist() == [1, 4, 0]
+    assert index.tolist() == [2, 0, 2, 2, 1]
+    assert sample_rewards(torch.tensor([0.5, 2.0, 0.5, 0.5, -1.0]), ids).tolist() == [2.0, -1.0, 0.5]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.9, 0.95)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gae_equals_the_sum_of_its_definition(seed: int, gamma: float, lam: float) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 9) for _ in range(6)]
+    rewards, values = ([[rng.gauss(0, 1) for _ in range(n)] for n in lengths] for _ in range(2))
+    want = []
+    for r, v in zip(rewards, values, strict=True):
+        delta = [r[t] + gamma * ([*v, 0.0][t + 1]) - v[t] for t in range(len(r))]
+        want += [sum((gamma * lam) ** k * delta[t + k] for k in range(len(r) - t)) for t in range(len(r))]
+    flat_r, flat_v = (torch.tensor(list(chain(*x)), dtype=torch.float64) for x in (rewards, values))
+    advantages, returns = gae(flat_r, flat_v, torch.tensor([0, *lengths]).cumsum(0), Discount(gamma=gamma, lam=lam))
+    assert advantages.tolist() == pytest.approx(want)
+    assert returns.tolist() == pytest.approx([a + v for a, v in zip(want, flat_v.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("baselines", [None, torch.tensor([0.5, math.nan])])
+def test_a_group_without_a_greedy_answer_has_no_advantage_to_it(baselines: torch.Tensor | None) -> None:
+    samples = replace(_samples(([1.0, 0.0], [0, 1], [3, 3])), baselines=baselines)
+    with pytest.raises(AlignmentError, match="no greedy answer"):
+        ADVANTAGES["remax"].of(samples)
+
+
+def test_sums_to_the_end_do_not_cross_sequences() -> None:
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    assert discounted_sums(values, torch.tensor([0, 3, 3, 4, 5])).tolist() == [7.0, 6.0, 4.0, 8.0, 16.0]
+    assert discounted_sums(values, torch.tensor([0, 5]), 0.5).tolist() == [5.0, 8.0, 12.0, 16.0, 16.0]

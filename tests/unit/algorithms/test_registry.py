@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 
+from areal_lora.algorithms.advantages import ADVANTAGES
+from areal_lora.algorithms.kl import ESTIMATORS
+from areal_lora.algorithms.losses import LOSSES
 from areal_lora.algorithms.reduce import Reduction
-from areal_lora.config.models import AlgorithmConfig
+from areal_lora.algorithms.registry import ReferenceTerms, build_algorithm
+from areal_lora.config.algorithm import PRESETS, AdvantageName, AlgorithmConfig, Kind, LossName
 from areal_lora.trainer.learn import annotate, make_loss
 from areal_lora.types import TrainBatch
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch
 
-KINDS = get_args(get_args(AlgorithmConfig)[0])
 
-
-def _loss(kind: type, reduction: str, minibatches: int, device: str | None) -> dict[str, float]:
+def _loss(kind: str, reduction: str, minibatches: int, device: str | None) -> dict[str, float]:
     """All numbers and the gradient of one step, with tensors on the CPU while ``device`` is the default one."""
-    adapter, batch = make_adapter(), make_batch()
-    algorithm = kind(kl_coef=0.1, entropy_coef=0.01, reduction=reduction)
-    adapter = replace_algorithm(adapter, algorithm, minibatches)
+    batch = make_batch()
+    adapter = make_adapter(kind=kind, kl_coef=0.1, entropy_coef=0.01, reduction=reduction, minibatches=minibatches)
     logprobs = (batch.rollout_logprobs - 0.05).requires_grad_()
     entropy = torch.rand(batch.n_tokens, generator=torch.Generator().manual_seed(3))
     torch.set_default_device(device)
@@ -36,16 +36,65 @@ def _loss(kind: type, reduction: str, minibatches: int, device: str | None) -> d
     return seen | {"loss": float(sums.loss.detach()), "gradient": logprobs.grad.tolist()}
 
 
-def replace_algorithm(adapter, config, minibatches):
-    from areal_lora.algorithms.registry import build_algorithm
-
-    updated = adapter.config.model_copy(update={"algorithm": config, "minibatches": minibatches})
-    return replace(adapter, config=updated, algorithm=build_algorithm(config, minibatches=minibatches))
-
-
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("reduction", get_args(Reduction))
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_tensor_is_made_on_the_default_device(kind: type, reduction: str, minibatches: int) -> None:
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_no_tensor_is_made_on_the_default_device(kind: str, reduction: str, minibatches: int) -> None:
     """As on a GPU, where the default device is not the one that the batch is on."""
     assert _loss(kind, reduction, minibatches, "meta") == _loss(kind, reduction, minibatches, None)
+
+
+def test_the_names_of_the_configuration_are_the_rows_of_the_tables() -> None:
+    assert set(get_args(AdvantageName)) == set(ADVANTAGES)
+    assert set(get_args(LossName)) == set(LOSSES)
+    assert set(get_args(AlgorithmConfig.model_fields["kl_estimator"].annotation)) == set(ESTIMATORS)
+    assert set(get_args(Kind)) == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("config", "minibatches", "prox", "ref"),
+    [
+        ({"kind": "grpo"}, 1, False, False),
+        ({"kind": "grpo"}, 2, True, False),
+        ({"kind": "cispo"}, 2, False, False),  # nothing refers to the proximal policy
+        ({"kind": "grpo", "kl_coef": 0.1}, 1, False, True),
+        ({"kind": "reinforce_pp", "kl_coef": 0.1}, 1, False, True),
+    ],
+)
+def test_only_passes_that_the_algorithm_needs_are_made(config, minibatches: int, prox: bool, ref: bool) -> None:
+    batch = make_batch()
+    adapter = make_adapter(**config, minibatches=minibatches)
+    engine = RecordedEngine(batch.rollout_logprobs)
+    annotated = annotate(engine, adapter, batch)
+    assert engine.asked == ["gsm8k"] * prox + [None] * ref
+    assert (annotated.prox_logprobs is not None, annotated.ref_logprobs is not None) == (prox, ref)
+
+
+def test_a_critic_and_a_reference_are_asked_where_the_algorithm_has_them() -> None:
+    batch = make_batch()
+    adapter = make_adapter(kind="ppo", kl_coef=0.1, reference="initial", reference_refresh_steps=2)
+    engine = RecordedEngine(batch.rollout_logprobs)
+    annotated = annotate(engine, adapter, batch)
+    assert engine.asked == ["gsm8k/reference", "gsm8k/critic"]
+    assert annotated.values is not None
+    assert annotated.returns is not None
+    assert annotated.advantages is not None
+    plain = annotate(engine, make_adapter(), batch)
+    assert (plain.values, plain.returns) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "every", "renewed"), [(0, None, [0]), (0, 3, [0, 3, 6, 9]), (4, None, [4]), (4, 2, [4, 6, 8])]
+)
+def test_the_versions_that_become_the_reference(first: int, every: int | None, renewed: list[int]) -> None:
+    terms = ReferenceTerms(first=first, every=every)
+    assert [version for version in range(10) if terms.renewed_at(version)] == renewed
+
+
+def test_a_kl_divergence_in_the_reward_is_not_in_the_loss() -> None:
+    config = AlgorithmConfig(kind="reinforce_pp", kl_coef=0.1)
+    algorithm = build_algorithm(config, minibatches=1, max_new_tokens=8)
+    assert (algorithm.terms.kl_coef, algorithm.shaping.kl_coef) == (0.0, 0.1)
+    in_loss = config.model_copy(update={"kl_in": "loss"})
+    algorithm = build_algorithm(in_loss, minibatches=1, max_new_tokens=8)
+    assert (algorithm.terms.kl_coef, algorithm.shaping.kl_coef) == (0.1, 0.0)

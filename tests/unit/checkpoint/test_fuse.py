@@ -38,9 +38,11 @@ def layout_of(target: AdapterSpec) -> AdapterLayout:
     owned, aliases = [], {}
     for module, (out, inner) in modules().items():
         stem, _, leaf = module.rpartition(".")
-        if target.expert_layout is ExpertLayout.SHARED:
-            stem = stem.replace("experts.1", "experts.0")
-        wire_a, wire_b = f"{stem}.{LEADERS.get(leaf, leaf)}.lora_A.weight", f"{stem}.{leaf}.lora_B.weight"
+        one = stem.replace("experts.1", "experts.0")
+        shared, outer = target.expert_layout is ExpertLayout.SHARED, target.expert_layout is ExpertLayout.SHARED_OUTER
+        stem_a = one if shared or (outer and leaf != "down_proj") else stem
+        stem_b = one if shared or (outer and leaf == "down_proj") else stem
+        wire_a, wire_b = f"{stem_a}.{LEADERS.get(leaf, leaf)}.lora_A.weight", f"{stem_b}.{leaf}.lora_B.weight"
         for name, wire, shape in (
             (f"{module}.lora_A.weight", wire_a, (target.rank, inner)),
             (f"{module}.lora_B.weight", wire_b, (out, target.rank)),
@@ -93,13 +95,15 @@ def test_no_product_changes(rank, spare, alpha, doublings, shares, seed) -> None
                 tensors[f"{module}.lora_A.weight"] = tensors[f"{other}.lora_A.weight"]
     needed = rank * max(3 - len(shares & {"k_proj", "v_proj"}), 1 if "up_proj" in shares else 2)
     source = spec(rank, alpha)
-    target = spec(needed + spare, source.scale * 2.0**doublings * (needed + spare))
+    target = spec(needed + spare, (source.alpha / source.rank) * 2.0**doublings * (needed + spare))
     layout = layout_of(target)
     got = fused(tensors, source, layout, initial)
     assert {n: tuple(t.shape) for n, t in got.items()} == {t.name: t.shape for t in layout.shards[0].tensors}
     for module in modules():
-        want = product(tensors, module, source.scale)
-        torch.testing.assert_close(product(got, module, target.scale, layout), want, atol=1e-12, rtol=1e-12)
+        want = product(tensors, module, (source.alpha / source.rank))
+        torch.testing.assert_close(
+            product(got, module, target.alpha / target.rank, layout), want, atol=1e-12, rtol=1e-12
+        )
     small = layout_of(replace(target, rank=needed - 1))
     with pytest.raises(AdapterError, match=f"needs rank {needed}, the adapter has {needed - 1}"):
         fused(tensors, source, small, initial)
@@ -111,8 +115,8 @@ def test_other_scales_are_rounded_once() -> None:
     got = fused(tensors, source, layout, initial)
     assert {t.dtype for t in got.values()} == {torch.float32}
     for module in modules():
-        want = product(tensors, module, source.scale)
-        torch.testing.assert_close(product(got, module, target.scale, layout), want, atol=1e-5, rtol=0)
+        want = product(tensors, module, (source.alpha / source.rank))
+        torch.testing.assert_close(product(got, module, target.alpha / target.rank, layout), want, atol=1e-5, rtol=0)
     name = "model.layers.1.self_attn.o_proj.lora_B.weight"
     torch.testing.assert_close(got[name][:, :2].double(), tensors[name].double() * (2.5 / 3.0), atol=0, rtol=2**-24)
 
@@ -135,6 +139,22 @@ def test_what_fits_is_not_touched(expert_layout: ExpertLayout) -> None:
     got = fused(tensors, declared, layout, initial)
     assert list(got) == list(wire)
     assert all(torch.equal(got[n], t) for n, t in wire.items())
+    if expert_layout is ExpertLayout.SHARED_OUTER:
+        # Other lora_A of gate and up are stacked, other lora_B of down cannot be.
+        stock = folder(1, leaves=tuple(EXPERT))
+        for name in [n for n in stock if "experts.1.down_proj.lora_B" in n]:
+            stock[name] = stock[name.replace("experts.1", "experts.0")].clone()
+        wide = layout_of(spec(4, 8.0, expert_layout))  # two experts, gate and up each
+        held = fused(stock, spec(1, 2.0), wide, initial)
+        for module in modules():
+            if f"{module}.lora_A.weight" in stock:
+                want = product(stock, module, 2.0)
+                torch.testing.assert_close(product(held, module, 2.0, wide), want, atol=1e-12, rtol=1e-12)
+        with pytest.raises(AdapterError, match="needs rank 4, the adapter has 3"):
+            fused(stock, spec(1, 2.0), layout_of(spec(3, 6.0, expert_layout)), initial)
+        stock["model.layers.1.mlp.experts.1.down_proj.lora_B.weight"] += 1e-3
+        with pytest.raises(AdapterError, match=r"layers.1.mlp.experts.1.down_proj.lora_B.*per_expert"):
+            fused(stock, spec(1, 2.0), wide, initial)
     if expert_layout is ExpertLayout.SHARED:
         other = layout_of(spec(3, 6.0))
         spread = fused(tensors, declared, other, initial)

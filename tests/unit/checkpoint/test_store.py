@@ -13,13 +13,13 @@ import pytest
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import ResumePlan as Plan
 from areal_lora.checkpoint.recover import find, tidy
-from areal_lora.checkpoint.state import PARTS, AdapterState, Evaluation, read_files
+from areal_lora.checkpoint.state import PARTS, AdapterState, Evaluation, files_of, read_files
 from areal_lora.checkpoint.store import plan_deletions, versions_in
 from areal_lora.checkpoint.testing import FaultyDisk
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
-from tests.support.checkpoint.helpers import SPEC, on_ranks, snapshot_of, state_of, stores, write, written
+from tests.support.checkpoint.helpers import COMPANION, SPEC, on_ranks, snapshot_of, state_of, stores, write, written
 
 
 def read_back(run_folder: Path) -> tuple[int, bytes]:
@@ -27,12 +27,13 @@ def read_back(run_folder: Path) -> tuple[int, bytes]:
     found = find(RunFolder(run_folder), SPEC.name).newest
     assert found is not None
     version = found.manifest.version
-    tensors = read_files([found.path / entry.name for entry in found.manifest.files])
-    want = [state_of(version, rank).tensors() for rank in range(2)]
-    for part in PARTS:
-        whole = want[0][part] | want[1][part]
-        assert tensors[part].keys() == whole.keys()
-        assert all(np.array_equal(tensors[part][name], whole[name]) for name in whole)
+    for role, begin in (("", 0), ("critic", COMPANION)):
+        tensors = read_files([found.path / entry.name for entry in files_of(found.manifest, role)])
+        want = [state_of(version, begin + rank).tensors() for rank in range(2)]
+        for part in PARTS:
+            whole = want[0][part] | want[1][part]
+            assert tensors[part].keys() == whole.keys()
+            assert all(np.array_equal(tensors[part][name], whole[name]) for name in whole)
     return version, found.manifest.ledger
 
 
@@ -44,7 +45,8 @@ def test_a_checkpoint_holds_what_all_ranks_gave(tmp_path: Path) -> None:
     assert plan.newest is not None
     assert [r.host for r in plan.newest.manifest.random] == [b"random 0", b"random 1"]
     names = sorted(path.name for path in plan.newest.path.iterdir())
-    assert names == ["manifest.json", "rank-0000.safetensors", "rank-0001.safetensors"]
+    own = ["rank-0000.safetensors", "rank-0001.safetensors"]
+    assert names == [*(f"critic-{name}" for name in own), "manifest.json", *own]
 
 
 def test_a_rank_that_owns_nothing_writes_no_file(tmp_path: Path) -> None:
@@ -54,12 +56,13 @@ def test_a_rank_that_owns_nothing_writes_no_file(tmp_path: Path) -> None:
 
     def save(rank: int) -> int:
         snapshot = snapshot_of(1, rank)
-        return made[rank].write(replace(snapshot, state=empty) if rank else snapshot)
+        return made[rank].write(replace(snapshot, state=empty, companions={"critic": empty}) if rank else snapshot)
 
     sizes = on_ranks(save)
     found = find(RunFolder(tmp_path), SPEC.name).newest
     assert found is not None
-    assert [entry.name for entry in found.manifest.files] == ["rank-0000.safetensors"]
+    names = ["rank-0000.safetensors", "critic-rank-0000.safetensors"]
+    assert [entry.name for entry in found.manifest.files] == names
     assert [r.host for r in found.manifest.random] == [b"random 0", b"random 1"]
     assert sizes == [found.nbytes] * 2
 

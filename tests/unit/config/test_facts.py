@@ -62,4 +62,6 @@ def test_an_address_that_this_machine_does_not_have_is_found() -> None:
     assert problem is not None
     assert "no address 192.0.2.77" in str(problem)
     assert gather_facts(config, runs_here=False).address_problem is None
+    fixed = load_config(EMBEDDED, ["cluster.bind=192.0.2.77", "rollout.port=4000"])
+    assert gather_facts(fixed, runs_here=True).ports_in_use == frozenset(), "the address is at fault, not the port"
     assert gather_facts(load_config(EMBEDDED), runs_here=True).address_problem is None

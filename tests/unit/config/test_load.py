@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_lora.config.algorithm import PRESETS
 from areal_lora.config.load import load_config
 from areal_lora.errors import ConfigError
 from tests.support.paths import EXAMPLES
@@ -14,6 +15,11 @@ from tests.support.paths import EXAMPLES
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
 DENSE = EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"
 EMBEDDED = EXAMPLES / "embedded.yaml"
+ALGORITHMS = [EXAMPLES / f"{kind}.yaml" for kind in (*PRESETS, "sft") if kind != "grpo"]
+FSDP, LONG = EXAMPLES / "embedded_fsdp.yaml", EXAMPLES / "embedded_long.yaml"
+ONE_GPU, THREE = EXAMPLES / "one_gpu.yaml", EXAMPLES / "three_adapters.yaml"
+MERGED = EXAMPLES / "merged.yaml"
+RECIPES = [EXAMPLES / f"gsm8k_grpo_megatron_lora_{name}.yaml" for name in ("72b", "moe_one_node")]
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -23,10 +29,25 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def test_every_shipped_file_is_used_here() -> None:
-    assert set(EXAMPLES.glob("*.yaml")) == {MOE, DENSE, EMBEDDED}
+    plain = {MOE, DENSE, ONE_GPU, EMBEDDED, FSDP, LONG, THREE, MERGED}
+    assert set(EXAMPLES.glob("*.yaml")) == {*plain, *RECIPES, *ALGORITHMS}
 
 
-@pytest.mark.parametrize("paths", [[MOE], [DENSE], [MOE, EMBEDDED]], ids=["moe", "dense", "embedded"])
+SHIPPED = [
+    [MOE],
+    [DENSE],
+    [ONE_GPU],
+    [MOE, EMBEDDED],
+    [THREE],
+    [MOE, EMBEDDED, FSDP],
+    [MOE, EMBEDDED, LONG],
+    [MOE, EMBEDDED, MERGED],
+    *([recipe] for recipe in RECIPES),
+    *([MOE, EMBEDDED, overlay] for overlay in ALGORITHMS),
+]
+
+
+@pytest.mark.parametrize("paths", SHIPPED, ids=lambda paths: paths[-1].stem)
 def test_shipped_configurations_load(paths: list[Path]) -> None:
     assert load_config(paths).adapters
 

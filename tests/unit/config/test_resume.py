@@ -83,6 +83,19 @@ def test_a_task_of_another_kind_is_named() -> None:
     assert (error.path, "word_problems" in error.reason) == ("adapters.gsm8k.task.kind", True)
 
 
+OWN = ("adapters.gsm8k.task.kind=dataset", "adapters.gsm8k.task.train=a.jsonl")
+
+
+@pytest.mark.parametrize("change", ["adapters.gsm8k.task.n_eval=11", "adapters.gsm8k.task.eval=b.jsonl"])
+def test_rows_held_out_of_the_training_rows_stay_held_out(change: str) -> None:
+    """Otherwise a resume would train on rows that were held out before."""
+    error = conflict(config(*OWN), config(*OWN, change))
+    assert error is not None
+    assert error.path == change.partition("=")[0]
+    apart = (*OWN, "adapters.gsm8k.task.eval=c.jsonl")
+    assert conflict(config(*apart), config(*apart, change)) is None
+
+
 def test_the_order_of_modules_and_adapters_is_nothing() -> None:
     data = config().model_dump(mode="json")
     [adapter] = data["adapters"]

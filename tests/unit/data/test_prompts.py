@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from areal_lora.config.models import Gsm8kTask
+from areal_lora.config.task import Gsm8kTask
+from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream, tokenize
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.datasets import load_samples
@@ -36,7 +37,7 @@ def test_epochs_hold_every_sample_once_under_their_own_uids() -> None:
 )
 def test_unusable_samples_are_named(bad: list[Sample], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        tokenize(bad, CharTokenizer())
+        tokenize(bad, Formatter(tokenizer=CharTokenizer()))
 
 
 def test_prompts_must_leave_room_for_the_answer() -> None:
@@ -44,7 +45,7 @@ def test_prompts_must_leave_room_for_the_answer() -> None:
     refusals = [made.refusal(made.at(p)) for p in range(11)]
     assert (refusals.count("prompt_too_long"), refusals.count(None)) == (1, 10)
     with pytest.raises(ConfigError, match="all 11 prompts are longer than the 3 tokens"):
-        PromptStream(samples(11), CharTokenizer(), seed=0, max_prompt_tokens=3)
+        PromptStream(samples(11), Formatter(tokenizer=CharTokenizer()), seed=0, max_prompt_tokens=3)
 
 
 def test_memory_does_not_grow_with_the_tokens_of_a_data_set(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_memory_does_not_grow_with_the_tokens_of_a_data_set(tmp_path: Path) -> N
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     tracemalloc.start()
     try:
-        made = PromptStream(loaded, tokenizer, seed=0, max_prompt_tokens=1000)
+        made = PromptStream(loaded, Formatter(tokenizer=tokenizer), seed=0, max_prompt_tokens=1000)
         prompts = [made.at(position) for position in (0, 1, n - 1, n)]
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -81,8 +82,13 @@ def test_a_prompt_without_tokens_is_found_at_the_start_or_left_out() -> None:
             return super().__call__([t.replace("\u200b", "") for t in text])
 
     hidden = [*samples(3), Sample(uid="z", prompt="\u200b", answer="1")]
-    made = PromptStream(hidden, Deaf(), seed=0, max_prompt_tokens=9)
+    made = PromptStream(hidden, Formatter(tokenizer=Deaf()), seed=0, max_prompt_tokens=9)
     refusals = {(prompt := made.at(p)).sample.uid: made.refusal(prompt) for p in range(4)}
     assert refusals == {"s0": None, "s1": None, "s2": None, "z": "prompt_empty"}
     with pytest.raises(ConfigError, match="sample b has a prompt without tokens"):
-        PromptStream([*samples(3), Sample(uid="b", prompt="", answer="1")], Deaf(), seed=0, max_prompt_tokens=9)
+        PromptStream(
+            [*samples(3), Sample(uid="b", prompt="", answer="1")],
+            Formatter(tokenizer=Deaf()),
+            seed=0,
+            max_prompt_tokens=9,
+        )

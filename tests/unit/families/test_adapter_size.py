@@ -11,15 +11,17 @@ from areal_lora.families.adapter_size import adapter_size
 from areal_lora.families.family import TARGETS
 from areal_lora.families.published import known_config
 from areal_lora.families.shape import ModelShape
-from areal_lora.types import ExpertLayout
+from areal_lora.types import AdapterSpec
 from tests.support.paths import TINY_MODEL
+
+
+def spec(rank: int, targets: tuple[str, ...]) -> AdapterSpec:
+    return AdapterSpec(name="a", base_model="m", rank=rank, alpha=16.0, target_modules=targets)
 
 
 def test_names_of_the_30b_adapter() -> None:
     # 48 layers x (4 attention projections + 128 experts x 3) x (A and B); 1.69 GB in bf16 at rank 16.
-    size = adapter_size(
-        ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}), 16, TARGETS, ExpertLayout.PER_EXPERT
-    )
+    size = adapter_size(ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {}), spec(16, TARGETS))
     assert size.names == 37_248
     assert size.file_parameters * 2 / 1e9 == pytest.approx(1.69, abs=0.005)
     assert size.tensors == 48 * (4 + 2 + 128 * 5)
@@ -47,7 +49,7 @@ def test_adapter_size_equals_counting_one_by_one(targets: tuple[str, ...]) -> No
     rows = [row for row in hf_linears(shape) if row[0] in targets]
     # A lora_A is shared by the projections that are fused into one Megatron module.
     shared = {(target, name.rpartition(".")[0], n_in) for target, name, n_in, _ in rows}
-    size = adapter_size(shape, rank, targets, ExpertLayout.PER_EXPERT)
+    size = adapter_size(shape, spec(rank, targets))
     assert size.names == 2 * len(rows)
     assert size.tensors == len(rows) + len(shared)
     assert size.file_parameters == sum(rank * (n_in + n_out) for _, _, n_in, n_out in rows)

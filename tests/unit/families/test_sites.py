@@ -74,6 +74,7 @@ def test_sites_of_a_layer_in_order() -> None:
     common = ["3 attention qkv", "3 attention roj", "3 shared_expert fc1", "3 shared_expert fc2"]
     experts = ["3 expert fc1 0", "3 expert fc1 1", "3 expert fc2 0", "3 expert fc2 1"]
     assert text(ExpertLayout.PER_EXPERT) == first + common + experts
+    assert text(ExpertLayout.SHARED_OUTER) == first + common + experts
     assert text(ExpertLayout.SHARED) == first + common + ["3 all_experts fc1", "3 all_experts fc2"]
 
 

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
-from areal_lora.config.models import TrainerConfig
+from areal_lora.config.models import ModelConfig, TrainerConfig
 from areal_lora.config.rules.guardrails import check
+from areal_lora.engine.common.arena import ShardedModel
+from areal_lora.engine.common.model_folder import ModelFolder
+from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.plan import load_plan, pack_plan, wire_layout
 from areal_lora.engine.megatron_utils.architecture import architecture
-from areal_lora.engine.megatron_utils.arena import ShardedModel
 from areal_lora.engine.megatron_utils.base_weights import load_base
-from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
-from areal_lora.engine.megatron_utils.plan import load_plan, pack_plan, wire_layout
 from areal_lora.families import registry
 from areal_lora.families.adapter_size import adapter_size
 from areal_lora.families.family import TARGETS, Attention, Experts, Family, GatedMlp, Scope
@@ -135,7 +136,7 @@ def test_the_wire_has_the_numbers_of_its_twin_under_its_own_names(experts: Exper
         rename = [[(renamed(t.name), t.shape, t.offset) for t in shard.tensors] for shard in other.shards]
         assert [[(t.name, t.shape, t.offset) for t in shard.tensors] for shard in mine.shards] == rename
         assert mine.aliases == {renamed(alias): renamed(name) for alias, name in other.aliases.items()}
-        size = adapter_size(ModelShape.from_hf(hf_config()), 4, one.target_modules, one.expert_layout)
+        size = adapter_size(ModelShape.from_hf(hf_config()), one)
         assert (size.tensors, size.parameters * 4) == (len(rename[0]), mine.nbytes)
         assert pack_plan(sharded(hf_config()), one, 0, mine).blocks.first.tolist()
         assert load_plan(sharded(hf_config()), one, 0).names == tuple(name for name, *_ in rename[0])
@@ -157,7 +158,7 @@ def test_a_server_that_has_its_modules_takes_it() -> None:
 def test_a_peft_folder_with_its_names_is_read(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["query", "open", "narrow"]}
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
-    assert declared_spec(tmp_path, None).target_modules == ("linear_fc1", "linear_fc2", "linear_qkv")
+    assert declared_spec(tmp_path, None, ()).target_modules == ("linear_fc1", "linear_fc2", "linear_qkv")
 
 
 def test_megatron_builds_the_same_architecture() -> None:
@@ -211,7 +212,7 @@ def megatron_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def loaded(folder: Path, model: ShardedModel) -> dict[str, Tensor]:
     module = Parameters(megatron_shapes(model.shape))
-    load_base(module, str(folder), model, 0)
+    load_base(module, ModelFolder.of(ModelConfig(path=str(folder))), model, 0)
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 

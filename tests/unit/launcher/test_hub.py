@@ -94,7 +94,14 @@ def test_a_cached_name_becomes_its_snapshot_folder_without_a_hub(tmp_path: Path)
     done = launch(tmp_path, None)
     assert done.returncode == 70, done.stderr
     model = model_of(tmp_path)
-    assert model == {"path": NAME, "revision": None, "dtype": "float32", "commit": FIRST, "snapshot": str(snapshot)}
+    assert model == {
+        "path": NAME,
+        "revision": None,
+        "dtype": "float32",
+        "shared_memory": False,
+        "commit": FIRST,
+        "snapshot": str(snapshot),
+    }
     assert f"Base model: {NAME} at {FIRST}, in {snapshot}" in done.stdout
     assert base_digest(model["snapshot"]) == base_digest(TINY_MODEL)
 
@@ -127,6 +134,7 @@ def test_a_folder_wins_over_a_hub_name(tmp_path: Path) -> None:
         "path": str(folder),
         "revision": None,
         "dtype": "float32",
+        "shared_memory": False,
         "commit": None,
         "snapshot": None,
     }

@@ -66,10 +66,16 @@ def test_cluster_placement() -> None:
     plan = plan_of(MOE)
     assert [(p.node, p.devices) for p in plan.role("trainer")] == [(r // 8, (r % 8,)) for r in range(16)]
     assert [(p.node, p.devices) for p in plan.role("server")] == [(2, (0, 1)), (2, (2, 3)), (2, (4, 5)), (2, (6, 7))]
-    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plan.role("server")] == ["0,1", "2,3", "4,5", "6,7"]
-    assert {p.env["CUDA_VISIBLE_DEVICES"] for p in plan.role("trainer")} == {"0,1,2,3,4,5,6,7"}
+    assert [p.env["AREAL_LORA_DEVICES"] for p in plan.role("server")] == ["0,1", "2,3", "4,5", "6,7"]
+    assert {p.env["AREAL_LORA_DEVICES"] for p in plan.role("trainer")} == {"0,1,2,3,4,5,6,7"}
     assert [p.env["LOCAL_RANK"] for p in plan.role("trainer")] == [str(r % 8) for r in range(16)]
     assert all("MASTER_ADDR" not in p.env and "GLOO_SOCKET_IFNAME" not in p.env for p in plan.processes)
+
+
+def test_one_gpu_for_both_roles() -> None:
+    plan = plan_of([EXAMPLES / "one_gpu.yaml"])
+    assert [(p.name, p.devices) for p in plan.processes if p.devices] == [("server-0", (0,)), ("trainer-0", (0,))]
+    assert {p.env["AREAL_LORA_DEVICES"] for p in plan.processes if p.devices} == {"0"}
 
 
 @pytest.mark.parametrize("paths", [MOE, DENSE], ids=["moe", "dense"])

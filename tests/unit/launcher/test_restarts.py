@@ -16,10 +16,10 @@ from areal_lora.errors import (
     RolloutError,
     StalenessError,
 )
+from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, ProcessSpec
 from areal_lora.launcher.pulse import Pulse
-from areal_lora.launcher.restarts import HEALTHY_S, Restarts, to_blame
-from areal_lora.launcher.supervise import Ended
+from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, Restarts, to_blame
 
 
 def spec(role: str = SERVER, index: int = 0) -> ProcessSpec:
@@ -192,3 +192,44 @@ def test_a_life_that_hangs_does_not_count_as_healthy() -> None:
         verdict = made.take(ended(role=TRAINER), now, pulse.worked_s("trainer-0"))
         pulse.forget("trainer-0")
     assert verdict.ends_run
+
+
+def lost(role: str = SERVER, index: int = 0) -> Ended:
+    return Ended(spec=spec(role, index), code=1, log=Path("log"), node="n4", lost=True)
+
+
+def test_a_server_on_a_lost_node_is_abandoned_while_enough_others_remain() -> None:
+    made = restarts(servers=3)
+    made.min_servers = 2
+    verdict = made.take(lost(index=2), 0.0, worked_s=5.0)
+    assert (verdict.ends_run, verdict.abandoned) == (False, True)
+    assert str(verdict) == "server-2 was lost with node n4; it is not restarted, the other servers continue"
+    assert made.due(1000.0) == []
+    assert made.take(lost(index=1), 0.0, worked_s=5.0).ends_run, "one server is too few"
+
+
+@pytest.mark.parametrize("role", [TRAINER, CONTROLLER])
+def test_the_run_ends_with_a_lost_node_of_trainer_or_controller(role: str) -> None:
+    verdict = restarts().take(lost(role), 0.0, worked_s=5.0)
+    assert (verdict.ends_run, verdict.ended.lost) == (True, True)
+
+
+def test_a_unit_that_its_node_did_not_start_costs_no_budget_and_is_lost_in_the_end() -> None:
+    made, now = restarts(times=1, trainer_times=1), 0.0
+    never = Ended(spec=spec(TRAINER), code=233, log=Path("log"), node="n4", never_began=True)
+    assert not made.take(ended(role=TRAINER), now, worked_s=5.0).ends_run
+    for _ in range(LAUNCHES - 1):
+        verdict = made.take(never, now, None)
+        assert (verdict.ends_run, verdict.wait_s, verdict.times) == (False, 10.0, 0)
+        assert names(made.due(now + 10.0)) == [["trainer-0", "trainer-1"]]
+        now += 10.0
+    verdict = made.take(never, now, None)
+    assert (verdict.ends_run, verdict.ended.lost) == (True, True), "the job is requeued to other nodes"
+
+
+def test_a_unit_that_never_started_at_all_fails_soon_and_is_not_lost() -> None:
+    """srun may have been called with options that this Slurm does not know."""
+    made = restarts()
+    never = Ended(spec=spec(TRAINER), code=1, log=Path("log"), node="n4", never_began=True)
+    assert [made.take(never, 0.0, None).ends_run for _ in range(3)] == [False, False, True]
+    assert not made.take(never, 0.0, None).ended.lost

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from areal_lora.obs.console import KEPT, PROBLEMS_SHOWN, LiveConsole, duration, number, publish_problem, sparkline
-from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.console import LiveConsole, duration, members_line, number, sparkline
+from areal_lora.obs.metrics.records import EvalRecord, MembersRecord, PublishRecord, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.obs.run_view import KEPT, PROBLEMS_SHOWN, RunView, publish_problem
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from tests.support.clocks import Clock
@@ -22,7 +23,8 @@ def step(index: int, **values: Any) -> StepRecord:
 
 def plain(folder: Path, total: int = 10) -> tuple[LiveConsole, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
-    view = LiveConsole(RunFolder(folder), total, console=Console(file=out, force_terminal=False, width=40), clock=clock)
+    console = Console(file=out, force_terminal=False, width=40)
+    view = LiveConsole(RunFolder(folder), {"toy": total}, console=console, clock=clock)
     view.start()
     return view, out, clock
 
@@ -87,13 +89,13 @@ def test_the_panel_shows_the_run(tmp_path: Path, width: int) -> None:
     make_run(tmp_path, steps=20)
     out = io.StringIO()
     view = LiveConsole(
-        RunFolder(tmp_path), 40, console=Console(file=out, force_terminal=True, width=width, color_system=None)
+        RunFolder(tmp_path), {"toy": 40}, console=Console(file=out, force_terminal=True, width=width, color_system=None)
     )
     view.start()
     view.tick()
     view.stop()
     text = out.getvalue()
-    for part in ("20/40", "ETA 0:40", "reward", "▁", "0.850", "v20", "ms p50", "commit_wait", "tokens/s"):
+    for part in ("20/40", "ETA 0:40", "reward", "▁", "0.850", "v20", "ms p50", "commit_wait", "tok/s"):
         assert part in text, part
 
 
@@ -101,7 +103,7 @@ def test_the_panel_shows_what_processes_wait_for_before_the_first_step(tmp_path:
     set_status(RunFolder(tmp_path), "server", 0, "loading [weights]")
     out = io.StringIO()
     view = LiveConsole(
-        RunFolder(tmp_path), 40, console=Console(file=out, force_terminal=True, width=100, color_system=None)
+        RunFolder(tmp_path), {"toy": 40}, console=Console(file=out, force_terminal=True, width=100, color_system=None)
     )
     view.start()
     view.stop()
@@ -119,7 +121,7 @@ def test_a_long_resumed_run_is_remembered_in_part_and_counted_in_full(tmp_path: 
     assert view.view.steps_done == 2 * KEPT
     assert (len(view.view.steps), len(view.view.publishes)) == (KEPT, KEPT)
     assert len(view.view.problems) == PROBLEMS_SHOWN
-    assert view.view.remaining_s(3 * KEPT) == 2.0 * KEPT
+    assert view.view.remaining_s() == 2.0 * KEPT
     view.view.add(ResumeRecord(version=7, time_s=1.0))  # an older checkpoint than all that is remembered
     assert view.view.steps_done == 7
 
@@ -136,3 +138,34 @@ def test_small_formats() -> None:
     assert sparkline([]) == ""
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+
+
+def test_servers_that_come_and_go_are_one_line() -> None:
+    record = MembersRecord(version=4, servers=3, joined=["server-5", "server-6"], left=["server-1"])
+    assert members_line(record) == "server-5, server-6 joined; server-1 left: 3 servers serve v4"
+    assert members_line(MembersRecord(version=4, servers=2, lost={"server-1": "died"})) is None
+
+
+def test_a_step_in_which_nothing_was_sampled_has_no_rate_of_zero(tmp_path: Path) -> None:
+    view, out, _ = plain(tmp_path)
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(step(0, rollout_tokens_per_s=0.0))
+        writer.write(step(1, rollout_tokens_per_s=None))
+    view.tick()
+    first, second = out.getvalue().splitlines()
+    assert "  no sampling  " in first
+    assert "  - tok/s  " in second
+
+
+def test_a_resume_leaves_no_figures_of_what_it_supersedes() -> None:
+    view = RunView({"toy": 10})
+    view.add(EvalRecord(version=0, step=0, accuracy=0.25, n=200))
+    for k in range(4):
+        view.add(step(k))
+        view.add(PublishRecord(version=k + 1, total_ms=500.0, probe_mean_abs=None))
+    view.add(EvalRecord(version=4, step=4, accuracy=0.75, n=200))
+    view.add(ResumeRecord(version=2, time_s=9.0))
+    assert view.only is not None
+    assert view.only.last_eval is not None
+    assert view.only.last_eval.version == 0
+    assert (view.steps_done, view.sync_p50(), list(view.problems), view.remaining_s()) == (2, None, [], None)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_lora.processes import faults
 from areal_lora.processes.faults import VARIABLE, parse, reached
 
 CODE = """
@@ -103,3 +104,14 @@ def test_several_threads_count_together(tmp_path: Path) -> None:
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"errno|invalid literal|unpack"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("action", "want"),
+    [("wrong_prefix", "base_model.model.layers.0.x"), ("other_layer", "model.layers.1.x"), (None, "model.layers.0.x")],
+)
+def test_names_are_altered_at_their_point_only(monkeypatch: pytest.MonkeyPatch, action: str | None, want: str) -> None:
+    monkeypatch.setattr(faults, "_plan", faults.parse(f"a:1:{action}") if action else None)
+    assert faults.renamed("a", "model.layers.0.x") == want
+    assert faults.renamed("b", "model.layers.0.x") == "model.layers.0.x"
+    assert faults.renamed("a", "norm") == ("base_model.norm" if action == "wrong_prefix" else "norm")

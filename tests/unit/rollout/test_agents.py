@@ -7,12 +7,15 @@ import json
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
 import pytest
 
-from areal_lora.algorithms.advantages import per_sample, rloo
+from areal_lora.algorithms.advantages import ADVANTAGES
+from areal_lora.algorithms.credit import Shaping, token_credit
+from areal_lora.algorithms.kl import k1
 from areal_lora.data.collate import collate
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
 from areal_lora.rollout.client import GenerationFault
@@ -154,9 +157,11 @@ def test_samples_with_different_numbers_of_trajectories_weigh_the_same() -> None
 
     batch = collate([run(agent, n_samples=3).group])
     assert batch.n_sequences == 1 + 3 + 5
-    got = per_sample(rloo, batch.rewards, batch.group_ids, batch.sample_ids)
+    shaping = Shaping(kl=k1, kl_coef=0.0, overlong_from=8, overlong_penalty=0.0, max_new_tokens=8)
+    got = token_credit(ADVANTAGES["rloo"], shaping, batch).advantages
+    firsts = [int(batch.loss_mask[a:b].nonzero()[0]) + a for a, b in pairwise(batch.cu_seqlens.tolist())]
     by_reward = {0.0: -1.5, 1.0: 0.0, 2.0: 1.5}  # reward minus the mean of the two others
-    assert got.tolist() == [by_reward[r] for r in batch.rewards.tolist()]
+    assert got[firsts].tolist() == [by_reward[r] for r in batch.rewards.tolist()]
 
 
 def test_completions_of_text_and_of_tokens() -> None:
@@ -314,7 +319,9 @@ def test_what_a_session_still_asks_ends_with_it() -> None:
     [
         ({"temperature": 0.2}, 400, "temperature 0.2 is not the run's 1"),
         ({"top_p": 0.5}, 400, "top_p"),
-        ({"stream": True}, 400, "not streamed"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "0 to 20"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "workflow.tool_parser"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
         ({"repetition_penalty": 1.2}, 400, "repetition_penalty"),
@@ -421,7 +428,7 @@ def test_without_a_reward_the_last_answer_is_scored() -> None:
     episode = run(agent, scorer=scorer)
     assert {t.reward for t in episode.group.trajectories} == {0.25}
     want = answer([ord(c) for c in "<user:ho>"], 0)[1]
-    assert [(item.completion, item.gold) for item in scorer.asked] == [(want, "42")] * 2
+    assert [(item.completion, item.answer) for item in scorer.asked] == [(want, "42")] * 2
 
 
 def test_a_reward_that_is_not_finite_is_an_error_of_all_its_trajectories() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
+from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.types import AdapterRef, Generation, Outcome
+from areal_lora.weight_sync.messages import LEAVING_HEADER
 
 V3 = AdapterRef(name="math", version=3)
 
@@ -168,7 +169,7 @@ def test_a_cancelled_request_ends_on_the_server_too() -> None:
 
 
 def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
-    async def run(server: FakeServer) -> list[str]:
+    async def run(server: FakeServer) -> list[GreedyAnswer]:
         async with server:
             router = Router()
             router.announce(V3, {"server-0": server.url})
@@ -176,8 +177,53 @@ def test_greedy_answers_come_in_the_order_of_the_prompts() -> None:
                 return await client.greedy(V3, [[1], [2, 3], [4]], max_tokens=8, timeout_s=5)
 
     shuffled = FakeServer(models={str(V3)}, fault=lambda _: Fault(edit=lambda reply: reply["choices"].reverse()))
-    assert asyncio.run(run(shuffled)) == ["1", "5", "4"]
+    answers = asyncio.run(run(shuffled))
+    assert [(a.text, a.n_tokens, a.finish_reason) for a in answers] == [(text, 2, "stop") for text in "154"]
     assert shuffled.requests[0]["temperature"] == 0.0
     assert "seed" not in shuffled.requests[0]
     with pytest.raises(GenerationFault, match="answered by math@v2"):
         asyncio.run(run(FakeServer(models={str(V3)}, served_as=lambda _: "math@v2")))
+
+
+def test_what_a_leaving_server_hands_back_another_one_answers() -> None:
+    """No fault, no cool-down: the group does not notice. Nothing more is sent to the server that leaves."""
+
+    async def ask_both() -> None:
+        handed_back = Fault(status=503, headers={LEAVING_HEADER: "1"})
+        leaver, other = FakeServer(fault=lambda _: handed_back), FakeServer()
+        async with leaver, other:
+            for server in (leaver, other):
+                server.models.add(str(V3))
+            router = Router()
+            router.announce(V3, {"server-0": leaver.url, "server-1": other.url})
+            async with CompletionClient(router, "secret") as client:
+                for _ in range(4):
+                    answers = await client.sample(
+                        V3, [5, 6], n=2, max_tokens=8, temperature=1.0, top_p=1.0, seed=11, timeout_s=5.0
+                    )
+                    assert len(answers) == 2
+        assert (len(leaver.requests), len(other.requests)) == (1, 4)
+        assert router.servers["server-0"].failures == 0
+
+    asyncio.run(ask_both())
+
+
+def test_a_leaving_server_that_breaks_off_hands_back_and_alone_it_is_no_server() -> None:
+    async def alone() -> None:
+        leaver = FakeServer(fault=lambda _: Fault(disconnect=True), delay_s=lambda _: 0.2)
+        async with leaver:
+            leaver.models.add(str(V3))
+            router = Router()
+            router.announce(V3, {"server-0": leaver.url})
+            async with CompletionClient(router, "secret") as client:
+                asked = asyncio.ensure_future(
+                    client.sample(V3, [5], n=1, max_tokens=8, temperature=1.0, top_p=1.0, seed=1, timeout_s=1.0)
+                )
+                await asyncio.sleep(0.05)
+                router.leaves(router.servers["server-0"])
+                with pytest.raises(GenerationFault, match="no server could be asked") as fault:
+                    await asked
+        assert fault.value.kind is FaultKind.CONNECTION, "counted as an outage, not as a failure of the group"
+        assert router.servers["server-0"].failures == 0
+
+    asyncio.run(alone())

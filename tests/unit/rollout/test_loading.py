@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import AlignmentError, ConfigError
-from areal_lora.rollout.agents import AgentWorkflow, Sessions
+from areal_lora.rollout.agent_api.session import Sessions
+from areal_lora.rollout.agents import AgentWorkflow
 from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.loading import build_workflow
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow

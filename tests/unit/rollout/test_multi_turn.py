@@ -212,7 +212,7 @@ def test_without_a_reward_of_its_own_the_last_answer_is_scored() -> None:
 
     run(factory, scorer=scorer)
     assert [item.completion for item in scorer.asked] == [e.heard[-1] for e in environments]
-    assert {item.gold for item in scorer.asked} == {PROMPT.sample.answer}
+    assert {item.answer for item in scorer.asked} == {PROMPT.sample.answer}
 
 
 @pytest.mark.parametrize("rewards", [[float("nan")], [0.5, 10**400]])

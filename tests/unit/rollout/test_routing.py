@@ -138,3 +138,36 @@ def test_versions_that_a_trainer_has_gone_back_from_are_not_asked_for() -> None:
     assert router.newest(REF) == REF
     with pytest.raises(VersionRetired):
         chosen(router, NEXT)
+
+
+def test_a_server_that_leaves_ends_what_it_runs_and_gets_no_more() -> None:
+    async def leave() -> None:
+        router = Router()
+        router.announce(REF, BOTH)
+        async with asyncio.timeout(5.0) as clock, router.lease(REF, 4, clock) as server:
+            router.leaves(server)
+            others = {(await router._choose(REF)).url for _ in range(4)}
+            assert others == set(BOTH.values()) - {server.url}
+            name = next(name for name, url in BOTH.items() if url == server.url)
+            rest = {n: url for n, url in BOTH.items() if n != name}
+            router.announce(NEXT, rest, left=[name])
+            await asyncio.sleep(0.01)  # a lost one's request would be cut off here
+            assert not server.lost
+        assert list(router.servers) == list(rest)
+
+    asyncio.run(leave())
+
+
+def test_a_request_waits_while_all_that_hold_its_version_leave() -> None:
+    async def wait() -> None:
+        router = Router()
+        router.announce(REF, BOTH)
+        for server in router.servers.values():
+            router.leaves(server)
+        chosen = asyncio.ensure_future(router._choose(REF))
+        await asyncio.sleep(0.15)
+        assert not chosen.done()
+        router.announce(REF, BOTH | {"server-7": "c"})
+        assert (await chosen).url == "c"
+
+    asyncio.run(wait())

@@ -11,8 +11,14 @@ from tests.support.paths import ROOT
 
 FOLDER = RunFolder(Path("runs/x"))
 PACKAGE = ROOT / "areal_lora"
-MODEL_FOLDER = {"families/shape.py", "config/snapshot.py", "launcher/hub.py", "weight_sync/digests.py"}
-"""These read the config.json of a model."""
+MODEL_FOLDER = {
+    "families/shape.py",
+    "config/snapshot.py",
+    "launcher/hub.py",
+    "weight_sync/digests.py",
+    "checkpoint/merged_folder.py",
+}
+"""These read or write the config.json of a model."""
 NAMES = sorted(
     {
         name

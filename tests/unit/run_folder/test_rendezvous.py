@@ -16,6 +16,21 @@ from areal_lora.run_folder import rendezvous
 from areal_lora.run_folder.paths import RunFolder
 
 
+def test_servers_that_the_launcher_does_without_are_not_waited_for(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    rendezvous.publish_endpoint(folder, "server", 1, {"data": 7, "admin": 8})
+    threading.Timer(0.3, folder.excluded("server-0").touch).start()
+    began = time.monotonic()
+    rendezvous.wait_servers(folder, 2, timeout_s=20)
+    assert time.monotonic() - began < 10
+    with pytest.raises(ProcessFailed, match="server-2 did not publish"):
+        rendezvous.wait_servers(folder, 3, timeout_s=0.1)
+    folder.excluded("server-1").touch()
+    rendezvous.forget_endpoint(folder, "server", 1)
+    with pytest.raises(ProcessFailed, match="none of 2 servers came up"):
+        rendezvous.wait_servers(folder, 2, timeout_s=20)
+
+
 def test_what_is_published_is_read(tmp_path: Path) -> None:
     rendezvous.publish_endpoint(RunFolder(tmp_path), "server", 1, {"data": 1234, "admin": 1235})
     endpoint = rendezvous.wait_endpoint(RunFolder(tmp_path), "server", 1, timeout_s=1)

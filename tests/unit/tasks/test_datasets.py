@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.models import Gsm8kTask, WordProblemsTask
+from areal_lora.config.task import DatasetTask, Gsm8kTask, WordProblemsTask
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import numeric_match
@@ -50,10 +50,11 @@ def test_only_the_held_out_split_is_cut_to_n_eval(tmp_path):
     ("line", "words"),
     [
         ("{not json", "not a line of JSON"),
-        ("[1, 2]", "no text in field 'question'"),
-        (json.dumps({"question": "q"}), "no text in field 'answer'"),
-        (json.dumps({"question": 3, "answer": "#### 1"}), "no text in field 'question'"),
-        (json.dumps({"question": "q", "answer": "  "}), "no text in field 'answer'"),
+        ("[1, 2]", "is a list, not an object with columns"),
+        (json.dumps({"question": "q"}), "no column 'answer'.*set task.columns.answer"),
+        (json.dumps({"answer": "#### 1"}), "no column 'question'"),
+        (json.dumps({"question": 3, "answer": "#### 1"}), "no text in column 'question'"),
+        (json.dumps({"question": "q", "answer": "  "}), "no text in column 'answer'"),
         (json.dumps({"question": "q", "answer": "#### many"}), "states no number"),
     ],
 )
@@ -109,3 +110,116 @@ def test_the_real_files_load():
     assert (len(train), len(held_out)) == (7473, 1319)
     assert all(numeric_match(s.answer, s.answer) == 1.0 for s in held_out)
     assert held_out[0].prompt.startswith("Question: ")
+
+
+ROWS = [
+    {"problem": "one", "solution": "1", "level": 1, "hint": "{x}"},
+    {"problem": "two", "solution": ["2", "II"], "level": 2, "hint": "b"},
+    {"problem": "six", "solution": None, "level": 3, "hint": "c"},
+]
+
+
+def general(tmp_path: Path, rows=ROWS, **fields) -> DatasetTask:
+    path = write(tmp_path / "rows.jsonl", *map(json.dumps, rows))
+    columns = fields.pop("columns", {"prompt": "problem", "answer": "solution"})
+    return DatasetTask.model_validate({"train": str(path), "eval": str(path), "columns": columns, **fields})
+
+
+def test_columns_have_any_name_and_answers_any_type(tmp_path):
+    made = load_samples(
+        general(tmp_path, format={"kind": "template", "template": "Q: {problem} ({level}) {other}"}), "train"
+    )
+    assert [s.prompt for s in made] == ["Q: one (1) {other}", "Q: two (2) {other}", "Q: six (3) {other}"]
+    assert [s.answer for s in made] == ["1", ["2", "II"], None]
+    assert [s.gold for s in made] == ["1", '["2", "II"]', ""]
+    assert made[0].columns == ROWS[0]
+    assert made[0].messages is None
+    assert [s.uid for s in made] == ["dataset/train/0", "dataset/train/1", "dataset/train/2"]
+
+
+def test_no_answer_and_ids_of_its_own(tmp_path):
+    columns = {"prompt": "problem", "answer": None, "id": "level"}
+    made = load_samples(general(tmp_path, columns=columns, n_eval=2), "eval")
+    assert [(s.uid, s.answer) for s in made] == [("dataset/eval/1", None), ("dataset/eval/2", None)]
+
+
+def test_chat_puts_the_system_prompt_first_and_keeps_given_messages(tmp_path):
+    chat = {"kind": "chat", "system_prompt": "Think.", "template": "Solve {problem}."}
+    made = load_samples(general(tmp_path, format=chat), "train")
+    assert made[0].messages == ({"role": "system", "content": "Think."}, {"role": "user", "content": "Solve one."})
+    turns = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi", "name": "a"}]
+    rows = [{"m": turns}, {"m": turns[1:]}]
+    columns = {"messages": "m", "answer": None}
+    first, second = load_samples(general(tmp_path, rows, columns=columns, format=chat), "train")
+    assert first.messages == tuple(turns)
+    assert second.messages == ({"role": "system", "content": "Think."}, turns[1])
+    assert second.prompt == "Hi"
+
+
+def test_rows_are_chosen_by_value_and_by_a_function(tmp_path):
+    assert len(load_samples(general(tmp_path, where={"level": [1, 3]}), "train")) == 2
+    (tmp_path / "row_filter.py").write_text("def keep(row):\n    return row['level'] / (row['level'] - 3) < 0\n")
+    keep = f"{tmp_path / 'row_filter.py'}:keep"
+    assert [s.prompt for s in load_samples(general(tmp_path, ROWS[:2], keep=keep, where={"level": 2}), "train")] == [
+        "two"
+    ]
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:3: .*keep fails: ZeroDivisionError"):
+        load_samples(general(tmp_path, keep=keep), "train")
+    with pytest.raises(ConfigError, match="no row passes the filter"):
+        load_samples(general(tmp_path, where={"level": 9}), "train")
+
+
+def test_without_a_held_out_file_rows_are_held_out_once_and_for_all(tmp_path):
+    rows = [{"prompt": str(i), "answer": str(i)} for i in range(50)]
+    task_of = lambda **more: general(tmp_path, rows, columns={}, eval=None, **more)  # noqa: E731
+    train, held_out = load_samples(task_of(), "train"), load_samples(task_of(), "eval")
+    assert (len(train), len(held_out)) == (40, 10)
+    assert {s.prompt for s in train} | {s.prompt for s in held_out} == {str(i) for i in range(50)}
+    assert [s.prompt for s in load_samples(task_of(), "eval")] == [s.prompt for s in held_out]
+    with pytest.raises(ConfigError, match="50 of 50 rows would be held out"):
+        load_samples(task_of(n_eval=50), "eval")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"columns": {"prompt": "question"}},
+            r"rows\.jsonl:1: no column 'question' .*one of: problem, solution, level",
+        ),
+        ({"columns": {"prompt": "problem"}}, r"no column 'answer' .*task.columns.answer \(or null\)"),
+        ({"columns": {"prompt": "level", "answer": None}}, "no text in column 'level'"),
+        ({"columns": {"messages": "problem", "answer": None}, "format": {"kind": "chat"}}, "holds no list of messages"),
+        ({"format": {"kind": "template", "template": "plain"}}, r"task.format.template: names no column"),
+        ({"where": {"lvl": 1}}, "no column 'lvl' .*task.where"),
+        ({"columns": {"prompt": "problem", "answer": None, "id": "hint"}, "n_train": 2}, None),
+    ],
+)
+def test_what_is_wrong_with_columns_is_one_line(tmp_path, fields, words):
+    if words is None:
+        assert [s.uid for s in load_samples(general(tmp_path, **fields), "train")] == [
+            "dataset/train/{x}",
+            "dataset/train/b",
+        ]
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_samples(general(tmp_path, **fields), "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_messages_need_the_chat_format_and_a_question(tmp_path):
+    rows = [{"m": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}]
+    with pytest.raises(ConfigError, match="the last message is the assistant's"):
+        load_samples(
+            general(tmp_path, rows, columns={"messages": "m", "answer": None}, format={"kind": "chat"}), "train"
+        )
+    rows = [{"m": [{"role": "user", "content": "Hi"}]}]
+    with pytest.raises(ConfigError, match=r"task\.format\.kind: messages need a chat template"):
+        load_samples(general(tmp_path, rows, columns={"messages": "m", "answer": None}), "train")
+
+
+def test_word_problems_take_a_format_too():
+    chat = WordProblemsTask(n_train=2, format={"kind": "chat", "template": "Work it out. {prompt}"})
+    plain, formatted = load_samples(WordProblemsTask(n_train=2), "train"), load_samples(chat, "train")
+    assert [s.uid for s in formatted] == [s.uid for s in plain]
+    assert formatted[0].messages == ({"role": "user", "content": f"Work it out. {plain[0].prompt}"},)

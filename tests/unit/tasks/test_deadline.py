@@ -12,33 +12,33 @@ import pytest
 HEAD = """
 import signal, sys, time
 from areal_lora.tasks.deadline import Deadline
-deadline = Deadline(0.8)
+deadline = Deadline()
 assert deadline.kept
 """
 DEAF = """
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-deadline.start()
+deadline.start(0.8)
 while True:
     pass
 """
 ASLEEP = """
-deadline.start()
+deadline.start(0.8)
 time.sleep(60)
 """
 IN_TIME = """
 for _ in range(3):
-    deadline.start()
+    deadline.start(0.8)
     time.sleep(0.3)
     deadline.stop()
 time.sleep(1.0)
 """
 AGAIN = """
-deadline.start()
+deadline.start(0.8)
 time.sleep(0.4)
-deadline.start()
+deadline.start(0.8)
 time.sleep(0.5)
 deadline.stop()
-deadline.start()
+deadline.start(0.8)
 time.sleep(60)
 """
 
@@ -59,9 +59,9 @@ def test_a_machine_without_such_timers_is_told_from_one_that_has_them() -> None:
     code = (
         "from areal_lora.tasks import deadline\n"
         "deadline._CALLS = {}\n"
-        "made = deadline.Deadline(0.1)\n"
+        "made = deadline.Deadline()\n"
         "assert not made.kept\n"
-        "made.start()\n"
+        "made.start(0.1)\n"
         "made.stop()\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=30, check=True)

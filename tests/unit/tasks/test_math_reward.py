@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from areal_lora.config.models import MathVerifyReward
-from areal_lora.tasks.rewards import reward_function
+from areal_lora.config.reward import MathVerifyReward
+from areal_lora.tasks.rewards import Wanted, reward_call
 from areal_lora.tasks.scorer import ScoreItem, ScorerPool
 from areal_lora.types import Outcome
 
 pytest.importorskip("math_verify")
-math_verify = reward_function("math_verify")
+math_verify = reward_call(Wanted(kind="math_verify")).function
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_deadline_rules_over_expressions_that_never_end():
     async def run():
         async with ScorerPool(MathVerifyReward(timeout_s=2.0)) as pool:
             texts = ("#### 7", r"\boxed{9^{9^{9^9}}}", "#### 7")
-            return await pool.score([ScoreItem(completion=text, gold="#### 7") for text in texts])
+            return await pool.score([ScoreItem(completion=text, answer="#### 7") for text in texts])
 
     first, endless, last = asyncio.run(run())
     assert first.reward == last.reward == 1.0

@@ -1,4 +1,5 @@
 import asyncio
+import http.server
 import math
 import os
 import re
@@ -7,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +17,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.config.models import FunctionReward, MathVerifyReward, NumericMatchReward
+from areal_lora.config.reward import FunctionReward, MathVerifyReward, NumericMatchReward
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.tasks.tally import tally
-from areal_lora.types import Outcome
+from areal_lora.types import Outcome, Sample
 from tests.support.paths import ROOT, SUPPORT
 
 FAULTY = f"{SUPPORT / 'tasks' / 'faulty_reward.py'}:reward"
 
 
 def item(completion: str, gold: str = "#### 7") -> ScoreItem:
-    return ScoreItem(completion=completion, gold=gold)
+    return ScoreItem(completion=completion, answer=gold)
 
 
 def children() -> list[psutil.Process]:
@@ -171,11 +174,11 @@ def test_scoring_that_ends_in_time_survives_a_controller_that_is_stopped(tmp_pat
     code = (
         "import asyncio\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.models import FunctionReward\n"
+        "from areal_lora.config.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    async with ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=1)) as pool:\n"
-        "        nap = ScoreItem(completion='nap', gold='nap')\n"
+        "        nap = ScoreItem(completion='nap', answer='nap')\n"
         "        await pool.score([nap])\n"
         "        call = asyncio.create_task(pool.score([nap] * 4))\n"
         "        await asyncio.sleep(0.1)\n"
@@ -242,16 +245,24 @@ def test_the_run_folder_is_not_readable_and_no_file_is_writable(tmp_path):
     run, data = tmp_path / "runs" / "toy", tmp_path / "data.txt"
     run.mkdir(parents=True)
     (run / "secret").write_text("s")
+    (run / "code").mkdir()
+    (run / "code" / "reward.py").write_text("r")
     (run.parent / "other").write_text("o")
     data.write_text("d")
-    readable = [data, run.parent / "other"]
+    readable = [data, run.parent / "other", run / "code" / "reward.py"]
     forbidden = [("read", run / "secret"), ("read", Path("/proc/self/cwd") / run / "secret"), ("write", data)]
-    forbidden += [("write", run / "new"), ("write", tmp_path / "new"), ("delete", data), ("chmod", data)]
+    forbidden += [
+        ("write", run / "code" / "new.py"),
+        ("write", run / "new"),
+        ("write", tmp_path / "new"),
+        ("delete", data),
+        ("chmod", data),
+    ]
     items = [item("read", str(path)) for path in readable] + [item(act, str(path)) for act, path in forbidden]
     before = [(path.stat().st_mode, path.read_text()) for path in readable]
     [scores] = score(items, hidden=run)
-    assert [s.outcome for s in scores] == [Outcome.OK] * 2 + [Outcome.ERROR] * 7
-    assert all("PermissionError" in s.detail for s in scores[2:])
+    assert [s.outcome for s in scores] == [Outcome.OK] * 3 + [Outcome.ERROR] * 8
+    assert all("PermissionError" in s.detail for s in scores[3:])
     assert [(path.stat().st_mode, path.read_text()) for path in readable] == before
     assert not (run / "new").exists()
     assert not (tmp_path / "new").exists()
@@ -274,6 +285,58 @@ def test_a_listening_server_is_never_reached(tmp_path):
         for server in (tcp, unix):
             with pytest.raises(TimeoutError):
                 server.accept()
+
+
+DOORS = """
+import os, tempfile, urllib.request
+
+def reward(completion, answer):
+    if completion == "fetch":
+        return float(urllib.request.urlopen(answer, timeout=5).read())
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.write(b"x" * int(answer))
+        file.flush()
+        assert os.path.getsize(file.name) == int(answer)
+    os.mkdir(file.name + ".d")
+    return float(len(os.listdir(os.environ["TMPDIR"])))
+"""
+
+
+def test_a_private_temporary_folder_is_writable_bounded_and_removed(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(DOORS)
+    places = tmp_path / "temporary"
+    places.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(places))
+    mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", scratch_mib=1, timeout_s=20)
+    [fits, bigger] = score([item("", "1000"), item("", "1000")], [item("", str(2 << 20))], reward=mine)
+    assert [s.reward for s in fits] == [2.0, 4.0]
+    assert bigger[0].outcome is Outcome.ERROR
+    assert list(places.iterdir()) == []
+    [[none]] = score([item("", "1")], reward=mine.model_copy(update={"scratch_mib": 0}))
+    assert none.outcome is Outcome.ERROR
+
+
+def test_a_reward_with_network_reaches_a_server_and_one_without_does_not(tmp_path):
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"0.75")
+
+        def log_message(self, *_):
+            pass
+
+    (tmp_path / "mine.py").write_text(DOORS)
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ask = item("fetch", f"http://127.0.0.1:{server.server_port}")
+        mine = FunctionReward(path=f"{tmp_path / 'mine.py'}:reward", timeout_s=20)
+        [[closed]] = score([ask], reward=mine)
+        [[opened]] = score([ask], reward=mine.model_copy(update={"network": True}))
+        server.shutdown()
+    assert closed.outcome is Outcome.ERROR
+    assert "reward.network=true" in closed.detail
+    assert opened.reward == 0.75
 
 
 def test_python_itself_refuses_where_the_kernel_does_not():
@@ -309,7 +372,7 @@ def test_the_fence_holds_for_an_ordinary_user(tmp_path):
     code = (
         "import asyncio, os\n"
         "from pathlib import Path\n"
-        "from areal_lora.config.models import FunctionReward\n"
+        "from areal_lora.config.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "assert os.getuid() == 65534\n"
         f"folder = Path({str(tmp_path)!r})\n"
@@ -320,7 +383,7 @@ def test_the_fence_holds_for_an_ordinary_user(tmp_path):
         "    async with ScorerPool(reward, hidden=folder) as pool:\n"
         "        for fault in faults:\n"
         "            gold = str(folder / 'own') if fault in ('read', 'write') else '1'\n"
-        "            [score] = await pool.score([ScoreItem(completion=fault, gold=gold)])\n"
+        "            [score] = await pool.score([ScoreItem(completion=fault, answer=gold)])\n"
         "            print(score.outcome)\n"
         "asyncio.run(run())\n"
     )
@@ -391,8 +454,8 @@ def test_a_child_that_was_killed_from_outside_is_replaced():
         (None, "No such file"),
         ("import nothing_like_it", "ModuleNotFoundError"),
         ("reward = 3", "of type int"),
-        ("async def reward(c, a): ...", "is a coroutine function"),
-        ("def reward(c): ...", "too many positional"),
+        ("def reward(): ...", "takes no arguments"),
+        ("def reward(c, a, b, /): ...", "more than two parameters without a name"),
         ("1/0", "ZeroDivisionError"),
         ("def other(c, a): ...", "has no 'reward'"),
     ],
@@ -425,7 +488,7 @@ def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not
     path.write_text(RULES)
     good = ["right", "wrong", "number", "whole", "dict", "unsure", "none", "bool", "zero"]
     bad = {
-        "empty": "this one has nothing",
+        "empty": "this one has neither",
         "typo": "'corect'",
         "maybe": "neither true nor false",
         "list": "TypeError",
@@ -441,6 +504,80 @@ def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not
         assert words in scored.detail
     [scores] = score([item(x) for x in good], reward=reward.model_copy(update={"correct_threshold": 0.75}))
     assert [s.correct for s in scores] == [True, False, False, True, True, True, False, True, False]
+
+
+CALLS = """
+import asyncio
+
+async def judge(completion, answer, level):
+    await asyncio.sleep(60 if completion == "hang" else 0.5)
+    if completion == "raise":
+        raise RuntimeError("the judge is away")
+    return {"reward": level, "correct": completion == answer}
+
+def batch(completions, answers, level, **rest):
+    assert {"prompts", "messages", "n_tokens", "finish_reasons", "columns"} <= rest.keys()
+    assert all(m[-1] == {"role": "assistant", "content": c} for m, c in zip(rest["messages"], completions))
+    if "raise" in completions:
+        raise RuntimeError("no batch")
+    return [len(completions) * l for l in level]
+
+def parts(completion, answer, *, n_tokens, finish_reason, level):
+    return {"right": float(completion == answer), "short": -0.1 * n_tokens, "level": level, "correct": level > 1}
+
+def missing(completion, colour):
+    return 1.0
+
+def anything(text, gold, **columns):
+    return float(text == gold) + columns["level"]
+"""
+
+
+def rows(*completions: str) -> list[ScoreItem]:
+    return [
+        ScoreItem.of(
+            Sample(uid=c, prompt="Q", answer="7", columns={"level": 2, "answer": "7"}),
+            c,
+            n_tokens=3,
+            finish_reason="stop",
+        )
+        for c in completions
+    ]
+
+
+def call(tmp_path: Path, name: str, *batches: list[ScoreItem], **settings) -> list[list[Score]]:
+    path = tmp_path / "calls.py"
+    path.write_text(CALLS)
+    return score(*batches, reward=FunctionReward(path=f"{path}:{name}", **{"timeout_s": 20.0, **settings}))
+
+
+def test_a_reward_takes_columns_and_figures_by_name_and_names_its_parts(tmp_path):
+    [[right, wrong]] = call(tmp_path, "parts", rows("7", "8"))
+    assert right.components == {"right": 1.0, "short": pytest.approx(-0.3), "level": 2.0}
+    assert (right.reward, right.correct) == (pytest.approx(2.7), True)
+    assert wrong.reward == pytest.approx(1.7)
+    [[absent]] = call(tmp_path, "missing", rows("7"))
+    assert absent.outcome is Outcome.ERROR
+    assert "asks for 'colour', the data set's columns are: level, answer" in absent.detail
+    [[named]] = call(tmp_path, "anything", rows("7"))
+    assert named.reward == 3.0
+
+
+def test_an_async_reward_scores_a_batch_concurrently_and_each_answer_has_its_time(tmp_path):
+    began = time.monotonic()
+    first, second = call(tmp_path, "judge", rows(*"7" * 30), rows("7", "hang", "raise", "8"), timeout_s=3.0)
+    assert time.monotonic() - began < 12, "30 answers of half a second each, one that hangs, one after the other"
+    assert [s.reward for s in first] == [2.0] * 30
+    assert [s.outcome for s in second] == [Outcome.OK, Outcome.TIMEOUT, Outcome.ERROR, Outcome.OK]
+    assert "the judge is away" in second[2].detail
+    assert (second[0].correct, second[3].correct) == (True, False)
+
+
+def test_a_reward_of_a_batch_gets_lists_as_trl_gives_them(tmp_path):
+    first, second, third = call(tmp_path, "batch", rows("7", "8", "9"), rows("7", "raise"), rows("7"))
+    assert [s.reward for s in first] == [6.0, 6.0, 6.0]
+    assert [s.outcome for s in second] == [Outcome.ERROR] * 2
+    assert [s.reward for s in third] == [2.0]
 
 
 @pytest.mark.parametrize(("example", "threshold"), [(0, 0.5), (1, None)])
@@ -505,13 +642,13 @@ def test_a_thousand_faults_leak_no_process_and_no_descriptor():
 def test_children_end_when_their_parent_is_killed_while_they_score():
     code = (
         "import asyncio, os\n"
-        "from areal_lora.config.models import FunctionReward\n"
+        "from areal_lora.config.reward import FunctionReward\n"
         "from areal_lora.tasks.scorer import ScoreItem, ScorerPool\n"
         "async def run():\n"
         f"    pool = ScorerPool(FunctionReward(path={FAULTY!r}, timeout_s=9))\n"
-        "    [score] = await pool.score([ScoreItem(completion='pid', gold='')])\n"
+        "    [score] = await pool.score([ScoreItem(completion='pid', answer='')])\n"
         "    print(int(score.reward), flush=True)\n"
-        "    asyncio.create_task(pool.score([ScoreItem(completion='sleep', gold='')]))\n"
+        "    asyncio.create_task(pool.score([ScoreItem(completion='sleep', answer='')]))\n"
         "    await asyncio.sleep(0.3)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(run())\n"

@@ -201,21 +201,21 @@ def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_o
         auditor = Auditor(SECRET, FP32[0], timeout_s=10.0, max_model_len=128)
         auditor.servers = (one.endpoint, other.endpoint)
         auditor.begin("math", batch(1, "interrupt"), 1, 1.0)
-        first = auditor.collect(wait=True)
+        first = auditor.collect("math", wait=True)
         assert first is not None
         assert (first.error, first.missing) == ("", "")
         one.__exit__()
         auditor.begin("math", batch(2, "interrupt"), 2, 1.0)
-        second = auditor.collect(wait=True)
+        second = auditor.collect("math", wait=True)
         assert second is not None
         assert second.tokens > 60
         assert not second.error
         auditor.begin("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
         auditor.begin("math", batch(4, "finish"), 4, 1.0)  # what was found meanwhile is not lost
-        third = auditor.collect(wait=True)
+        third = auditor.collect("math", wait=True)
         assert third is not None
         assert "shifted by one token" in third.error
-        assert auditor.collect() is None
+        assert auditor.collect("math") is None
         auditor.close()
 
 
@@ -223,7 +223,7 @@ def test_a_run_in_which_nothing_can_be_compared_says_so(caplog: pytest.LogCaptur
     auditor = Auditor(SECRET, FP32[0], timeout_s=5.0, max_model_len=128)
     for step in range(auditing.QUIET_STEPS):
         auditor.begin("math", batch(step, "finish"), step, 1.0)
-        got = auditor.collect(wait=True)
+        got = auditor.collect("math", wait=True)
         assert got is not None
         assert (got.tokens, got.silent_steps, got.error) == (0, step + 1, "")
     assert "no token of the last 10 batches" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 from areal_lora.checkpoint.state import Evaluation
 from areal_lora.config.models import Config
 from areal_lora.obs.metrics.reader import read_metrics
-from areal_lora.rollout.channel.messages import EvalResult, EvalSample
+from areal_lora.rollout.channel.messages import EvalResult, EvalSample, EvalSetResult
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import ControllerState
 from areal_lora.trainer.controller_link import ControllerLink, evaluation_due
@@ -60,14 +60,9 @@ def make(folder: Path, made: Config) -> tuple[ControllerLink, Client]:
 
 def held_out(version: int, **figures: Any) -> EvalResult:
     sample = EvalSample(uid="s0", prompt="1+1=", completion="?", answer="2", reward=None, correct=None, version=version)
-    return EvalResult(
-        adapter=NAME,
-        version=version,
-        tag="held-out",
-        wall_s=1.0,
-        samples=(sample,),
-        **{"accuracy": 0.5, "reward_mean": 0.4, "n": 8, **figures},
-    )
+    measured = {"accuracy": 0.5, "reward_mean": 0.4, "n": 8, **figures}
+    found = EvalSetResult(name="held-out", wall_s=1.0, samples=(sample,), **measured)
+    return EvalResult(adapter=NAME, version=version, tag="held-out", wall_s=1.0, sets=(found,))
 
 
 def test_one_evaluation_at_a_time_of_the_newest_version_and_the_last_one_always(tmp_path: Path) -> None:
@@ -106,7 +101,10 @@ def test_adapters_have_evaluations_of_their_own_and_a_restored_one_keeps_its_pen
         ledger=b"l", evaluations={0: Evaluation(accuracy=0.1, reward_mean=0.2)}, pending=frozenset({20})
     )
     client, recorder = Client(), Recorder(RunFolder(tmp_path), ["a", "b"], {"a": 21}, time.monotonic())
-    link = ControllerLink(config("m", steps=30), client, recorder, {"a": kept, "b": ControllerState()})  # type: ignore[arg-type]
+    made = config("m", steps=30)
+    both = [made.adapters[0].model_copy(update={"name": name}) for name in ("a", "b")]
+    made = made.model_copy(update={"adapters": both})
+    link = ControllerLink(made, client, recorder, {"a": kept, "b": ControllerState()})  # type: ignore[arg-type]
     assert link.state("a") == kept
     for name, version in (("a", 21), ("b", 0)):
         link.evaluate_if_due(AdapterRef(name=name, version=version))
@@ -114,3 +112,32 @@ def test_adapters_have_evaluations_of_their_own_and_a_restored_one_keeps_its_pen
     link.record_evals([msgspec.structs.replace(held_out(0), adapter="b")])
     assert link.state("a") == kept
     assert link.state("b").evaluations == {0: Evaluation(accuracy=0.5, reward_mean=0.4)}
+
+
+def test_a_crash_between_the_records_of_two_sets_neither_loses_nor_doubles_one(tmp_path: Path) -> None:
+    """The evaluation is still pending in the checkpoint; the resumed trainer requests and records it whole."""
+    result = held_out(3)
+    sampled = msgspec.structs.replace(result.sets[0], name="sampled", accuracy=0.25, pass_at={1: 0.25, 2: 0.5})
+    result = msgspec.structs.replace(result, sets=(*result.sets, sampled))
+    first = Recorder(RunFolder(tmp_path), [NAME], {}, time.monotonic())
+    first.evaluation(result, 0)
+    first.close()
+    kept = ControllerState(ledger=b"l", pending=frozenset({3}))
+    client, recorder = Client(), Recorder(RunFolder(tmp_path), [NAME], {NAME: 4}, time.monotonic())
+    link = ControllerLink(config("m"), client, recorder, {NAME: kept})  # type: ignore[arg-type]
+    link.record_evals([result])
+    assert [(e.name, e.order, e.version, e.accuracy) for e in read_metrics(tmp_path).evals] == [
+        ("held-out", 0, 3, 0.5),
+        ("sampled", 1, 3, 0.25),
+    ]
+    assert link.state(NAME).evaluations == {3: Evaluation(accuracy=0.5, reward_mean=0.4)}, "the first set decides"
+    assert link.state(NAME).pending == frozenset()
+
+
+def test_a_set_that_fails_costs_no_other_its_record(tmp_path: Path) -> None:
+    link, _ = make(tmp_path, config("m"))
+    result = held_out(3)
+    lost = msgspec.structs.replace(result.sets[0], name="lost", n=0, error="version_retired")
+    link.record_evals([msgspec.structs.replace(result, sets=(lost, result.sets[0]))])
+    assert [(e.name, e.order) for e in read_metrics(tmp_path).evals] == [("held-out", 1)]
+    assert link.state(NAME).evaluations == {}

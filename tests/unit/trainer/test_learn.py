@@ -32,7 +32,13 @@ def _with(adapter: Adapter, *, minibatches: int, optimizer: dict[str, Any] | Non
             "optimizer": OptimizerConfig.model_validate(optimizer) if optimizer else adapter.config.optimizer,
         }
     )
-    return replace(adapter, config=config, algorithm=build_algorithm(config.algorithm, minibatches=minibatches))
+    return replace(
+        adapter,
+        config=config,
+        algorithm=build_algorithm(
+            config.algorithm, minibatches=minibatches, max_new_tokens=config.sampling.max_new_tokens
+        ),
+    )
 
 
 def _learn(engine: TrainEngine, adapter: Adapter, batch: TrainBatch):
@@ -68,9 +74,8 @@ def test_shifted_logprobs_of_the_same_version_stop_the_run() -> None:
 class Trainer:
     """A trainer of one rank without servers, controller or disk: `train_step` and nothing around it."""
 
-    def __init__(self, engine: RecordedEngine, steps: int) -> None:
-        run = SimpleNamespace(steps=steps)
-        self.config = SimpleNamespace(run=run, model=SimpleNamespace(dtype="float32"))
+    def __init__(self, engine: RecordedEngine) -> None:
+        self.config = SimpleNamespace(model=SimpleNamespace(dtype="float32"))
         self.engine, self.rank_0, self.publishing, self.checkpointing = engine, None, None, None
         self.control, self.spans = SoloExchange(), defaultdict(Spans)
 
@@ -79,17 +84,18 @@ def _run(
     monkeypatch: pytest.MonkeyPatch, state: TrainingState, engine: RecordedEngine, steps: int, total: int = 8
 ) -> Trainer:
     """``steps`` training steps of the real loop."""
-    trainer: Any = Trainer(engine, total)
+    trainer: Any = Trainer(engine)
+    state.adapter = replace(state.adapter, run=replace(state.adapter.run, steps=total))
 
-    def next_batch(trainer: Any, state: TrainingState) -> Any:
+    def batch_of(state: TrainingState, groups: object) -> Any:
         batch = make_batch()
         return replace(batch, versions=torch.where(batch.loss_mask, state.version, -1)), {}
 
-    monkeypatch.setattr(loop, "next_batch", next_batch)
+    monkeypatch.setattr(loop, "batch_of", batch_of)
     for name in ("join_checkpoint", "save_and_publish"):
         monkeypatch.setattr(loop, name, lambda *_: None)
     for _ in range(steps):
-        loop.train_step(trainer, state)
+        loop.train_step(trainer, state, [])
     return trainer
 
 
@@ -182,3 +188,13 @@ def test_a_shift_is_found_where_every_token_is_stale_and_before_any_step_is_take
 def test_loss_refuses_a_batch_without_advantages() -> None:
     with pytest.raises(AssertionError, match="annotate"):
         make_loss(make_adapter(), 4)(make_batch(), torch.zeros(11), None)
+
+
+def test_an_adaptive_kl_coefficient_is_state_of_the_training_and_weighs_loss_and_reward() -> None:
+    state = TrainingState(adapter=make_adapter(kl_coef=0.2, kl_target=0.1))
+    state.advance(skipped=False, kl=5.0)
+    assert state.kl_scale == pytest.approx(1.02)
+    assert state.tuned.algorithm.terms.kl_coef == pytest.approx(0.2 * 1.02)
+    assert state.adapter.algorithm.terms.kl_coef == 0.2
+    state = TrainingState(adapter=make_adapter(kind="reinforce_pp", kl_coef=0.2, kl_target=0.1), kl_scale=2.0)
+    assert (state.tuned.algorithm.shaping.kl_coef, state.tuned.algorithm.terms.kl_coef) == (0.4, 0.0)

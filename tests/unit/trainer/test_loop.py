@@ -15,30 +15,41 @@ from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.loop import save_and_publish
-from areal_lora.trainer.waits import collect_audit, join_checkpoint, next_batch
-from areal_lora.types import AdapterRef, TrajectoryGroup
+from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.waits import batch_of, catch_up, collect_audit, join_checkpoint, next_work
+from areal_lora.trainer.work import Drained, Faulted, TrainOn, Unpublished, Work
+from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.rollout.helpers import config, episode, stream
 
 GROUPS = [episode(stream().at(p), version=3).group for p in range(4)]
-ADAPTER: Any = SimpleNamespace(name="math")
-STATE = TrainingState(adapter=ADAPTER, version=3)
+
+
+def state(name: str, version: int = 3, steps: int = 9) -> TrainingState:
+    run = SimpleNamespace(max_staleness=1, steps=steps, weight=1.0)
+    made = TrainingState(adapter=SimpleNamespace(name=name, run=run), version=version)  # type: ignore[arg-type]
+    made.phase = made.due_phase
+    return made
 
 
 class Controller:
-    """Gives a batch unless something else is to be done first."""
+    """Gives the next of ``works`` unless something else is to be done first."""
 
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
+    def __init__(self, log: list[str], works: list[Work]) -> None:
+        self._log, self._works = log, works
 
-    def next_groups(self, ref: AdapterRef, interrupted: Callable[[], bool]) -> list[TrajectoryGroup] | None:
-        self._log.append("wait")
-        return None if interrupted() else GROUPS
+    def next_work(self, wanted: Any, draining: Any, interruption: Callable[[], Work | None]) -> Work:
+        self._log.append(f"want {' '.join(map(str, wanted))}" + (f", {' '.join(draining)} drains" if draining else ""))
+        return interruption() or self._works.pop(0)
 
 
 class Publishing:
     def __init__(self, log: list[str], changes: int) -> None:
         self._log, self._changes = log, changes
+        self.broken: str | None = None
+
+    def failed(self) -> str | None:
+        return self.broken
 
     def changed(self) -> bool:
         return self._changes > 0
@@ -52,21 +63,55 @@ class Publishing:
 
 
 class Trainer:
-    def __init__(self, changes: int) -> None:
+    def __init__(self, states: list[TrainingState], works: list[Work], changes: int = 0) -> None:
         self.log: list[str] = []
-        self.config = config("m", eta=1)
-        self.states = {"math": STATE}
-        self.rank_0 = SimpleNamespace(controller=Controller(self.log))
+        self.states = {each.name: each for each in states}
+        turns = Turns(dict.fromkeys(self.states, 1.0))
+        self.rank_0 = SimpleNamespace(controller=Controller(self.log, works), turns=turns)
         self.publishing: Any = Publishing(self.log, changes)
         self.control = SoloExchange()
 
 
 def test_servers_that_come_or_go_while_a_batch_is_awaited_are_seen_to_before_it() -> None:
-    trainer: Any = Trainer(changes=2)
-    batch, histogram = next_batch(trainer, STATE)
-    assert trainer.log == ["wait", "send math again"] * 2 + ["wait"]
+    trainer: Any = Trainer([state("math")], [TrainOn(adapter="math", groups=GROUPS)], changes=2)
+    work = next_work(trainer)
+    assert trainer.log == ["want math@v3", "send math again"] * 2 + ["want math@v3"]
+    assert work == TrainOn(adapter="math", groups=GROUPS)
+    batch, histogram = batch_of(trainer.states["math"], GROUPS)
     assert batch.n_sequences == 8
     assert set(histogram) == {0}
+
+
+def test_a_version_that_was_not_published_is_noticed_while_its_batch_is_awaited() -> None:
+    """At a staleness of 0 no batch ever comes without it."""
+    trainer: Any = Trainer([state("a"), state("b")], [], changes=1)
+    trainer.publishing.broken = "b"
+    assert next_work(trainer) == Unpublished(adapter="b")
+
+
+def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> None:
+    states = [state("a"), state("b"), state("c", version=9), state("d")]
+    trainer: Any = Trainer(states, [Faulted(adapter="d", reason="x"), Drained(adapter="c"), Drained(adapter="c")])
+    trainer.rank_0.turns.trained("a", 10)
+    next_work(trainer)
+    assert trainer.log.pop() == "want b@v3 d@v3 a@v3, c drains"
+    states[3].phase = AdapterPhase.FAILED
+    next_work(trainer)
+    assert trainer.log.pop() == "want b@v3 a@v3, c drains"
+    for each in states[:2]:
+        each.phase = AdapterPhase.DONE
+    next_work(trainer)
+    assert trainer.log.pop() == "want , c drains"
+    states[2].phase = AdapterPhase.DONE
+    assert next_work(trainer) is None
+
+
+def test_servers_get_the_versions_of_adapters_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [state("a"), state("b"), state("c", version=9)]
+    states[0].phase = AdapterPhase.FAILED
+    trainer: Any = Trainer(states, [])
+    catch_up(trainer)
+    assert trainer.log == ["send b again", "send c again"]
 
 
 class Rank:
@@ -84,7 +129,7 @@ class Rank:
             time.sleep(0.3)
             self._log.append("rank 0 has joined")
 
-    def save(self, adapter: Any, version: int, controller: Any) -> None:
+    def save(self, state: Any, controller: Any) -> None:
         pass
 
     def publish(self, adapter: Any, version: int, save: Any) -> None:
@@ -98,7 +143,7 @@ def test_no_rank_enters_other_collectives_before_rank_0_has_joined(what: Callabl
     ranks = [Rank(exchange, log) for exchange in ThreadExchange.make(2)]
 
     def run(rank: int) -> None:
-        what(ranks[rank], STATE)
+        what(ranks[rank], state("math"))
         log.append("continues")
 
     assert on_ranks(run) == [None, None]
@@ -109,7 +154,7 @@ class Auditor:
     def __init__(self, audit: Audit | None) -> None:
         self._audit = audit
 
-    def collect(self, *, wait: bool) -> Audit | None:
+    def collect(self, name: str, *, wait: bool) -> Audit | None:
         return self._audit
 
 
@@ -121,7 +166,7 @@ def test_what_a_server_says_of_a_batch_ends_all_ranks_alike(error: str) -> None:
     def run(rank: int) -> None:
         rank_0 = SimpleNamespace(auditor=Auditor(Audit(tokens=5, error=error))) if rank == 0 else None
         trainer: Any = SimpleNamespace(control=exchanges[rank], rank_0=rank_0)
-        audits[rank] = collect_audit(trainer)
+        audits[rank] = collect_audit(trainer, state("math"))
 
     ends = on_ranks(run)
     if error:

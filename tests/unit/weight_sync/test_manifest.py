@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -61,7 +62,7 @@ def test_encoding_round_trips_and_is_strict(layout):
             assert sealed.seal(timeout_s, 0.4) == encode(want)
             assert decode(sealed.seal(timeout_s, 0.4)) == want
     data = encode(announce(layout))
-    assert isinstance(decode(data).layout.spec.expert_layout, ExpertLayout)
+    assert isinstance(decode(data).layout.structure.expert_layout, ExpertLayout)
     assert decode(data).layout.digest == layout.digest
     raw = msgspec.msgpack.decode(data[4:])
     raw["manifest"]["ref"]["version"] = "7"
@@ -164,9 +165,13 @@ def test_successor_rules(layout):
     refused(Refusal.WRONG_BASE, base="another")
     refused(Refusal.RANK, declared=spec(rank=8))
     refused(Refusal.ALPHA, declared=spec(alpha=16.0))
+    refused(Refusal.ALPHA, declared=replace(spec(), rslora=True))
+    refused(Refusal.ALPHA, declared=replace(spec(), alpha_pattern=(("o_proj", 2.0),)))
+    refused(Refusal.RANK, declared=replace(spec(), rank_pattern=(("o_proj", 2),)))
+    refused(Refusal.RANK, of=replace(spec(), rank_pattern=(("o_proj", 0),)))
+    refused(Refusal.MALFORMED, of=replace(spec(), rank_pattern=(("o_(", 2),)))
     refused(Refusal.TARGETS, declared=spec(targets=("linear_qkv",)))
     refused(Refusal.ALPHA, of=spec(alpha=float("nan")))
-    refused(Refusal.MALFORMED, dataclasses.replace(good, ref=ref(5, "b"), parent=None))
     moved = AdapterSpec(name="a", base_model="elsewhere", rank=4, alpha=8.0, target_modules=spec().target_modules[::-1])
     check(declared=moved)
 

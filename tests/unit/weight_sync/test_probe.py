@@ -47,6 +47,20 @@ def test_a_server_that_equals_its_base_is_caught_within_the_tolerance_too():
     check(BASE, mine=BASE)  # version 0: B is zero, so equal to base is right
 
 
+def test_a_server_without_a_base_is_compared_with_the_trainer_and_the_version_before():
+    assert check(MINE, base=None).differs
+    with pytest.raises(ParityError, match="mean"):
+        check(BASE, base=None)
+
+
+def test_a_cast_that_loses_the_adapter_is_no_lost_version():
+    """What bfloat16 swallows of a merged adapter must not look like an adapter that did not arrive."""
+    expected = ProbeExpectation(token_ids=IDS, logprobs=MINE, base=BASE, lossy=True)
+    check_probe(ref(3), "s:1", expected, BASE, BASE, 1.0)
+    with pytest.raises(ParityError, match="mean"):
+        check_probe(ref(3), "s:1", expected, BASE, BASE, 1e-4)
+
+
 def test_a_probe_without_tokens_proves_nothing():
     with pytest.raises(ParityError, match="no token"):
         check_probe(
@@ -134,3 +148,33 @@ def test_a_right_server_is_never_called_wrong(options):
 
 def test_where_nothing_is_known_of_the_version_before_only_the_base_counts():
     assert Case(1).check("before", parent=False).differs
+
+
+TIE = 0.496  # nats by which one token differed in a real run
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_tie_between_experts_spoils_one_sequence_of_a_routed_model_only(routed):
+    ids, mine = [[1] * 32] * 4, [[0.0] + [-1.5] * 31] * 4
+    expected = ProbeExpectation(token_ids=ids, logprobs=mine, base=mine, routed=routed)
+    served = [list(row) for row in mine]
+    served[2][7] += TIE
+    if not routed:
+        with pytest.raises(ParityError, match="different policies"):
+            check_probe(ref(3), "s:1", expected, served, mine, 1e-4)
+        return
+    result = check_probe(ref(3), "s:1", expected, served, mine, 1e-4)
+    assert result.compared == 0.0
+    assert result.mean_abs == pytest.approx(TIE / 124)
+    served[0][9] += TIE  # two sequences of four: not a tie
+    with pytest.raises(ParityError, match="different policies"):
+        check_probe(ref(3), "s:1", expected, served, mine, 1e-4)
+
+
+def test_weights_that_differ_are_found_in_a_routed_model_too():
+    for seed in range(30):
+        rng = random.Random(seed)
+        mine = drawn(rng, 0.5)
+        expected = ProbeExpectation(token_ids=[[1] * 32] * 4, logprobs=mine, base=mine, routed=True)
+        with pytest.raises(ParityError, match="different policies"):
+            check_probe(ref(3), "s:1", expected, plus(mine, drawn(rng, 3e-4)), mine, 1e-4)

@@ -1,8 +1,8 @@
 """Hold everything that relies on vLLM's private interfaces, written against vLLM 0.32.
 
-===============  =============================  =========================================================
+================ ============================== =========================================================
 module           what                           why
-===============  =============================  =========================================================
+================ ============================== =========================================================
 ``cpu_kernels``  ``CpuLoraExperts``             with LoRA vLLM picks its Triton experts, which need a GPU
                  ``PackedExperts``              torch's matmul of a few rows is slow; vLLM's linear
                                                 layers use the same oneDNN kernels
@@ -19,8 +19,11 @@ module           what                           why
                                                 everything again
                  ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
                                                 trainer's do neither
-                 ``draw_on_cpu``                vLLM's own draws cost a tensor per row
-``scheduler``    ``GroupScheduler``             vLLM computes a prompt once per sample, and sends every
+``cpu_sampler``  ``draw_on_cpu``                vLLM's own draws cost a tensor per row
+``cpu_scheduler`` ``GroupScheduler``            vLLM computes a prompt once per sample, and sends every
                                                 token to the server's process
-===============  =============================  =========================================================
+================ ============================== =========================================================
+
+Modules with ``cpu_`` in their names are imported on CPUs only: what vLLM renames there does not stop a server with
+GPUs. `internals` lists every name of vLLM that this package uses.
 """

@@ -72,8 +72,14 @@ class PackedExperts:
                 product(y_part, x_part, None, self._pointers[expert])
 
 
+NO_GROUPS = np.array([-1])  # of tokens without an adapter
+
+
 class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
-    """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel)."""
+    """``moe_lora`` as a vLLM experts class; honours ``expert_map`` (expert parallel).
+
+    vLLM sets a LoRA context only where the configured modules hold experts. Without one the experts are the base's.
+    """
 
     _adapters: ExpertAdapters
     _w1: PackedExperts
@@ -81,6 +87,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._w1, self._w2 = PackedExperts(layer.w13_weight), PackedExperts(layer.w2_weight)
+        self._adapters = ExpertAdapters.none(layer.w2_weight)
         for name in ("w13_weight", "w2_weight"):
             # vLLM reads the shapes at every step; one element is enough for that, the packed copy has the rest.
             weight = getattr(layer, name)
@@ -160,11 +167,13 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         if activation != MoEActivation.SILU or apply_router_weight_on_input:
             raise AdapterError(f"MoE LoRA on CPU knows SwiGLU with weights on the output only, not {activation}")
         ids = topk_ids if expert_map is None else expert_map[topk_ids]
-        batch = self._lora_context.punica_wrapper.batch
-        group_of = batch.group_of[: topk_ids.shape[0]]
-        moe_lora(
-            output, hidden_states, self._w1, self._w2, topk_weights, ids.numpy(), self._adapters, batch.groups, group_of
-        )
+        n_tokens = topk_ids.shape[0]
+        if self._lora_context is None:
+            groups, group_of = NO_GROUPS, np.zeros(n_tokens, dtype=np.int64)
+        else:
+            batch = self._lora_context.punica_wrapper.batch
+            groups, group_of = batch.groups, batch.group_of[:n_tokens]
+        moe_lora(output, hidden_states, self._w1, self._w2, topk_weights, ids.numpy(), self._adapters, groups, group_of)
 
 
 def rms_norm(

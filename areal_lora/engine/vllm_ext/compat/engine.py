@@ -7,22 +7,20 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from areal_lora.engine.vllm_ext.extra_args import SCORE_TEMPERATURE
 from areal_lora.errors import AdapterError
 from areal_lora.processes.parent import die_with_parent
 
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-SCORE_TEMPERATURE = "areal_lora_score_temperature"  # in ``SamplingParams.extra_args`` of a request that scores
 
 
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
@@ -71,7 +69,11 @@ def own_logprobs(worker: Any) -> None:
     if not isinstance(runner, GPUModelRunner):
         raise AdapterError(f"vLLM's model runner is a {type(runner).__name__}; set VLLM_USE_V2_MODEL_RUNNER=0")
     draw = runner.sampler.topk_topp_sampler
-    truncated = draw_on_cpu if draw.forward == draw.forward_cpu else draw.forward
+    truncated = draw.forward
+    if draw.forward == draw.forward_cpu:
+        from areal_lora.engine.vllm_ext.compat.cpu_sampler import draw_on_cpu  # its kernels exist on CPUs only
+
+        truncated = draw_on_cpu
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if k is None and p is None:
@@ -103,21 +105,6 @@ def own_logprobs(worker: Any) -> None:
         return found
 
     runner._get_prompt_logprobs_dict = scores
-
-
-def draw_on_cpu(
-    logits: torch.Tensor, generators: Mapping[int, torch.Generator], k: Any, p: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the tokens that vLLM's ``forward_cpu`` draws from ``logits`` [B, V], and return log-probabilities [B, V].
-
-    ``generators`` are by row. vLLM takes each row's number through a tensor of its own, which costs three times this.
-    """
-    logits = apply_top_k_top_p(logits, k, p).float()
-    seeds = torch.randint(0, 2**31, (len(logits),), dtype=torch.long)
-    rows = seeds.split(1)
-    for row, generator in generators.items():
-        rows[row].random_(0, 2**31, generator=generator)
-    return torch.ops._C.fused_gumbel_argmax(logits, seeds), logits.log_softmax(dim=-1)
 
 
 def _tempered(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:

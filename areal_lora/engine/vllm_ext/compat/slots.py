@@ -19,7 +19,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
 from areal_lora.engine.vllm_ext.matrix import Matrix
 from areal_lora.errors import AdapterError
-from areal_lora.families.registry import target_of
+from areal_lora.families.registry import path_of
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.served import LORA_A, LORA_B
 
@@ -41,7 +41,7 @@ def bound_matrices(worker: Any) -> Iterator[Matrix]:
         raise AdapterError("fully_sharded_loras splits matrices by rank; start vLLM without it")
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
-        if all(target_of(part) is None for part in parts):
+        if all(path_of(part) is None for part in parts):
             continue
         if isinstance(module, FusedMoEWithLoRA):
             if isinstance(module, FusedMoE3DWithLoRA) or not module.moe_config.is_act_and_mul:
@@ -125,6 +125,11 @@ def deactivate(worker: Any, lora_id: int) -> None:
     if lora_id not in manager.lora_index_to_id:
         return
     manager.remove_adapter(lora_id)
+
+
+def in_batch(worker: Any, lora_id: int) -> bool:
+    """Whether a request with ``lora_id`` is in the worker's batch: a step that is scheduled may still compute it."""
+    return bool(worker.model_runner.input_batch.lora_id_to_request_ids.get(lora_id))
 
 
 def refuse_files(worker: Any) -> None:

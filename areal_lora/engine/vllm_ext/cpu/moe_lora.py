@@ -46,6 +46,14 @@ class ExpertAdapters:
     down_a: torch.Tensor
     down_b: torch.Tensor
 
+    @classmethod
+    def none(cls, w2: torch.Tensor) -> ExpertAdapters:
+        """Of no slot, for experts whose second weights ``w2`` are [E, H, I]."""
+        experts, hidden, inter = w2.shape
+        up_a, gate_b = w2.new_empty(0, experts, 1, hidden), w2.new_empty(0, experts, inter, 1)
+        down_a, down_b = w2.new_empty(0, experts, 1, inter), w2.new_empty(0, experts, hidden, 1)
+        return cls(gate_a=up_a, up_a=up_a, gate_b=gate_b, up_b=gate_b, down_a=down_a, down_b=down_b)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRuns:

@@ -9,6 +9,7 @@ RPC; all other work is a command to a background thread (``worker_channel``)::
     Join    ----------------->  thread, low priority: join the trainers' groups
     Begin   ----------------->  thread: receive, write, verify
     Hurry   ----------------->  the trainer waits: write at full speed
+    Forget  ----------------->  an adapter was dropped
     Ping    ----------------->  at once
     al_commit  ----------------------------------------------> slot becomes a version
     al_retire  ----------------------------------------------> slot is free again
@@ -19,9 +20,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from areal_lora.engine.common.model_folder import ModelFolder
 from areal_lora.engine.vllm_ext.compat.engine import own_logprobs, shared_memory_prefix
 from areal_lora.engine.vllm_ext.compat.slots import (
     activate,
@@ -29,14 +33,18 @@ from areal_lora.engine.vllm_ext.compat.slots import (
     bound_matrices,
     deactivate,
     enable_slots,
+    in_batch,
     refuse_files,
 )
+from areal_lora.engine.vllm_ext.compat.weights import fused_weights
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter
+from areal_lora.engine.vllm_ext.worker.merged_weights import MergedWeights
 from areal_lora.engine.vllm_ext.worker_channel import (
     Begin,
     Command,
     CommandDone,
     CommandThread,
+    Forget,
     Hurry,
     Join,
     Ping,
@@ -49,6 +57,7 @@ from areal_lora.processes.log import setup_logging
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef, AdapterSpec
+from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.manifest import decode
 from areal_lora.weight_sync.messages import JoinRequest, StageResult
 from areal_lora.weight_sync.refusal import Refusal
@@ -64,7 +73,7 @@ wait for both.
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's settings of the run. The worker reads the secret from the run folder."""
+    """A worker's settings of the run. The worker reads the secret from the run folder. ``model`` is the base's."""
 
     run: str
     run_folder: str
@@ -74,6 +83,9 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     declared: dict[str, AdapterSpec]
     bind: str
     cores: tuple[int, ...]
+    model: str
+    payload: Payload
+    adapters: int
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,16 +93,62 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_rank: int
     modules: dict[str, tuple[int, int]]
     shm_prefix: str
+    slot_bytes: int
+
+
+class AdapterSlots:
+    """The versions of a worker with LoRA: each in a slot of its own."""
+
+    payload = Payload.UNMERGED
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self.max_rank = worker, adapter_manager(worker).lora_config.max_lora_rank
+        refuse_files(worker)
+        enable_slots(worker)
+        self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
+
+    def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
+        """Serve the version in ``slot`` as ``lora_id``, and stop serving ``retired`` as `retire` does."""
+        remaining = self.retire(retired)
+        activate(self._worker, lora_id, slot, self.max_rank)
+        return remaining
+
+    def retire(self, lora_ids: Sequence[int]) -> list[int]:
+        """Stop serving versions, and return those that a request in the batch still uses."""
+        remaining = [lora_id for lora_id in lora_ids if in_batch(self._worker, lora_id)]
+        for lora_id in lora_ids:
+            if lora_id not in remaining:
+                deactivate(self._worker, lora_id)
+        return remaining
+
+
+class MergedVersion:
+    """The version of a worker without LoRA: the model's weights are it."""
+
+    payload = Payload.MERGED
+    max_rank = 0  # any rank: no adapter is held
+
+    def __init__(self, worker: Any, setup: WorkerSetup) -> None:
+        targets = sorted({t for spec in setup.declared.values() for t in spec.target_modules})
+        self.writer = MergedWeights(fused_weights(worker), worker.device, ModelFolder.at(setup.model), targets)
+
+    def commit(self, lora_id: int, slot: int, retired: Sequence[int]) -> list[int]:
+        """Make the staged version the model's weights."""
+        self.writer.commit()
+        return []
+
+    def retire(self, lora_ids: Sequence[int]) -> list[int]:
+        """Nothing to do: a version ends when the next one is written."""
+        return []
 
 
 class _WorkerAdapters:
-    """State of one worker: its slots, its receiver, the command to answer."""
+    """State of one worker: what holds its versions, its receiver, the command to answer."""
 
-    def __init__(self, worker: object, rank: int, setup: WorkerSetup) -> None:
+    def __init__(self, worker: Any, rank: int, setup: WorkerSetup) -> None:
         self.rank = rank
-        self.max_rank = adapter_manager(worker).lora_config.max_lora_rank
-        enable_slots(worker)
-        self.writer = StackedSlotWriter(bound_matrices(worker), self.max_rank)
+        self.held = MergedVersion(worker, setup) if setup.payload is Payload.MERGED else AdapterSlots(worker)
+        self.writer = self.held.writer
         secret = read_secret(RunFolder.of(setup.run_folder))
         self._receiver = AdapterReceiver(
             self.writer,
@@ -101,6 +159,7 @@ class _WorkerAdapters:
             declared=setup.declared,
             bind=setup.bind,
             device=self.writer.device,
+            layouts=setup.adapters,
         )
         self._asked: Respond | None = None  # answers the ``Begin`` in progress
         self._last_staged: AdapterRef | None = None
@@ -115,6 +174,11 @@ class _WorkerAdapters:
                 respond(CommandDone())
             case Hurry(ref=ref):
                 self._receiver.hurry(AdapterRef.parse(ref))
+                respond(CommandDone())
+            case Forget(name=name):
+                if self._last_staged is not None and self._last_staged.name == name:
+                    self._last_staged = None
+                self._receiver.forget(name)
                 respond(CommandDone())
             case Join() if self._joining:
                 respond(CommandDone(error="still joining the groups of the previous request"))
@@ -187,31 +251,36 @@ class AdapterWorkerExtension:
         setup = msgspec.msgpack.decode(setup_bytes, type=WorkerSetup)
         setup_logging("server", setup.index)
         stacks.install(RunFolder.of(setup.run_folder).stack_dump(f"server-{setup.index}-worker-{self.rank}"))
-        refuse_files(self)
         own_logprobs(self)
         self._al_state = _WorkerAdapters(self, self.rank, setup)
 
     def al_describe(self) -> bytes:
         state = self._al_state
         described = WorkerDescription(
-            worker=state.rank, max_rank=state.max_rank, modules=state.writer.modules, shm_prefix=shared_memory_prefix()
+            worker=state.rank,
+            max_rank=state.held.max_rank,
+            modules=state.writer.modules,
+            shm_prefix=shared_memory_prefix(),
+            slot_bytes=state.writer.slot_bytes,
         )
         return msgspec.msgpack.encode(described)
 
-    def al_commit(self, lora_id: int, slot: int, retired: list[int]) -> float:
-        """Serve the version in ``slot`` as ``lora_id``, stop serving ``retired``, and return the seconds taken.
+    def al_commit(self, lora_id: int, slot: int, retired: list[int]) -> tuple[float, list[int]]:
+        """Serve the version in ``slot`` as ``lora_id`` and stop serving ``retired``, as `al_retire` does.
 
-        Generation waits for no other part of a publish.
+        Returns the seconds taken and the ids that are still served. Generation waits for no other part of a publish.
         """
         started = time.perf_counter()
-        for old in retired:
-            deactivate(self, old)
-        activate(self, lora_id, slot, self._al_state.max_rank)
-        return time.perf_counter() - started
+        remaining = self._al_state.held.commit(lora_id, slot, retired)
+        return time.perf_counter() - started, remaining
 
     def al_alive(self) -> None:
         """Answer between two model steps; an engine that hangs in a step does not answer."""
 
-    def al_retire(self, lora_ids: list[int]) -> None:
-        for lora_id in lora_ids:
-            deactivate(self, lora_id)
+    def al_retire(self, lora_ids: list[int]) -> list[int]:
+        """Stop serving versions, and return those that a request in the batch still uses.
+
+        The server has sent its answer, but vLLM's scheduler may not know that yet, or has scheduled a further step
+        already. That step looks the version up; without it vLLM would try to read a file, and the engine would end.
+        """
+        return self._al_state.held.retire(lora_ids)

@@ -15,12 +15,13 @@ import torch
 from areal_lora.engine.vllm_ext.matrix import Matrix
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.family import Scope, covers
-from areal_lora.families.registry import target_of
-from areal_lora.types import AdapterSpec
+from areal_lora.families.registry import path_of
+from areal_lora.processes.faults import renamed
+from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
 from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout, WireTensor
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.served import covered, served_shapes
+from areal_lora.weight_sync.served import check_targets, served_shapes
 
 _VLLM_MODULES = {
     ("linear_qkv", Scope.ATTENTION): "qkv_proj",
@@ -37,8 +38,15 @@ _NOTHING = ""  # a slot of zeros: any layout can be written over it
 
 
 def vllm_modules(target_modules: Sequence[str]) -> list[str]:
-    """Leaf names of vLLM's modules that hold the projections of canonical targets; empty for unknown targets."""
-    return sorted({m for (linear, scope), m in _VLLM_MODULES.items() if covers(target_modules, linear, scope)})
+    """Leaf names of vLLM's modules that hold the projections of canonical targets; empty for unknown targets.
+
+    vLLM itself knows which projections it has fused into one module.
+    """
+    paths = {target.rpartition(".")[2] for target in target_modules}
+    return sorted(
+        {leaf for leaf in paths if not leaf.startswith("linear_")}
+        | {m for (linear, scope), m in _VLLM_MODULES.items() if covers(target_modules, linear, scope)}
+    )
 
 
 class StackedSlotWriter:
@@ -49,7 +57,7 @@ class StackedSlotWriter:
     """
 
     def __init__(self, matrices: Iterable[Matrix], max_rank: int) -> None:
-        self._matrices = {m.name: m for m in matrices if target_of(m.module) is not None}
+        self._matrices = {renamed("server.matrix", m.name): m for m in matrices if path_of(m.module) is not None}
         self._max_rank = max_rank
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
         dtypes = {t.dtype for t in stacks.values()}
@@ -66,26 +74,23 @@ class StackedSlotWriter:
         self._mirrors = {id(t): torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=True) for t in on_device}
         # Copies must not queue behind the model's kernels, nor kernels behind copies.
         self._streams = {device: torch.Stream(device=device) for device in {t.device for t in on_device}}
+        self.slot_bytes = sum(t[0].numel() * t.element_size() for t in self._stacks)
+        """Memory of one slot on this worker."""
         self._written: dict[int, str] = {}  # by memory (``_memory``): which cells may be non-zero
         inputs = {m.module: m.full for m in self._matrices.values() if m.is_a}
         self.modules = {m.module: (inputs[m.module], m.full) for m in self._matrices.values() if not m.is_a}
         """(inputs, outputs) of every module that can be adapted, the same on all workers."""
 
-    def expected(self, spec: AdapterSpec) -> dict[str, Shape]:
-        """Full names and shapes for ``spec``. Raises ManifestError (``rank``, ``targets``)."""
-        if spec.rank > self._max_rank:
+    def expected(self, structure: AdapterStructure) -> dict[str, Shape]:
+        """Full names and shapes for ``structure``. Raises ManifestError (``rank``, ``targets``)."""
+        if structure.max_rank > self._max_rank:
             raise ManifestError(
                 Refusal.RANK,
-                f"{spec.name} has rank {spec.rank}, this server holds up to {self._max_rank}; "
+                f"the adapter has rank {structure.max_rank}, this server holds up to {self._max_rank}; "
                 "raise rollout.max_lora_rank",
             )
-        targets = spec.target_modules
-        ignored = [t for t in targets if not any(covered(module, [t]) for module in self.modules)]
-        if ignored or not targets:
-            raise ManifestError(
-                Refusal.TARGETS, f"{spec.name}: no served module matches {ignored or 'an empty list of targets'}"
-            )
-        return served_shapes(self.modules, spec)
+        check_targets(self.modules, structure)
+        return served_shapes(self.modules, structure)
 
     def plan(self, layout: AdapterLayout) -> list[TensorBlocks]:
         """Plan the copies per shard into slot 0, by address. Raises ManifestError for a layout that does not fit."""
@@ -96,7 +101,8 @@ class StackedSlotWriter:
 
     def prepare(self, slot: int, layout: AdapterLayout) -> None:
         """Clear the slot unless its content comes from a layout with the same cells, which ``layout`` overwrites."""
-        cells = f"{layout.spec.rank} {' '.join(sorted(layout.spec.target_modules))}"
+        made = layout.structure
+        cells = f"{made.rank} {made.rank_pattern} {' '.join(sorted(made.target_modules))}"
         if self._written.get(self._memory(slot)) not in (cells, _NOTHING):
             self.zero(slot)
         self._written[self._memory(slot)] = cells
@@ -152,7 +158,7 @@ class StackedSlotWriter:
 
 def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, layout: AdapterLayout) -> Block:
     """Plan the copy of this worker's part of a tensor into ``place`` ([max_rank, in_part] or [out_part, max_rank])."""
-    rank, item = layout.spec.rank, ITEM_BYTES[layout.dtype]
+    rank, item = layout.structure.rank_of(matrix.module), ITEM_BYTES[layout.dtype]
     rows, cols = (rank, place.shape[1]) if matrix.is_a else (place.shape[0], rank)
     width = cols if matrix.is_a else rows
     shape = (rank, matrix.full) if matrix.is_a else (matrix.full, rank)
@@ -172,7 +178,7 @@ def _block(tensor: WireTensor, matrix: Matrix, place: torch.Tensor, step: int, l
         dst_step=step,
         rows=rows,
         cols=cols,
-        scale=1.0 if matrix.is_a else layout.spec.scale,
+        scale=1.0 if matrix.is_a else layout.structure.scale_of(matrix.module),
     )
 
 

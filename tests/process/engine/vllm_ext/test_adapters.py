@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -82,6 +83,8 @@ class Engine:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.ids: dict[int, int] = {}
         self.fail = ""
+        self.used: dict[int, int] = {}
+        """By retired id: how often worker 1 still finds it in its batch."""
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         await asyncio.sleep(0.01)
@@ -89,13 +92,21 @@ class Engine:
         if method == self.fail:
             self.fail = ""
             raise RuntimeError("the engine was told to fail")
-        for lora_id in args[-1]:
+        left = [lora_id for lora_id in args[-1] if self.used.get(lora_id, 0) > 0]
+        for lora_id in left:
+            self.used[lora_id] -= 1
+        for lora_id in set(args[-1]) - set(left):
             self.ids.pop(lora_id, None)
         if method == "al_commit":
             lora_id, slot, _ = args
             assert slot not in self.ids.values(), "a slot that is in use was given to another version"
             self.ids[lora_id] = slot
-        return [0.001] * WORKERS
+        lists: list[list[int]] = [[], left]
+        return [(0.001, ids) for ids in lists] if method == "al_commit" else lists
+
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append(("reset_prefix_cache", ()))
+        return True
 
 
 class Bench:
@@ -123,13 +134,20 @@ async def bench(
     timeout_s: float = 1.0,
     spare: int = 0,
     generating: Callable[[], bool] = lambda: False,
+    merged: bool = False,
 ) -> AsyncIterator[Bench]:
     channel = ch.WorkerChannel(SECRET)
     workers = [Worker(rank, channel.ports) for rank in range(WORKERS)]
     await channel.connect(WORKERS)
     engine = Engine()
     served = ServedAdapters(
-        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, generating=generating
+        engine,
+        channel,
+        n_workers=WORKERS,
+        n_slots=resident * names + spare,
+        resident=resident,
+        generating=generating,
+        merged=merged,
     )
     try:
         made = Bench(engine, workers, served)
@@ -157,6 +175,72 @@ def test_versions_come_and_the_oldest_go_with_the_commit() -> None:
             assert sorted(b.engine.ids) == [4, 5]
 
     run(test())
+
+
+def test_a_slot_is_written_only_when_no_step_can_use_what_it_held() -> None:
+    """The engine computes one step ahead: a request that has ended here may be in the batch for some steps more."""
+
+    async def test() -> None:
+        async with bench(resident=3) as b:
+            b.engine.used = {1: 3}
+            for version in range(3):
+                await b.publish(version)
+            begun = [len(w.begins) for w in b.workers]
+            assert b.engine.calls[-1] == ("al_commit", (3, 2, [1]))
+            assert 1 in b.engine.ids, "steps in progress still find it"
+            publish = asyncio.create_task(b.publish(3))
+            while b.engine.used[1] > 0:
+                assert [len(w.begins) for w in b.workers] == begun, "no worker writes yet"
+                await asyncio.sleep(0)
+            await publish
+            assert [m for m, _ in b.engine.calls[3:]] == ["al_retire"] * 3 + ["al_commit"]
+            assert 1 not in b.engine.ids
+            assert b.holds(2, 3)
+
+    run(test())
+
+
+def test_a_version_that_never_leaves_the_batch_fails_the_publish_before_a_byte_is_written() -> None:
+    async def test() -> None:
+        async with bench(resident=3, timeout_s=0.2) as b:
+            b.engine.used = {1: 10**6}
+            for version in range(3):
+                await b.publish(version)
+            begun = [len(w.begins) for w in b.workers]
+            with pytest.raises(PublishError, match=r"retired adapter ids \[1\] are still in the engine"):
+                await b.publish(3)
+            assert [len(w.begins) for w in b.workers] == begun
+            b.engine.used = {}
+            await b.publish(3)
+            assert b.holds(2, 3)
+
+    run(test())
+
+
+def test_a_worker_keeps_a_version_that_its_batch_uses() -> None:
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    from areal_lora.engine.vllm_ext.worker.extension import AdapterSlots
+
+    class Manager(LRUCacheLoRAModelManager):
+        def __init__(self) -> None:
+            self.lora_index_to_id: list[int | None] = [7, 8]
+
+        def remove_adapter(self, adapter_id: int) -> bool:
+            self.lora_index_to_id[self.lora_index_to_id.index(adapter_id)] = None
+            return True
+
+    slots = AdapterSlots.__new__(AdapterSlots)
+    manager, batch = Manager(), InputBatch.__new__(InputBatch)
+    batch.lora_id_to_request_ids = {8: {"a request whose stop text was found in the server"}}
+    runner = SimpleNamespace(input_batch=batch, lora_manager=SimpleNamespace(_adapter_manager=manager))
+    slots._worker = SimpleNamespace(model_runner=runner)
+    assert slots.retire([7, 8]) == [8]
+    assert manager.lora_index_to_id == [None, 8]
+    del batch.lora_id_to_request_ids[8]
+    assert slots.retire([8]) == []
+    assert manager.lora_index_to_id == [None, None]
 
 
 def test_refused_by_one_worker_is_active_on_none() -> None:
@@ -405,7 +489,7 @@ def test_a_request_for_a_version_or_newer_never_gets_an_older_one() -> None:
                 assert b.holds(*range(max(0, ref.version - 1), ref.version + 1)), "it can be requested already"
                 told.append(ref)
 
-            b.adapters.on_active = tell
+            b.adapters.interrupt = tell
             for version in range(5):
                 await b.publish(version)
             assert [ref.version for ref in told] == [0, 1, 2, 3, 4]
@@ -508,3 +592,119 @@ def test_a_worker_with_another_secret_never_connects(monkeypatch: pytest.MonkeyP
 
 def test_announcements_of_the_bench_are_real_ones() -> None:
     assert decode(body(3)).manifest.ref == AdapterRef(name="a", version=3)
+
+
+# ------------------------------------------------------------ merged weights: one version
+
+
+def one_version(timeout_s: float = 1.0) -> Any:
+    return bench(resident=2, timeout_s=timeout_s, merged=True)
+
+
+def test_merged_weights_are_one_version_and_no_base() -> None:
+    async def check() -> None:
+        async with one_version() as b:
+            with b.adapters.lease("base") as lease:
+                assert lease.lora is None
+            await b.publish(0)
+            await b.publish(1)
+            assert b.holds(1)
+            with b.adapters.lease("a") as lease:
+                assert (lease.name, lease.lora) == ("a@v1", None)
+            for gone in ("a@v0", "base"):
+                with pytest.raises(UnknownVersionError):
+                    b.adapters.lease(gone).__enter__()
+            calls = [name for name, _ in b.engine.calls]
+            assert calls == ["reset_prefix_cache", "al_commit"] * 2, "no block of the version before is reused"
+
+    asyncio.run(check())
+
+
+def test_nothing_runs_while_merged_weights_change() -> None:
+    async def check() -> None:
+        async with one_version(timeout_s=5.0) as b:
+            await b.publish(0)
+            events: list[str] = []
+            cut = asyncio.Event()
+
+            async def interrupt(ref: AdapterRef) -> None:
+                cut.set()
+
+            async def rollout(name: str) -> None:
+                await b.adapters.ready()
+                with b.adapters.lease("a", or_newer=True) as lease:
+                    events.append(f"{name} {lease.name}")
+                    await cut.wait()
+                    await asyncio.sleep(0.05)
+                    events.append(f"{name} ends, {len(b.engine.calls)}")
+
+            b.adapters.interrupt = interrupt
+            before = len(b.engine.calls)
+            running = asyncio.create_task(rollout("first"))
+            await asyncio.sleep(0)
+            publish = asyncio.create_task(b.publish(1))
+            await cut.wait()
+            with pytest.raises(PublishError, match="being replaced"):
+                b.adapters.lease("a").__enter__()
+            waiting = asyncio.create_task(rollout("second"))
+            await asyncio.gather(running, publish, waiting)
+            assert events[:3] == ["first a@v0", f"first ends, {before}", "second a@v1"]
+
+    asyncio.run(check())
+
+
+def test_a_pinned_request_holds_up_a_merged_version_for_half_of_its_time() -> None:
+    async def check() -> None:
+        async with one_version(timeout_s=1.0) as b:
+            await b.publish(0)
+
+            async def evaluation(length_s: float) -> str:
+                with b.adapters.lease("a@v0", pinned=True) as lease:
+                    await asyncio.sleep(length_s)
+                    return lease.name
+
+            short, endless = (asyncio.create_task(evaluation(s)) for s in (0.1, 60.0))
+            await asyncio.sleep(0)
+            began = asyncio.get_running_loop().time()
+            await b.publish(1)
+            assert 0.4 < asyncio.get_running_loop().time() - began < 1.0
+            assert await short == "a@v0"
+            with pytest.raises(
+                UnknownVersionError, match=r"a@v1 replaced the weights: a merged server holds one version"
+            ):
+                await endless
+
+    asyncio.run(check())
+
+
+def test_a_request_that_does_not_end_keeps_the_old_merged_version() -> None:
+    async def check() -> None:
+        async with one_version(timeout_s=0.5) as b:
+            await b.publish(0)
+            with b.adapters.lease("a"):
+                with pytest.raises(ManifestError) as refused:
+                    await b.publish(1)
+                assert refused.value.reason == "slot"
+                assert b.holds(0)
+                assert b.adapters.is_open
+            await b.publish(1)
+            assert b.holds(1)
+
+    asyncio.run(check())
+
+
+def test_merged_weights_that_were_not_written_whole_are_not_served() -> None:
+    async def check() -> None:
+        async with one_version() as b:
+            await b.publish(0)
+            b.engine.fail = "al_commit"
+            with pytest.raises(PublishError, match="al_commit failed"):
+                await b.publish(1)
+            assert b.holds()
+            for name in ("a", "a@v0", "a@v1", "base"):
+                with pytest.raises(UnknownVersionError):
+                    b.adapters.lease(name).__enter__()
+            await b.publish(1)
+            assert b.holds(1)
+
+    asyncio.run(check())

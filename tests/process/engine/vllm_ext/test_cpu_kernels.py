@@ -11,7 +11,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from areal_lora.engine.vllm_ext.compat.cpu_kernels import rms_norm
-from areal_lora.engine.vllm_ext.compat.engine import draw_on_cpu
+from areal_lora.engine.vllm_ext.compat.cpu_sampler import draw_on_cpu
 
 pytestmark = pytest.mark.slow  # importing vLLM
 

@@ -19,14 +19,31 @@ import pytest
 
 from areal_lora.errors import AdapterError, PublishError
 from areal_lora.families.registry import target_of
-from areal_lora.types import ExpertLayout
+from areal_lora.types import AdapterRef, ExpertLayout
+from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.served import check_served
 from tests.support.clocks import wait_until
-from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer, Tensors, connect, make_model, start
+from tests.support.engine.vllm_ext.serving import (
+    ALPHA,
+    PROMPT,
+    RANK,
+    RunningServer,
+    connect,
+    largest,
+    make_model,
+    start,
+    without,
+)
 
 pytestmark = pytest.mark.slow
 
+OTHER = {
+    "name": "other",
+    "rslora": True,
+    "rank_pattern": {"o_proj": 1, "down_proj|w2": 5},
+    "alpha_pattern": {"(q|k|v)_proj": 3.0},
+}
 SERVERS: dict[str, tuple[str, dict[str, Any]]] = {  # test_server does the same for qwen3_moe
     "llama": ("llama", {}),
     "qwen2_moe tp2": ("qwen2_moe", {"tp": 2}),
@@ -39,7 +56,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, rollout = SERVERS[request.param]
     model = make_model(tmp_path_factory.mktemp("model"), family)
     folder = tmp_path_factory.mktemp("server") / "run"
-    process = start(folder, model, **rollout)
+    process = start(folder, model, further=[OTHER], **rollout)
     try:
         running = connect(folder, model, process)
         family = psutil.Process(process.pid).children(recursive=True)
@@ -51,16 +68,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         process.terminate()
         process.wait(20)
     assert not any(Path(path).exists() for path in shared), "nothing of a server that ended stays in memory"
-
-
-def largest(a: list[float], b: list[float]) -> float:
-    assert len(a) == len(b)
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
-
-
-def without(tensors: Tensors, pattern: str) -> Tensors:
-    """The same adapter with lora_B = 0 where ``pattern`` matches."""
-    return {n: t * 0 if "lora_B" in n and re.search(pattern, n) else t for n, t in tensors.items()}
 
 
 def test_an_adapter_scores_like_merged_hugging_face(served: RunningServer) -> None:
@@ -93,6 +100,23 @@ def test_a_slot_used_before_shows_nothing_of_it(served: RunningServer) -> None:
         served.publish(served.adapter(seed))
     zero = served.publish(served.adapter(7, b_scale=0.0))
     assert largest(served.score(zero), served.score(None)) < 1e-6
+
+
+def test_ranks_and_scales_of_single_modules(served: RunningServer) -> None:
+    """Another adapter than ``math``: rsLoRA, and other numbers for some modules, written down here."""
+    spec, tensors, folded = served.config.adapters[1].spec(str(served.model)), served.adapter(8), {}
+    for name, tensor in tensors.items():
+        is_a, leaf = "lora_A" in name, name.split(".")[-3]
+        rank = {"o_proj": 1, "down_proj": 5, "w2": 5}.get(leaf, RANK)
+        alpha = 3.0 if leaf in ("q_proj", "k_proj", "v_proj") else ALPHA
+        tensors[name] = (tensor[:rank] if is_a else tensor[:, :rank]).contiguous()
+        # The reference scales by ALPHA / RANK.
+        folded[name] = tensors[name] if is_a else tensors[name] * (alpha / rank**0.5 * RANK / ALPHA)
+    ref = AdapterRef(name="other", version=0)
+    served.source.publish(ref, served.layout(tensors, spec), tensors, base=base_digest(served.model))
+    got = served.score(ref)
+    assert largest(got, served.logprobs(folded, PROMPT)) < 1e-4
+    assert largest(got, served.score(None)) > 0.1, "the adapter must show"
 
 
 def test_experts_that_share_one_adapter(served: RunningServer) -> None:
@@ -153,8 +177,9 @@ def test_what_the_server_can_bind_is_what_the_checkpoint_has(served: RunningServ
 
 def test_a_stopped_worker_does_not_answer_a_ping(served: RunningServer) -> None:
     """The server process itself is well; only its worker (for one worker: the engine) stands still."""
-    family = psutil.Process(served.process.pid).children(recursive=True)
-    worker = max(family, key=lambda p: ("Worker" in " ".join(p.cmdline()), "EngineCore" in " ".join(p.cmdline())))
+    server = psutil.Process(served.process.pid)
+    family = [p for p in server.children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    worker = max(family, key=lambda p: len(p.parents()))  # below the engine, if the engine has workers
     served.admin.ping(5.0)
     worker.suspend()
     try:

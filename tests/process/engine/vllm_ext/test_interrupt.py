@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 LONG = 200  # tokens of an answer; a version stays for a part of it
 SEQUENCES = 16  # at once
+LATE = "did not continue within"  # the server's warning: places of sequences that were cut were given away
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +244,9 @@ def test_sequences_that_were_cut_keep_their_place(server: RunningServer, version
     """The first ones do not queue up behind requests that came later and were waiting."""
 
     async def run() -> tuple[list[int], bool]:
-        """In which order they ended, and whether all were there at the cut."""
+        """In which order they ended, and whether all were there at the cut and continued in time."""
         before, ended = versions.stats().requests, list[int]()
+        late = (server.folder / "log").read_text().count(LATE)
 
         async def one(k: int) -> None:
             status, answer = await server.post(session, **body(seed=k))
@@ -259,11 +261,12 @@ def test_sequences_that_were_cut_keep_their_place(server: RunningServer, version
                     await asyncio.sleep(0.005)
             await asyncio.to_thread(versions.publish)
             all_there = not ended
-        return ended, all_there
+        return ended, all_there and (server.folder / "log").read_text().count(LATE) == late
 
-    runs = (asyncio.run(run()) for _ in range(5))  # on a busy machine answers may end before a publish does
-    ended = next((ended for ended, all_there in runs if all_there), None)
-    assert ended is not None, "five times an answer ended before the publish"
+    # On a busy machine answers may end before a publish does, or continue after their places were given away.
+    runs = (asyncio.run(run()) for _ in range(5))
+    ended = next((ended for ended, in_time in runs if in_time), None)
+    assert ended is not None, "five times an answer ended before the publish, or one that was cut continued late"
     assert set(ended[:SEQUENCES]) == set(range(SEQUENCES))
 
 

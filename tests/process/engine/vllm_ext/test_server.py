@@ -130,13 +130,11 @@ def test_prompts_are_scored_at_the_temperature_that_each_request_names(server: R
 @pytest.mark.parametrize(
     "setting",
     [
-        {"min_p": 0.1},
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},
         {"repetition_penalty": 1.2},
         {"logit_bias": {"5": 2.0}},
         {"bad_words": ["a"]},
-        {"min_tokens": 3},
         {"guided_regex": "a+"},
     ],
     ids=str,
@@ -153,6 +151,22 @@ def test_what_would_change_the_distribution_is_refused(
     status, answer = asyncio.run(ask())
     assert status == 400, answer
     assert next(iter(setting)) in str(answer)
+
+
+def test_min_p_and_min_tokens_are_kept(server: RunningServer) -> None:
+    async def ask(**setting: Any) -> list[int]:
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "base", "prompt": PROMPT, "return_token_ids": True, **setting}
+            status, answer = await server.post(session, "/v1/completions", **body)
+        assert status == 200, answer
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    greedy = asyncio.run(ask(max_tokens=6, temperature=0.0))
+    assert asyncio.run(ask(max_tokens=6, temperature=1.0, min_p=0.9999, seed=1)) == greedy
+    free = [asyncio.run(ask(max_tokens=6, temperature=2.0, seed=seed)) for seed in range(8)]
+    assert any(ids != greedy for ids in free), "without min_p a high temperature leaves the likeliest tokens"
+    assert len(asyncio.run(ask(max_tokens=20, min_tokens=20, temperature=0.0))) == 20
 
 
 def test_mixed_batch_equals_each_alone_and_base_is_untouched(server: RunningServer) -> None:

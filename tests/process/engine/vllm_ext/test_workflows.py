@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 from transformers import AutoTokenizer
 
 from areal_lora.config.models import SamplingConfig
 from areal_lora.data.collate import collate
+from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.agents import AgentTask, AgentWorkflow
-from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.client import CompletionClient, GenerationFault, ParsedCall, ParsedText, ToolCallsRequest
 from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow, Reply
 from areal_lora.rollout.routing import Router
@@ -25,7 +27,7 @@ from areal_lora.rollout.workflow import Episode, WorkflowContext
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.trainer.audit import audit, choose
 from areal_lora.types import AdapterRef, Outcome, Sample
-from tests.support.engine.vllm_ext.serving import RunningServer, Tensors
+from tests.support.engine.vllm_ext.serving import RunningServer, Tensors, hf_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -50,14 +52,18 @@ async def context_of(server: RunningServer, ref: AdapterRef) -> AsyncIterator[Wo
             client=client,
             scorer=NoScorer(),
             sampling=SAMPLING,
-            tokenizer=AutoTokenizer.from_pretrained(server.model),
+            formatter=Formatter(tokenizer=AutoTokenizer.from_pretrained(server.model)),
             max_model_len=server.config.rollout.max_model_len,
         )
 
 
 def prompt_of(context: WorkflowContext) -> Prompt:
     return Prompt(
-        uid="0:s", position=0, sample=Sample(uid="s", prompt=QUESTION, answer="7"), token_ids=context.encode(QUESTION)
+        uid="0:s",
+        position=0,
+        sample=Sample(uid="s", prompt=QUESTION, answer="7"),
+        text=QUESTION,
+        token_ids=context.encode(QUESTION),
     )
 
 
@@ -157,9 +163,49 @@ def test_an_agents_conversation_is_packed_from_the_tokens_it_sampled(server: Run
     episode = asyncio.run(main())
     assert_sampled_by(server, episode, {ref.version: tensors})
     assert_confirmed_by(server, episode)
+    assert len(episode.group.trajectories) == SAMPLING.n_samples
     trained = sum(sum(t.loss_mask) for t in episode.group.trajectories)
     assert trained > 2 * SAMPLING.n_samples
-    # This model's template does not repeat the end of sequence, so an answer that has one begins a new trajectory.
     if set(finished) == {"length"}:
-        assert len(episode.group.trajectories) == SAMPLING.n_samples
         assert trained == 2 * SAMPLING.n_samples * SAMPLING.max_new_tokens
+
+
+def test_an_agent_gets_log_probabilities_and_parsed_tool_calls(server: RunningServer) -> None:
+    """Top log-probabilities are Hugging Face's; vLLM's hermes parser sees what the server samples."""
+    tensors = server.adapter(14, b_scale=0.3)
+    ref = server.publish(tensors)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    async def agent(task: AgentTask) -> float:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            messages: list[Any] = [{"role": "user", "content": task.sample.prompt}]
+            reply = await client.chat.completions.create(
+                model=task.model, messages=messages, tools=tools, logprobs=True, top_logprobs=3
+            )
+            rows = reply.choices[0].logprobs.content
+            assert all(len(row.top_logprobs) == 3 and row.top_logprobs[0].logprob >= row.logprob for row in rows)
+            assert reply.choices[0].message.tool_calls is None
+        return rows[0].top_logprobs[2].logprob
+
+    async def main() -> tuple[Episode, list[ParsedText]]:
+        async with context_of(server, ref) as context, AgentGateway() as gateway:
+            workflow = AgentWorkflow(context=context, sessions=gateway.sessions, agent=agent, tool_parser="hermes")
+            text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>'
+            request = ToolCallsRequest(parser="hermes", tools=tools, texts=[text, "no call", "<tool_call>{broken"])
+            parsed = await context.client.tool_calls(ref, request, timeout_s=30.0)
+            other = ToolCallsRequest(parser="pythonic", tools=tools, texts=[text])
+            with pytest.raises(GenerationFault, match="does not name 'pythonic'"):
+                await context.client.tool_calls(ref, other, timeout_s=30.0)
+            return await workflow.run(prompt_of(context), ref, seed=7), parsed
+
+    episode, parsed = asyncio.run(main())
+    call = ParsedCall(name="add", arguments='{"a": [1, "é"]}')
+    assert parsed == [
+        ParsedText(content="So:\n", calls=[call]),
+        ParsedText(content="no call", calls=[]),
+        ParsedText(content="<tool_call>{broken", calls=[]),
+    ]
+    made = episode.group.trajectories[0]
+    begin = made.loss_mask.index(1)
+    logits = hf_logits(server.model, tensors, made.token_ids[:begin])[-1] / SAMPLING.temperature
+    assert made.reward == pytest.approx(logits.log_softmax(-1).topk(3).values[2].item(), abs=TOLERANCE)

@@ -62,7 +62,7 @@ class Watched:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from areal_lora.engine.vllm_ext.compat.scheduler import WHOLE
+        from areal_lora.engine.vllm_ext.extra_args import WHOLE
 
         self.computed, self.messages = 0, []
         for i, (prompt, seed, n, whole) in enumerate(asked):
@@ -95,7 +95,7 @@ def aborted(engine: Watched, prompt: list[int]) -> dict[str, Any]:
     """A group whose first sample is aborted after the step that computes the prompt."""
     from vllm import SamplingParams
 
-    from areal_lora.engine.vllm_ext.compat.scheduler import WHOLE
+    from areal_lora.engine.vllm_ext.extra_args import WHOLE
 
     for i in range(3):
         params = SamplingParams(seed=i, max_tokens=6, ignore_eos=True, detokenize=False, extra_args={WHOLE: True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_lora.config.models import Config
+from areal_lora.errors import PublishError
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef, AdapterSpec, ShardManifest
@@ -44,8 +46,13 @@ ADAPTER = {
     "algorithm": {"kind": "grpo"},
     "optimizer": {"lr": 1e-3},
     "sampling": {"prompts_per_step": 8, "n_samples": 8, "max_new_tokens": 20},
+    "workflow": {"kind": "agent", "path": "nowhere:agent", "tool_parser": "hermes"},
 }
 PROMPT = [(37 * i) % 251 + 5 for i in range(48)]  # long enough to reach every expert
+CHAT_TEMPLATE = """\
+{% for tool in tools or () %}{{ tool.function.name }} {% endfor -%}
+{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_hidden_layers": 4,
@@ -70,16 +77,20 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 Tensors = dict[str, torch.Tensor]
 
 
-def make_model(folder: Path, family: str = "qwen3_moe") -> Path:
-    torch.manual_seed(0)
+def make_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+
+
+def make_model(folder: Path, family: str = "qwen3_moe") -> Path:
+    torch.manual_seed(0)
+    make_tokenizer(folder)
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -131,6 +142,16 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], temperature: floa
     """[T], entry 0 is 0.0."""
     lp = (logits[:-1] / temperature).log_softmax(-1)
     return [0.0, *lp.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()]
+
+
+def largest(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def without(tensors: Tensors, pattern: str) -> Tensors:
+    """The same adapter with lora_B = 0 where ``pattern`` matches."""
+    return {n: t * 0 if "lora_B" in n and re.search(pattern, n) else t for n, t in tensors.items()}
 
 
 class Source:
@@ -213,10 +234,17 @@ class Source:
 
         thread = threading.Thread(target=post)
         thread.start()
-        shard.send(group, time.monotonic() + timeout_s)
+        sent: PublishError | None = None
+        try:
+            shard.send(group, time.monotonic() + timeout_s)
+        except PublishError as e:  # a server that refuses an announcement leaves its groups at once
+            sent = e
         thread.join()
-        if isinstance(answer[0], Exception):
-            raise answer[0]
+        failed = answer[0] if isinstance(answer[0], Exception) else sent
+        if failed is not None:
+            self.close()
+            raise failed
+        assert isinstance(answer[0], PublishReply)
         self._told.add(layout.digest)
         return answer[0]
 
@@ -243,7 +271,7 @@ class RunningServer:
 
     def logprobs(self, tensors: Tensors | None, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """What Hugging Face says. [T]"""
-        return token_logprobs(hf_logits(self.model, tensors, token_ids, self.spec.scale), token_ids, temperature)
+        return token_logprobs(hf_logits(self.model, tensors, token_ids), token_ids, temperature)
 
     def score(self, ref: AdapterRef | None, token_ids: list[int] = PROMPT, temperature: float = 1.0) -> list[float]:
         """What the server says. [T]"""
@@ -291,14 +319,23 @@ class RunningServer:
 
 
 def start(
-    folder: Path, model: Path, command: Sequence[str] = SERVER, env: Mapping[str, str] | None = None, **rollout: Any
+    folder: Path,
+    model: Path,
+    command: Sequence[str] = SERVER,
+    env: Mapping[str, str] | None = None,
+    further: Sequence[Mapping[str, Any]] = (),
+    differing: Mapping[str, Any] | None = None,
+    **rollout: Any,
 ) -> subprocess.Popen[bytes]:
-    """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves."""
+    """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves.
+
+    ``differing`` has what differs in the adapter ``math``, ``further`` what differs in adapters beside it.
+    """
     config = Config.model_validate(
         {
             "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
             "model": {"path": str(model), "dtype": "float32"},
-            "adapters": [ADAPTER],
+            "adapters": [ADAPTER | dict(differing or {}), *(ADAPTER | dict(other) for other in further)],
             "trainer": {"world_size": 1},
             "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,
             "weight_sync": {"timeout_s": 20.0},

@@ -12,19 +12,39 @@ from areal_lora.config.load import load_config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.errors import ConfigError
+from areal_lora.families.derived import derive
 from areal_lora.families.published import known_config
 from tests.support.paths import EXAMPLES
 
 MOE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"]
 DENSE = [EXAMPLES / "gsm8k_grpo_megatron_lora_dense.yaml"]
+ONE_GPU = [EXAMPLES / "one_gpu.yaml"]
 EMBEDDED = [*MOE, EXAMPLES / "embedded.yaml"]
 
 FACTS = {
     "moe": Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B")),
     "dense": Facts(hf_config=known_config("Qwen/Qwen3-8B")),
+    "one_gpu": Facts(hf_config=known_config("Qwen/Qwen2.5-1.5B-Instruct")),
     "embedded": Facts(hf_config=json.loads((EXAMPLES / "tiny_model" / "config.json").read_text())),
 }
-PATHS = {"moe": MOE, "dense": DENSE, "embedded": EMBEDDED}
+FACTS["fsdp"] = FACTS["long"] = FACTS["embedded"]
+PHI3 = {**FACTS["embedded"].hf_config, "model_type": "phi3"}
+ALL = "adapters.0.target_modules=[all-linear]"
+LAYERS = derive(
+    {
+        f"model.layers.{layer}.{path}.weight": shape
+        for layer in range(4)
+        for path, shape in {"self_attn.qkv_proj": (64, 64), "mlp.down_proj": (64, 64)}.items()
+    }
+)
+PATHS = {
+    "moe": MOE,
+    "dense": DENSE,
+    "one_gpu": ONE_GPU,
+    "embedded": EMBEDDED,
+    "fsdp": [*EMBEDDED, EXAMPLES / "embedded_fsdp.yaml"],
+    "long": [*EMBEDDED, EXAMPLES / "embedded_long.yaml"],
+}
 
 
 @pytest.mark.parametrize("job", PATHS)
@@ -43,8 +63,20 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["trainer.pp=2", "trainer.world_size=4", "trainer.pp_layers=[1, 2]"], {}, "trainer.pp_layers", ["[1, 2]", "4 layers"]),
     ("embedded", ["trainer.etp=3"], {}, "trainer.etp", ["64 columns of an expert"]),
     ("embedded", ["trainer.world_size=3"], {}, "trainer.world_size", ["etp x ep x pp = 2", "multiple of 2"]),
-    ("moe", ["trainer.world_size=6", "trainer.ep=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
+    ("moe", ["trainer.world_size=6", "trainer.ep=2", "cluster.nodes=2"], {}, "trainer.world_size", ["tp x pp = 4"]),
     ("dense", ["trainer.ep=2"], {}, "trainer.ep", ["dense"]),
+    ("embedded", ["trainer.engine=fsdp"], {}, "trainer.ep", ["2", "trainer.engine = fsdp"]),
+    ("dense", ["trainer.engine=fsdp", "trainer.tp=1", "trainer.pp_layers=[36]"], {}, "trainer.pp_layers", ["no stages"]),
+    ("embedded", ["trainer.engine=fsdp", "trainer.ep=1", "trainer.cpu_offload=true"], {}, "trainer.cpu_offload", ["host memory anyway"]),
+    ("dense", ["model.dtype=float32"], {}, "model.dtype", ["16-bit", "bfloat16"]),
+    ("dense", ["trainer.cpu_offload=true"], {}, "trainer.cpu_offload", ["Megatron"]),
+    ("embedded", ["adapters.0.sft.steps=2", "adapters.0.sft.column=solution"], {}, "adapters.0.sft.column", ["'solution' names a column", "word_problems has none"]),
+    ("fsdp", [ALL, "trainer.engine=megatron"], {"hf_config": PHI3, "checkpoint": LAYERS}, "model.path", ["'phi3' has no row", "set trainer.engine=fsdp"]),
+    ("fsdp", [], {"hf_config": PHI3}, "model.path", ["safetensors files, which are not here"]),
+    ("fsdp", [ALL, "rollout.tp=2"], {"hf_config": PHI3, "checkpoint": LAYERS}, "rollout.tp", ["2, but", "'phi3'", "not divided"]),
+    ("fsdp", [ALL], {"hf_config": {**PHI3, "model_type": "helium"}, "checkpoint": LAYERS}, "rollout", ["serves no adapters", "'helium'"]),
+    ("fsdp", [ALL], {"hf_config": {**PHI3, "attn_logit_softcapping": 50.0}, "checkpoint": LAYERS}, "model.path", ["no engine trains it", "soft cap"]),
+    ("moe", ["model.shared_memory=true"], {"shared_bytes": 2**30}, "model.shared_memory", ["56.9 GiB", "/dev/shm holds 1.0", "--shm-size"]),
     ("embedded", ["rollout.tp=3"], {}, "rollout.tp", ["4 attention heads"]),
     ("dense", ["rollout.expert_parallel=true"], {}, "rollout.expert_parallel", ["dense"]),
     ("moe", ["rollout.tp=16", "rollout.servers=1", "cluster.nodes=4"], {}, "rollout.tp", ["node of 8"]),
@@ -53,8 +85,12 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.target_modules=[linear_fc3*]"], {}, "adapters.0.target_modules", ["matches no module"]),
     ("embedded", ["adapters.0.exclude_modules=['*']"], {}, "adapters.0.exclude_modules", ["leaves no module"]),
     ("moe", [], {"hf_config": {**known_config("Qwen/Qwen3-30B-A3B"), "decoder_sparse_step": 2}}, "adapters.0.target_modules", ["dense layers", "mlp_only_layers"]),
-    ("embedded", ["adapters.0.dropout=0.1"], {}, "adapters.0.dropout", ["random"]),
     ("embedded", ["adapters.0.rank=16"], {}, "adapters.0.rank", ["16", "max_lora_rank = 8"]),
+    ("embedded", ["adapters.0.rank_pattern={o_proj: 12}"], {}, "adapters.0.rank_pattern", ["12", "max_lora_rank = 8"]),
+    ("embedded", ["adapters.0.rank_pattern={q_proj: 4}"], {}, "adapters.0.rank_pattern", ["self_attn.q_proj", "self_attn.k_proj", "(q|k|v)_proj"]),
+    ("embedded", ["adapters.0.rank_pattern={'experts.7.*': 4}"], {}, "adapters.0.rank_pattern", ["experts.0.gate_proj and", "experts.7"]),
+    ("embedded", ["adapters.0.alpha_pattern={'o_porj': 4}"], {}, "adapters.0.alpha_pattern", ["'o_porj' matches no adapted module"]),
+    ("embedded", ["adapters.0.alpha_pattern={'o_(': 4}"], {}, "adapters.0.alpha_pattern", ["no regular expression"]),
     ("embedded", ["rollout.max_lora_rank=12"], {}, "rollout.max_lora_rank", ["8, 16"]),
     ("embedded", ["adapters.0.sampling.max_new_tokens=256"], {}, "adapters.0.sampling.max_new_tokens", ["no room for a prompt"]),
     ("embedded", ["rollout.max_model_len=1024"], {}, "rollout.max_model_len", ["512 positions"]),
@@ -71,8 +107,17 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["cluster.bind=0.0.0.0", "cluster.interface=10.0.0.0/40"], {}, "cluster.interface", ["10.0.0.0/40"]),
     ("embedded", ["cluster.bind=10.9.9.9"], {"address_problem": ConfigError("cluster.bind", "no such address")}, "cluster.bind", ["no such"]),
     ("dense", [], {"devices": 4}, "cluster.device", ["8 cuda devices", "4 are visible"]),
+    ("one_gpu", ["rollout.kv_cache_gib=null"], {}, "rollout.kv_cache_gib", ["measure", "set it"]),
+    ("one_gpu", ["weight_sync.backend=nccl"], {}, "weight_sync.backend", ["two members on one device", "auto"]),
+    ("one_gpu", ["weight_sync.backend=hccl"], {}, "weight_sync.backend", ["hccl", "cuda"]),
+    ("one_gpu", ["rollout.tp=2"], {}, "rollout.tp", ["node of 1"]),
+    ("one_gpu", ["rollout.servers=2"], {}, "cluster.nodes", ["2 devices are needed", "1 are declared"]),
+    ("one_gpu", ["cluster.share_devices=false"], {}, "cluster.nodes", ["2 devices are needed", "1 are declared"]),
+    ("one_gpu", [], {"devices": 0}, "cluster.device", ["1 cuda devices", "0 are visible"]),
+    ("embedded", ["cluster.share_devices=true"], {}, "cluster.share_devices", ["on CPUs"]),
+    ("embedded", ["weight_sync.backend=nccl"], {}, "weight_sync.backend", ["nccl", "cluster.device = cpu"]),
     ("embedded", [], {"hf_config": None, "model_problem": "there is no folder 'x'"}, "model.path", ["no folder 'x'"]),
-    ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["'gpt2' is not supported", "qwen3_moe"]),
+    ("embedded", [], {"hf_config": {"model_type": "gpt2"}}, "model.path", ["no engine trains it", "'gpt2' has no row", "over packed sequences", "qwen3_moe"]),
     ("embedded", [], {"hf_config": {"model_type": "qwen3"}}, "model.path", ["lacks sizes"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "attention_bias": True}}, "model.path", ["attention_bias"]),
     ("dense", [], {"hf_config": {**known_config("Qwen/Qwen3-8B"), "rope_scaling": {"type": "yarn"}}}, "model.path", ["'yarn'"]),
@@ -97,6 +142,28 @@ def test_same_adapter_name_twice() -> None:
     config = load_config(EMBEDDED)
     config = config.model_copy(update={"adapters": [config.adapters[0]] * 2})
     assert [f.path for f in check(config, FACTS["embedded"])] == ["adapters"]
+
+
+def test_a_run_may_have_several_adapters() -> None:
+    config = load_config(EMBEDDED)
+    twin = config.adapters[0].model_copy(update={"name": "twin"})
+    assert not check(config.model_copy(update={"adapters": [config.adapters[0], twin]}), FACTS["embedded"])
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    """Of eight subjects, whatever the order of the rules."""
+    wrong = [
+        "trainer.ep=3",
+        "rollout.tp=3",
+        "adapters.0.rank=16",
+        "weight_sync.probe_tokens=100000",
+        "adapters.0.target_modules=[linear_qvk]",
+        "adapters.0.sft.column=solution",
+        "adapters.0.sampling.n_samples=1",
+        "run.heartbeat_timeout_s=1",
+    ]
+    found = {f.path for f in check(load_config(EMBEDDED, wrong), FACTS["embedded"])}
+    assert {text.partition("=")[0].replace("[", "") for text in wrong} <= found
 
 
 def test_warnings_are_not_errors_and_come_last() -> None:
@@ -134,3 +201,11 @@ def test_targets_become_canonical() -> None:
     resolved = resolve_targets(config, FACTS["embedded"])
     assert resolved.adapters[0].target_modules == ["linear_proj", "linear_qkv"]
     assert resolve_targets(resolved, FACTS["embedded"]) == resolved
+
+
+def test_the_fsdp_engine_takes_what_megatron_does_not_compute() -> None:
+    """Bias in attention, other rotary scalings, sliding windows: transformers' own modules compute them."""
+    hf = {**(known_config("Qwen/Qwen3-8B") or {}), "attention_bias": True, "rope_scaling": {"type": "yarn"}}
+    (refused,) = check(load_config(DENSE), Facts(hf_config=hf))
+    assert (refused.path, refused.fix) == ("model.path", "set trainer.engine=fsdp, or use another model")
+    assert check(load_config(DENSE, ["trainer.engine=fsdp", "trainer.tp=1"]), Facts(hf_config=hf)) == ()

@@ -15,9 +15,9 @@ from areal_lora.checkpoint.fuse import fused
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.guardrails import check, resolve_targets
-from areal_lora.engine.megatron_utils.arena import ShardedModel
-from areal_lora.engine.megatron_utils.parallel_layout import ParallelLayout
-from areal_lora.engine.megatron_utils.plan import wire_layout
+from areal_lora.engine.common.arena import ShardedModel
+from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.engine.common.plan import wire_layout
 from areal_lora.errors import AdapterError
 from areal_lora.families.peft_folder import CONFIG_FILE, TENSOR_FILE
 from areal_lora.families.shape import ModelShape
@@ -113,6 +113,13 @@ RULES: list[tuple[str, Callable[[Tensors], Tensors], tuple[str, ...], str, list[
     ("two lora_A", without("self_attn"), ("adapters.0.rank=3",), "adapters.0.rank", ["2 of its", "at least 4"]),
     ("one lora_A", fused_layers, ("adapters.0.rank=1",), "adapters.0.rank", ["has rank 2 (fix", "at least 2"]),
     (
+        "other ranks",
+        SAME,
+        ("adapters.0.rank=6", "adapters.0.rank_pattern={experts.*(gate|up)_proj: 3}"),
+        "adapters.0.rank_pattern",
+        ["3 is too small", "experts.0.gate_proj it has rank 2", "2 of its lora_A", "at least 4"],
+    ),
+    (
         "more targets",
         SAME,
         ("adapters.0.target_modules=[attention]",),
@@ -166,7 +173,10 @@ def test_allowed(tmp_path: Path, change: Callable[[Tensors], Tensors], overrides
         ("garbage", "not a readable"),
         ("empty", "not a readable"),
         ("ia3", "peft_type"),
-        ("rslora", "use_rslora"),
+        ("dora", "use_dora scales each row by a trained magnitude, which vLLM does not serve"),
+        ("pissa", "init_lora_weights 'pissa' has changed the base"),
+        ("parameters", "target_parameters adapts fused parameters (mlp.experts.gate_up_proj)"),
+        ("tokens", "trainable_token_indices changes rows of the embedding"),
         ("prefix", "lacks the prefix"),
         ("partner", "lacks its partner"),
         ("rank", "does not fit rank 4"),
@@ -179,8 +189,14 @@ def test_folders_that_cannot_be_read(tmp_path: Path, broken: str, words: str) ->
     match broken:
         case "ia3":
             fields = {"peft_type": "IA3"}
-        case "rslora":
-            fields = {"use_rslora": True}
+        case "dora":
+            fields = {"use_dora": True}
+        case "pissa":
+            fields = {"init_lora_weights": "pissa"}
+        case "parameters":
+            fields = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+        case "tokens":
+            fields = {"trainable_token_indices": {"embed_tokens": [3]}}
         case "alora":
             fields = {"alora_invocation_tokens": [1, 2]}
         case "rank":

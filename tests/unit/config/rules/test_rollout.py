@@ -1,4 +1,4 @@
-"""Deterministic rollouts and what they exclude."""
+"""Deterministic and merged rollouts, and what they exclude."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
+from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
+from areal_lora.families.shape import read_hf_config
 from tests.support.paths import EXAMPLES
 
 FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -28,6 +30,7 @@ def test_the_embedded_run_can_be_deterministic() -> None:
     [
         ("rollout.max_staleness=1", "rollout.max_staleness=0"),
         ("rollout.in_flight=interrupt", "in_flight=finish"),
+        ("rollout.adapter_mode=merged", "adapter_mode=unmerged"),
         ("model.dtype=bfloat16", "model.dtype=float32"),
         ("cluster.device=cuda", "cluster.device=cpu"),
     ],
@@ -43,3 +46,39 @@ def test_all_of_them_are_one_line() -> None:
     (line,) = found("rollout.deterministic=true", "rollout.in_flight=interrupt", "model.dtype=bfloat16")
     assert line.count(" = ") == 3
     assert "\n" not in line
+
+
+def merged(*overrides: str, **hf: object) -> dict[str, str]:
+    """Findings by key with merged rollouts."""
+    config = load_config([*FILES, EXAMPLES / "merged.yaml"], overrides)
+    facts = Facts(hf_config=read_hf_config(EXAMPLES / "tiny_model") | hf)
+    return {f.path: f"{f.reason}; {f.fix}" for f in check(config, facts) if f.severity is Severity.ERROR}
+
+
+def test_merged_rollouts_need_one_value_and_no_rank_that_vllm_knows() -> None:
+    assert merged() == {}
+    assert merged("rollout.max_lora_rank=7", "adapters.gsm8k.rank=9") == {}
+
+
+def test_merged_rollouts_on_a_cpu_keep_experts_on_every_worker() -> None:
+    found = merged("rollout.expert_parallel=true", "rollout.tp=2")
+    assert "ends the process" in found["rollout.expert_parallel"]
+    assert "adapter_mode=unmerged" in found["rollout.expert_parallel"]
+
+
+def test_merged_rollouts_are_proposed_where_vllm_has_no_lora() -> None:
+    """Dense layers among sparse ones, without the key that makes vLLM adapt them."""
+    dense = {"decoder_sparse_step": 2, "mlp_only_layers": []}
+    config = load_config(FILES, [])
+    facts = Facts(hf_config=read_hf_config(EXAMPLES / "tiny_model") | dense)
+    (finding,) = [f for f in check(config, facts) if f.path == "adapters.0.target_modules"]
+    assert "rollout.adapter_mode=merged" in finding.fix
+    assert "adapters.0.target_modules" not in merged(**dense)
+
+
+def test_servers_must_hold_all_adapters_of_the_list() -> None:
+    config = load_config(FILES, ["rollout.max_adapters=1"])
+    assert [f for f in check(config, Facts(hf_config=None)) if f.path == "rollout.max_adapters"] == []
+    twice = config.model_copy(update={"adapters": config.adapters * 2})
+    (line,) = [f for f in check(twice, Facts(hf_config=None)) if f.path == "rollout.max_adapters"]
+    assert "hold 1 adapters, 2 are listed" in line.reason

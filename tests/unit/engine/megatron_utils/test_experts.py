@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from areal_lora.engine.megatron_utils.experts import GroupedExperts
+from areal_lora.engine.megatron_utils.experts import ExpertLora, GroupedExperts, GroupedLinear
 
 HIDDEN, WIDTH, RANK, SCALE = 12, 6, 3, 1.7
 SPLITS = [4, 0, 7, 1]
@@ -22,7 +22,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def make_experts(dtype: torch.dtype = torch.float32) -> GroupedExperts:
     config = SimpleNamespace(hidden_size=HIDDEN, moe_ffn_hidden_size=WIDTH, params_dtype=dtype)
-    groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1))
+    groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
     experts = GroupedExperts(len(SPLITS), config, pg_collection=groups)
     for parameter in experts.parameters():
         nn.init.normal_(parameter.requires_grad_(False), std=0.3)
@@ -32,6 +32,11 @@ def make_experts(dtype: torch.dtype = torch.float32) -> GroupedExperts:
 def adapter(shared: bool, n_out: int, n_in: int) -> tuple[nn.Parameter, nn.Parameter]:
     stack = () if shared else (len(SPLITS),)
     return nn.Parameter(torch.randn(*stack, RANK, n_in)), nn.Parameter(torch.randn(*stack, n_out, RANK))
+
+
+def adapt(linear: GroupedLinear, a: torch.Tensor, b: torch.Tensor, name: str = "a") -> None:
+    linear.residents[name] = ExpertLora(a, b, SCALE)
+    linear.active.name = name
 
 
 def one_by_one(experts: GroupedExperts, x: Tensor, probs: Tensor, lora: list[Tensor]) -> Tensor:
@@ -56,8 +61,8 @@ def test_grouped_experts_equal_experts_one_by_one(
     print("seed 7")
     experts = make_experts()
     pairs = [adapter(shared, 2 * WIDTH, HIDDEN), adapter(shared, HIDDEN, WIDTH)]
-    experts.linear_fc1.adapt(*pairs[0], SCALE)
-    experts.linear_fc2.adapt(*pairs[1], SCALE)
+    adapt(experts.linear_fc1, *pairs[0])
+    adapt(experts.linear_fc2, *pairs[1])
     x = torch.randn(sum(splits), HIDDEN, requires_grad=True)
     probs = torch.rand(sum(splits), requires_grad=True)
     inputs = [x, probs, *pairs[0], *pairs[1]]
@@ -83,10 +88,10 @@ def test_an_adapter_that_is_off_leaves_the_base() -> None:
     x, probs, splits = torch.randn(12, HIDDEN), torch.rand(12), torch.tensor(SPLITS)
     base, _ = experts(x, splits, probs)
     for linear, shape in ((experts.linear_fc1, (2 * WIDTH, HIDDEN)), (experts.linear_fc2, (HIDDEN, WIDTH))):
-        linear.adapt(*adapter(False, *shape), SCALE)
+        adapt(linear, *adapter(False, *shape))
     assert not torch.equal(experts(x, splits, probs)[0], base)
     for linear in (experts.linear_fc1, experts.linear_fc2):
-        linear.adapter_enabled = False
+        linear.active.name = None
     assert torch.equal(experts(x, splits, probs)[0], base)
 
 
@@ -95,7 +100,7 @@ def test_only_one_of_the_two_layers_may_have_an_adapter() -> None:
     print("seed 9")
     experts = make_experts()
     a, b = adapter(False, HIDDEN, WIDTH)
-    experts.linear_fc2.adapt(a, b, SCALE)
+    adapt(experts.linear_fc2, a, b)
     x = torch.randn(12, HIDDEN, requires_grad=True)
     experts(x, torch.tensor(SPLITS), torch.rand(12))[0].sum().backward()
     assert all(t.grad is not None for t in (a, b, x))
@@ -106,7 +111,7 @@ def test_bf16_experts_train_an_adapter_in_fp32() -> None:
     print("seed 10")
     experts = make_experts(torch.bfloat16)
     a, b = adapter(False, 2 * WIDTH, HIDDEN)
-    experts.linear_fc1.adapt(a, b, SCALE)
+    adapt(experts.linear_fc1, a, b)
     out, _ = experts(torch.randn(12, HIDDEN).bfloat16(), torch.tensor(SPLITS), torch.rand(12))
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()

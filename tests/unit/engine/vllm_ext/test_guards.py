@@ -133,7 +133,7 @@ async def greedy(url: str, secret: str) -> str:
     router = Router()
     router.announce(REF, {"server-0": url})
     async with CompletionClient(router, secret) as client:
-        return (await client.greedy(REF, [[123456, 7]], max_tokens=2, timeout_s=5.0))[0]
+        return (await client.greedy(REF, [[123456, 7]], max_tokens=2, timeout_s=5.0))[0].text
 
 
 def test_the_controllers_client_speaks_tls_and_a_recording_is_worth_nothing(echo: tuple[Echo, int]) -> None:
@@ -195,7 +195,7 @@ def test_outside_clients_do_as_the_documentation_says(tmp_path: Path) -> None:
         assert done.stdout == "[5, 6]\n", done.stderr
         if shutil.which("curl") is None:
             pytest.skip("there is no curl here")
-        command = documented("").strip().replace("PORT", str(port)) + " --fail --silent --show-error"
+        command = documented("bash").strip().replace("PORT", str(port)) + " --fail --silent --show-error"
         done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         without = command.replace("Bearer $(cat data.key)", "Bearer 0")

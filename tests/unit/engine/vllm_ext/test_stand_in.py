@@ -19,7 +19,8 @@ from areal_lora.errors import PublishError
 from areal_lora.processes.faults import VARIABLE
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator, HeldOut
+from areal_lora.rollout.controller.eval_sets import HeldOut
+from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator
 from areal_lora.rollout.routing import Router
 from areal_lora.tasks.rewards import numeric_match
 from areal_lora.tasks.scorer import Score, ScoreItem
@@ -27,6 +28,7 @@ from areal_lora.tasks.word_problems import word_problem
 from areal_lora.types import AdapterRef, Outcome, Sample
 from areal_lora.weight_sync.messages import RESTART_EXIT
 from tests.support.engine.vllm_ext.serving import HIDDEN, PROMPT, RunningServer, connect, start
+from tests.support.rollout.helpers import eval_set
 
 MODULE = "areal_lora.engine.vllm_ext.stand_in"
 
@@ -169,8 +171,9 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
                 evaluator = Evaluator(
                     client=client,
                     scorer=Counting(),
-                    sampling=server.config.adapters[0].sampling,
-                    held_out=held_out,
+                    reward_kind="numeric_match",
+                    sets=[eval_set(held_out, server.config.adapters[0].sampling)],
+                    workflows={},
                     max_chunks=1,
                 )
                 for _ in range(2):
@@ -182,6 +185,8 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
             return results, took
 
         results, took = asyncio.run(run())
-        assert [(r.n, r.accuracy, r.error) for r in results] == [(len(problems), 1.0, "")] * 2
+        assert [(found.n, found.accuracy, found.error) for r in results for found in r.sets] == [
+            (len(problems), 1.0, "")
+        ] * 2
         assert len(took) > 2 * (eta + 3), "fewer versions than would fill all slots"
         assert max(took[1:]) < 0.4 * server.config.weight_sync.attempt_s, "a publish waited for a slot"

@@ -6,10 +6,11 @@ import pytest
 
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics import reader
-from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
-from areal_lora.obs.metrics.records import CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.reader import MetricsTail, read_metrics, state_records
+from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterPhase
 from tests.support.obs.records import PUBLISH, STEP
 
 
@@ -65,3 +66,27 @@ def test_a_resume_undoes_what_was_recorded_beyond_its_version(tmp_path: Path) ->
     assert [s.step for s in metrics.steps if s.adapter == "b"] == [0, 1, 2, 3]
     assert [c.version for c in metrics.checkpoints if c.adapter == "b"] == [1, 2, 3, 4]
     assert [(r.adapter, r.version, r.time_s) for r in metrics.resumes] == [("a", 2, 4.0)]
+
+
+def test_states_of_an_adapter_stay_until_a_resume_from_an_older_version(tmp_path: Path) -> None:
+    def state(adapter: str, phase: AdapterPhase, version: int, reason: str = "") -> AdapterStateRecord:
+        return AdapterStateRecord(adapter=adapter, state=phase, version=version, reason=reason, time_s=1.0)
+
+    begun = [
+        state("a", AdapterPhase.PENDING, 0),
+        state("a", AdapterPhase.ACTIVE, 0),
+        state("b", AdapterPhase.ACTIVE, 0),
+    ]
+    failed, done = state("a", AdapterPhase.FAILED, 3, "é\n"), state("b", AdapterPhase.DONE, 4)
+    again = state("a", AdapterPhase.ACTIVE, 2)
+    resume = ResumeRecord(version=2, time_s=4.0, adapter="a")
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        for record in (*begun, failed, done):
+            writer.write(record)
+        assert read_metrics(tmp_path).states == [*begun, failed, done]
+        writer.write(resume)
+        writer.write(StepRecord(step=2, version=2, time_s=5.0, adapter="a"))
+        writer.write(again)
+    assert read_metrics(tmp_path).states == [*begun, done, again]
+    assert state_records(RunFolder(tmp_path)) == [*begun, failed, done, resume, again]
+    assert state_records(RunFolder(tmp_path / "new")) == []

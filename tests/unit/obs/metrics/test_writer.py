@@ -11,11 +11,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areal_lora.errors import RecordError
 from areal_lora.obs.metrics.reader import MetricsTail, read_metrics
-from areal_lora.obs.metrics.records import StepRecord
+from areal_lora.obs.metrics.records import AdapterStateRecord, StepRecord
 from areal_lora.obs.metrics.samples import sample_files, sample_lines
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterPhase
 from tests.support.obs.records import EVAL, PUBLISH, SAMPLE, STEP
 
 
@@ -34,9 +35,20 @@ def test_every_record_comes_back_as_written(tmp_path: Path) -> None:
     assert rows[0]["staleness"] == {"0": 7, "2": 1}
 
 
-def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_has_the_state_of_each_adapter_as_a_number(tmp_path: Path) -> None:
     with MetricsWriter(RunFolder(tmp_path)) as writer:
-        for record in (STEP, PUBLISH, EVAL):
+        for name, phase, version in (("a", "active", 0), ("b", "active", 0), ("a", "done", 8), ("b", "failed", 3)):
+            writer.write(AdapterStateRecord(adapter=name, state=AdapterPhase(phase), version=version))
+    events = EventAccumulator(str(RunFolder(tmp_path).tensorboard))
+    events.Reload()
+    seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert seen == {"a/state": [(0, 1.0), (8, 3.0)], "b/state": [(0, 1.0), (3, 4.0)]}
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    hard = {"name": "hard", "order": 1, "accuracy": 0.1, "pass_at": {1: 0.1, 4: 0.5}}
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        for record in (STEP, PUBLISH, EVAL, msgspec.structs.replace(EVAL, **hard)):
             writer.write(record)
     events = EventAccumulator(str(RunFolder(tmp_path).tensorboard))
     events.Reload()
@@ -52,6 +64,9 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     assert seen["toy/eval/accuracy"] == [(4, 0.75)]
     assert seen["toy/eval/reward_mean"] == [(4, 0.5)]
     assert seen["toy/eval/unscored"] == [(4, 1.0)]
+    assert seen["toy/eval/held-out/accuracy"] == [(4, 0.75)]
+    assert seen["toy/eval/hard/pass@4"] == [(4, 0.5)]
+    assert "toy/eval/hard/majority" not in seen
     assert "toy/train/loss" not in seen
 
 

@@ -2,51 +2,22 @@
 
 import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
+
+import msgspec
 
 from areal_lora.obs.metrics.records import EvalRecord, RolloutSampleRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_plot, write_report
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_config, make_run
-
-
-class Page(HTMLParser):
-    """Collects tags, attributes and text; checks that tags close in order."""
-
-    VOID = frozenset({"meta"})
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self._open: list[str] = []
-        self.feed(html)
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+from tests.support.obs.page import Page
 
 
 def test_the_report_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
     page = Page(html)
-    assert page.tags.count("svg") == 19
+    assert page.tags.count("svg") == 20
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert not [a for a in page.attributes if a[0] in ("src", "href") or a[0].startswith("on")]
     assert "url(" not in html
@@ -85,7 +56,7 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(make_config().model_dump_json())
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert page.text.count("nothing recorded") == 19
+    assert page.text.count("nothing recorded") == 20
     assert "None recorded." in page.text
 
 
@@ -115,3 +86,19 @@ def test_without_a_rule_for_what_is_correct_rewards_are_shown_and_no_accuracy(tm
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "held-out reward" in texts
     assert "held-out accuracy" not in texts
+
+
+def test_each_set_of_an_evaluation_has_its_line_and_its_row(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(make_config().model_dump_json())
+    several = {"n": 8, "n_samples": 4, "temperature": 0.8, "pass_at": {1: 0.25, 4: 0.75}, "majority": 0.375}
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        for version, accuracy in ((0, 0.125), (20, 0.5)):
+            writer.write(EvalRecord(version=version, step=version, accuracy=accuracy, n=64, name="easy"))
+            sampled = EvalRecord(version=version, step=version, accuracy=0.25, name="hard", order=1, **several)
+            writer.write(msgspec.structs.replace(sampled, accuracy_95=(0.1, 0.4), interval="bootstrap", truncated=0.5))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "0.125 → 0.500held-out greedy accuracy" in page.text, "the first set decides"
+    assert "hardv208 x 40.80.2500.100 to 0.400 (bootstrap)--@1 0.250  @4 0.7500.375" in page.text
+    for line in ("hard pass@4", "hard majority@4", "easy"):
+        assert line in page.text, line
+    assert "hard pass@1" not in page.text, "it is the accuracy"

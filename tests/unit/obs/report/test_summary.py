@@ -12,8 +12,9 @@ from rich.console import Console
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, SampleRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.obs.report.summary import print_closing, read_summary, write_summary
-from areal_lora.run_folder.events import RestartEvent, now_utc, write_event
+from areal_lora.obs.report.closing import detail_lines, print_closing
+from areal_lora.obs.report.summary import read_summary, write_summary
+from areal_lora.run_folder.events import RequeueEvent, RestartEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_config
 
@@ -43,12 +44,14 @@ def small_run(folder: Path) -> Path:
         )
     for who in ("server-0", "trainer", "server-0"):
         write_event(RunFolder(folder), RestartEvent(at=now_utc(), who=who, how="was killed by SIGKILL"))
+    for without in (0, 1):
+        write_event(RunFolder(folder), RequeueEvent(at=now_utc(), job="7", why="USR1 arrived", without=without))
     return folder
 
 
 def write(folder: Path) -> Path:
     return write_summary(
-        RunFolder(folder), wall_s=12.3456, adapter_path=folder / "adapters" / "toy", report_path="r.html"
+        RunFolder(folder), wall_s=12.3456, adapters={"toy": folder / "adapters" / "toy"}, report_path="r.html"
     )
 
 
@@ -70,6 +73,7 @@ def test_figures(tmp_path: Path) -> None:
         "eval_problems": 200,
         "eval_unscored": 3,
         "eval_left_out": 2,
+        "eval_sets": {"held-out": {"accuracy": 0.5, "reward_mean": 0.75, "unscored": 3.0}},
         "publishes": 3,
         "publishes_probed": 2,
         "probe_max_abs_dlogp": 4e-6,
@@ -80,24 +84,32 @@ def test_figures(tmp_path: Path) -> None:
         "max_staleness_allowed": 2,
         "dropped": {"stale": 3},
         "restarts": {"server-0": 2, "trainer": 1},
+        "requeues": 2,
         "adapter_path": str(tmp_path / "adapters" / "toy"),
         "report_path": "r.html",
     }
 
 
-def test_closing_ends_with_the_summary_and_nothing_wraps(tmp_path: Path) -> None:
+def test_the_end_is_five_lines_and_nothing_wraps(tmp_path: Path) -> None:
     folder = small_run(tmp_path / "a rather long folder name [with] spaces in it")
-    path = write(folder)
+    write(folder)
     out = io.StringIO()
     print_closing(RunFolder(folder), Console(file=out, width=30, force_terminal=True))
-    lines = out.getvalue().splitlines()
-    values = json.loads(path.read_text())
+    result, *lines = out.getvalue().splitlines()
+    assert result == "result   2 steps in 0:12, accuracy 0.250 -> 0.500, mean reward 0.500 -> 0.750"
+    assert [line.split()[0] for line in lines] == ["adapter", "report", "chat", "resume"]
+    chat, resume = (shlex.split(line)[1:] for line in lines[2:])
+    assert chat == [sys.executable, "-m", "areal_lora", "chat", str(folder)]  # quoted: the command can be pasted
+    assert resume == [sys.executable, "-m", "areal_lora", "resume", str(folder), "run.steps=4"]
+
+
+def test_details_end_with_the_summary(tmp_path: Path) -> None:
+    folder = small_run(tmp_path / "a run")
+    values = json.loads(write(folder).read_text())
+    lines = detail_lines(RunFolder(folder))
     printed = dict(line.split(": ", 1) for line in lines[-len(values) :])
     assert {key: json.loads(value) for key, value in printed.items()} == values
     assert list(printed) == list(values)
-    usage = "\n".join(lines)
-    assert f"toy='{folder / 'adapters' / 'toy'}'" in usage  # quoted: the command can be pasted
-    assert "--max-lora-rank 32" in usage
 
 
 def test_nothing_measured_is_null_not_zero(tmp_path: Path) -> None:
@@ -122,21 +134,13 @@ def test_commands_name_the_interpreters_of_the_roles_and_existing_files(tmp_path
     }
     (folder / "config.json").write_text(config.model_copy(update=roles).model_dump_json())
     write(folder)
-    out = io.StringIO()
-    print_closing(RunFolder(folder), Console(file=out))
-    lines = out.getvalue().splitlines()
-    words = ("evaluate.py", "tensorboard.main", "vllm.")
-    commands = {word: shlex.split(line) for line in lines for word in words if word in line}
-    assert commands["vllm."][:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    assert commands["vllm."][commands["vllm."].index("--model") + 1] == "/hub/snapshots/abc"
+    lines = detail_lines(RunFolder(folder))
+    words = ("evaluate", "TensorBoard", "serve")
+    commands = {word: shlex.split(line)[1:] for line in lines for word in words if line.startswith(word)}
+    assert commands["serve"] == [sys.executable, "-m", "areal_lora", "serve", str(folder)]
     trainer = "/opt/train er/bin/python"
-    assert commands["tensorboard.main"] == [
-        "TensorBoard",
-        trainer,
-        "-m",
-        "tensorboard.main",
-        "--logdir",
-        str(folder / "tensorboard"),
-    ]
-    python, script, run = commands["evaluate.py"]
+    assert commands["TensorBoard"] == [trainer, "-m", "tensorboard.main", "--logdir", str(folder / "tensorboard")]
+    python, script, run = commands["evaluate"]
     assert (python, Path(script).is_file(), run) == (trainer, True, str(folder))
+    [load] = [line for line in lines if line.startswith("model = ")]
+    assert "'/hub/snapshots/abc'" in load

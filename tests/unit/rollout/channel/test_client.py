@@ -16,6 +16,7 @@ from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel import session as sessions
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.control import ControlSocket
+from areal_lora.rollout.channel.reminders import Reminders
 from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, episode, stream
@@ -47,7 +48,8 @@ Handler = Callable[[m.Request], Awaitable[m.Reply]]
 
 
 def result(version: int, tag: str) -> m.EvalResult:
-    return m.EvalResult(adapter=NAME, version=version, tag=tag, accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
+    found = m.EvalSetResult(name="held-out", accuracy=0.5, reward_mean=0.5, n=2, wall_s=0.1)
+    return m.EvalResult(adapter=NAME, version=version, tag=tag, sets=(found,), wall_s=0.1)
 
 
 @pytest.fixture
@@ -96,7 +98,8 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
     groups = tuple(episode(stream().at(p), version=1).group for p in range(3))
 
     async def handler(request: m.Request) -> m.Reply:
-        assert request == m.GetBatch(adapter=NAME, step=4, version=4, timeout_s=verbs.SHORT_POLL_S, session="1")
+        wanted = (m.Wanted(adapter=NAME, step=4, version=4),)
+        assert request == m.GetBatch(wanted=wanted, timeout_s=verbs.SHORT_POLL_S, session="1")
         return m.Batch(
             adapter=NAME, step=4, groups=groups, stats=STATS, samples=(), snapshot=b"s", events=(result(3, "during"),)
         )
@@ -109,6 +112,13 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
     assert batch.events == (result(3, "during"),)
 
 
+NOT_READY = m.NotReady(
+    lacking=(
+        m.Lacking(adapter=NAME, ready=40, needed=64, running=90, dropped=1, note="last fault: connection: refused"),
+    )
+)
+
+
 def test_waiting_is_said_and_ends(
     connect: Callable[[Handler], ControllerClient], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,33 +129,44 @@ def test_waiting_is_said_and_ends(
         nonlocal asked
         asked += 1
         if asked < 3:
-            return m.NotReady(ready=40, needed=64, running=90, dropped=1, note="last fault: connection: refused")
+            return NOT_READY
         return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
 
     with caplog.at_level(logging.INFO, "areal_lora"):
         connect(handler).next_batch(NAME, step=12, version=12)
     assert asked == 3
-    assert "waiting for rollout batch 12" in caplog.text
-    assert "40/64 groups ready, 90 running, 1 dropped; last fault: connection: refused" in caplog.text
+    assert "waiting for rollouts since 0 s: " in caplog.text
+    assert f"{NAME} 40/64 groups ready, 90 running, 1 dropped; last fault: connection: refused" in caplog.text
 
 
-def test_waiting_ends_without_a_batch_when_something_else_is_to_be_done(
-    connect: Callable[[Handler], ControllerClient],
-) -> None:
+def test_adapters_whose_rollouts_have_failed_are_named(connect: Callable[[Handler], ControllerClient]) -> None:
     async def handler(request: m.Request) -> m.Reply:
-        return m.NotReady(ready=0, needed=64, running=0, dropped=0)
+        return m.AdapterFailed(adapter=NAME, reason="the reward is broken")
 
     client = connect(handler)
-    answers = [False, True]
-    assert client.poll_batch(NAME, step=0, version=0, interrupted=lambda: answers.pop(0)) is None
-    assert answers == []
+    wanted = [m.Wanted(adapter=NAME, step=0, version=0)]
+    assert client.poll(wanted) == m.AdapterFailed(adapter=NAME, reason="the reward is broken")
+    with pytest.raises(RolloutError, match=f"{NAME}: the reward is broken"):
+        client.next_batch(NAME, step=0, version=0)
+
+
+def test_a_new_controller_hears_of_an_ended_adapter_and_of_nothing_else_of_it() -> None:
+    reminders = Reminders("t")
+    reminders.loaded({"a": 0, "b": 0}, {})
+    for name in ("a", "b"):
+        reminders.announced(m.AnnounceVersion(adapter=name, version=3, servers={}))
+        reminders.requested(m.Evaluate(adapter=name, version=3, tag="e"))
+    reminders.ended("a")
+    _, requests = reminders.greeting()
+    assert requests[0] == m.EndAdapter(adapter="a")
+    assert [request.adapter for request in requests[1:]] == ["b", "b"]  # type: ignore[union-attr]
 
 
 def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], ControllerClient]) -> None:
     replies = [(), (result(1, "during"), result(2, "after")), (result(3, "during"),)]
 
     async def handler(request: m.Request) -> m.Reply:
-        return m.Events(events=replies.pop(0)) if isinstance(request, m.GetEvents) else m.Accepted()
+        return m.NotReady(lacking=(), events=replies.pop(0)) if isinstance(request, m.GetBatch) else m.Accepted()
 
     client = connect(handler)
     ref = AdapterRef(name=NAME, version=2)
@@ -173,7 +194,7 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
         fetched += 1
         if fetched == 1:
             await asyncio.sleep(0.6)
-        return m.Events(events=(result(2, "after"),) if len(asked) > 1 or fetched == 1 else ())
+        return m.NotReady(lacking=(), events=(result(2, "after"),) if len(asked) > 1 or fetched == 1 else ())
 
     client = connect(handler)
     ref = AdapterRef(name=NAME, version=2)
@@ -254,17 +275,18 @@ def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> No
                 return m.StaleSession()
             heard[session].append(request)
             if isinstance(request, m.GetBatch):
-                if session == 0 and request.step == 1:
+                (wanted,) = request.wanted
+                if session == 0 and wanted.step == 1:
                     polled.set()
                     await asyncio.sleep(60)
                 return m.Batch(
                     adapter=NAME,
-                    step=request.step,
+                    step=wanted.step,
                     groups=(),
                     stats=STATS,
                     samples=(),
                     events=(),
-                    snapshot=b"after %d" % request.step,
+                    snapshot=b"after %d" % wanted.step,
                 )
             return m.Accepted()
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from areal_lora.config.models import AgentWorkflowConfig, FunctionReward, MultiTurnWorkflowConfig
+from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
+from areal_lora.config.reward import FunctionReward
 from areal_lora.data.collate import collate
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.channel.client import ControllerClient
@@ -21,6 +22,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, Outcome, Sample
+from tests.support.clocks import wait_until
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
 from tests.support.rollout.running import Running
 
@@ -62,11 +64,13 @@ def test_a_run_with_faults_retired_versions_and_an_evaluation(controller: Callab
     assert one.requests
     assert two.requests
     before = events[0] if events else run.client.wait_eval(AdapterRef(name=NAME, version=0), "before")
-    assert (before.n, before.error) == (40, "") or "version_retired" in before.error
+    (found,) = before.sets
+    assert (found.n, found.error) == (40, "") or "version_retired" in found.error
     run.client.request_eval(AdapterRef(name=NAME, version=5), "after")
     after = run.client.wait_eval(AdapterRef(name=NAME, version=5), "after")
-    assert (after.n, after.version, after.error) == (40, 5, "")
-    assert all(sample.version == 5 for sample in after.samples)
+    (found,) = after.sets
+    assert (found.n, after.version, found.error) == (40, 5, "")
+    assert all(sample.version == 5 for sample in found.samples)
     run.client.shutdown()
     assert run.ended.exception(10) is None
 
@@ -101,13 +105,13 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
         other.hello({NAME: 0}, {})
         other.announce(ref, {"server-0": server.url})
         other.request_eval(ref, "e")
-        assert other.wait_eval(ref, "e").n == 40
+        assert other.wait_eval(ref, "e").sets[0].n == 40
         evaluated = [r for r in server.requests[before:] if isinstance(r["prompt"][0], list)]
         assert sum(len(r["prompt"]) for r in evaluated) >= 40  # not the result of what the other had asked
         for _ in range(2):
             other.request_eval(ref, "again")
             time.sleep(0.3)  # it is over, and its result has not been fetched
-        assert other.wait_eval(ref, "again").n == 40
+        assert other.wait_eval(ref, "again").sets[0].n == 40
         evaluated = [r for r in server.requests if isinstance(r["prompt"][0], list)]
         assert sum(len(r["prompt"]) for r in evaluated) <= 3 * 40
     finally:
@@ -139,7 +143,7 @@ def test_evaluations_come_one_after_the_other_and_hold_up_no_rollouts(controller
             run.client.request_eval(AdapterRef(name=NAME, version=step), "e")
     assert time.monotonic() - start < 2 * slow_s, "training waited for evaluations"
     results = [run.client.wait_eval(AdapterRef(name=NAME, version=v), "e") for v in (0, 1, 2, 5)]
-    assert [(r.n, r.error) for r in results] == [(40, "")] * 4
+    assert [(found.n, found.error) for r in results for found in r.sets] == [(40, "")] * 4
     assert [model for _, model in begun] == [f"{NAME}@v{v}" for v in (0, 0, 1, 1, 2, 2, 5, 5)]
     ends = {model: at + slow_s for at, model in begun}
     for (at, model), (_, before) in zip(begun[2::2], begun[::2], strict=False):
@@ -157,7 +161,7 @@ def test_held_out_prompts_that_are_too_long_are_left_out_and_named_before_anythi
             made[3:5] = [replace(sample, prompt="9" * 5000) for sample in made[3:5]]
         return made
 
-    monkeypatch.setattr("areal_lora.rollout.main.load_samples", samples)
+    monkeypatch.setattr("areal_lora.rollout.controller.eval_sets.load_samples", samples)
     server = FakeServer()
     run = controller(server, steps=1, eta=0)
     named = [load_samples(config("m").adapters[0].task, "eval")[i].uid for i in (3, 4)]
@@ -165,7 +169,7 @@ def test_held_out_prompts_that_are_too_long_are_left_out_and_named_before_anythi
     assert f"2 of 40 held-out prompts are too long and left out: {', '.join(named)}" in status
     run.activate(0)
     run.client.request_eval(AdapterRef(name=NAME, version=0), "e")
-    result = run.client.wait_eval(AdapterRef(name=NAME, version=0), "e")
+    (result,) = run.client.wait_eval(AdapterRef(name=NAME, version=0), "e").sets
     assert (result.n, result.left_out, list(result.left_out_first), result.error) == (38, 2, named, "")
     assert max(len(p) for r in server.requests for p in r["prompt"] if isinstance(p, list)) < 4096
 
@@ -261,3 +265,21 @@ def test_a_run_with_agents_whose_samples_are_several_trajectories(
         assert batch.sample_ids.tolist() == [i // 2 for i in range(16)]
         assert batch.group_ids.tolist() == [i // 4 for i in range(16)]
         assert batch.rewards.tolist() == [0.25] * 16
+
+
+def test_what_runs_at_once_follows_the_announced_servers(controller: Callable[..., Running]) -> None:
+    """16 groups of two samples fill the 32 sequences of a server."""
+    servers = [FakeServer(delay_s=lambda _: 60.0) for _ in range(3)]
+    running = controller(*servers, eta=10, b=64)
+    for server in servers:
+        server.models.add(f"{NAME}@v0")
+
+    def announce(*indices: int, left: tuple[str, ...] = ()) -> int:
+        urls = {f"server-{i}": servers[i].url for i in indices}
+        running.client.announce(AdapterRef(name=NAME, version=0), urls, left=left)
+        return running.client.stats(NAME).running
+
+    assert announce(0) == 16
+    assert announce(0, 1, 2) == 48
+    assert announce(0, 1, left=("server-2",)) == 48, "groups that run are not cut off"
+    wait_until(lambda: sum(s.open_requests for s in servers) == 48)

@@ -5,17 +5,19 @@ from collections.abc import Sequence
 
 import pytest
 
+from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import tokenize
 from areal_lora.errors import ConfigError
 from areal_lora.rollout import routing
-from areal_lora.rollout.channel.messages import EvalResult
+from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator, HeldOut, fitting
+from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
+from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.tasks.scorer import Score, ScoreItem
 from areal_lora.types import AdapterRef, Outcome, Sample
-from tests.support.rollout.helpers import SAMPLING, CharTokenizer, samples
+from tests.support.rollout.helpers import CharTokenizer, eval_set, samples
 
 V2 = AdapterRef(name="math", version=2)
 PROBLEMS = samples(100)
@@ -39,7 +41,7 @@ class ExactMatch:
     def _score(self, item: ScoreItem) -> Score:
         if item.completion == "!":
             return Score(reward=float("nan"), outcome=Outcome.ERROR, detail="broken")
-        right = item.completion == item.gold
+        right = item.completion == item.answer
         ruled = self._rule == "all" or (self._rule == "some" and item.completion != "no")
         return Score(reward=right - 0.01, outcome=Outcome.OK, correct=right if ruled else None)
 
@@ -52,7 +54,7 @@ def solve(prompt: list[int], _: int) -> tuple[list[int], str]:
 
 def evaluate(
     server: FakeServer, max_chunks: int = 2, scorer: ExactMatch | None = None, held_out: HeldOut | None = None
-) -> EvalResult:
+) -> EvalSetResult:
     async def main() -> EvalResult:
         async with server:
             router = Router()
@@ -61,17 +63,21 @@ def evaluate(
                 evaluator = Evaluator(
                     client=client,
                     scorer=scorer or ExactMatch(),
-                    sampling=SAMPLING,
-                    held_out=held_out or held_out_of(PROBLEMS, 64),
+                    reward_kind="function",
+                    sets=[eval_set(held_out or held_out_of(PROBLEMS, 64), n_samples=1)],
+                    workflows={},
                     max_chunks=max_chunks,
                 )
                 return await evaluator.run(V2, "after")
 
-    return asyncio.run(main())
+    result = asyncio.run(main())
+    assert (result.adapter, result.version, result.tag) == ("math", 2, "after")
+    (found,) = result.sets
+    return found
 
 
 def held_out_of(problems: Sequence[Sample], max_prompt_tokens: int) -> HeldOut:
-    return fitting(problems, tokenize(problems, CharTokenizer()), max_prompt_tokens)
+    return fitting(problems, tokenize(problems, Formatter(tokenizer=CharTokenizer())), max_prompt_tokens)
 
 
 def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_correct() -> None:
@@ -79,7 +85,9 @@ def test_accuracy_is_the_tasks_own_and_what_could_not_be_scored_counts_as_not_co
     result = evaluate(server)
     assert (result.accuracy, result.n, result.unscored, result.error) == (30 / 100, 100, 10, "")
     assert result.reward_mean == pytest.approx(30 / 90 - 0.01), "over those that have a reward"
-    assert (result.adapter, result.version, result.tag, result.left_out) == ("math", 2, "after", 0)
+    assert (result.name, result.left_out) == ("held-out", 0)
+    assert (result.answer_tokens, result.truncated, result.pass_at, result.majority) == (2.0, 0.0, {}, None)
+    assert (result.interval, result.accuracy_95) == ("wilson", pytest.approx((0.2189, 0.3958), abs=1e-4))
     assert [s.completion for s in result.samples] == ["1", "2", "3", "4"]
     assert [len(r["prompt"]) for r in server.requests] == [CHUNK, CHUNK, CHUNK, 100 - 3 * CHUNK]
 

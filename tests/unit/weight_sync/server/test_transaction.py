@@ -11,7 +11,9 @@ from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import PublishReply, StageResult
 from areal_lora.weight_sync.refusal import Refusal
+from areal_lora.weight_sync.server.slots import Resident
 from areal_lora.weight_sync.server.transaction import (
+    SLOT_WAIT_S,
     AwaitRelease,
     Commit,
     EndedPin,
@@ -234,14 +236,15 @@ def test_a_publish_waits_half_of_its_time_for_a_slot_and_then_says_what_holds_th
 
 def test_a_released_version_makes_room_for_the_waiting_publish() -> None:
     versions = ServedVersions(2, keep=1)
+    used = []
     for version in range(2):
         published(versions, a(version))
-        versions.acquire(f"a@v{version}")
+        used.append(versions.acquire(f"a@v{version}"))
     publish = opened(versions, a(2))
     assert isinstance(publish.next_step(0.0), AwaitRelease)
-    versions.release(a(1))
+    versions.release(used[1])
     assert isinstance(publish.next_step(0.0), AwaitRelease), "the newest is not retired, used or not"
-    versions.release(a(0))
+    versions.release(used[0])
     step = publish.next_step(0.0)
     assert isinstance(step, Retire)
     assert [(r.ref, r.lora_id) for r in step.residents] == [(a(0), 1)]
@@ -251,8 +254,7 @@ def test_a_released_version_makes_room_for_the_waiting_publish() -> None:
 def test_a_pin_holds_until_its_end_and_a_publish_waits_no_longer_than_that() -> None:
     versions = ServedVersions(2, keep=1)
     published(versions, a(0))
-    versions.acquire("a@v0", pinned=True)
-    versions.release(a(0), pin_until=3.0)
+    versions.release(versions.acquire("a@v0", pinned=True), pin_until=3.0)
     published(versions, a(1))
     assert refs(versions) == [0, 1], "a commit retires no pinned version"
     with pytest.raises(ValueError, match="1 requests"):
@@ -268,8 +270,7 @@ def test_the_oldest_pin_ends_when_waiting_does_not_help() -> None:
     versions = ServedVersions(3, keep=1)
     for ref in (a(0, "b"), a(0)):
         published(versions, ref)
-        versions.acquire(str(ref), pinned=True)
-        versions.release(ref, pin_until=99.0)
+        versions.release(versions.acquire(str(ref), pinned=True), pin_until=99.0)
     published(versions, a(1))
     publish = opened(versions, a(2))
     assert publish.next_step(0.0) == AwaitRelease(5.0)
@@ -283,8 +284,7 @@ def test_a_pinned_request_ends_the_pins_on_other_versions_of_its_adapter() -> No
     versions = ServedVersions(4, keep=1)
     for name in ("a", "b"):
         published(versions, a(0, name))
-        versions.acquire(f"{name}@v0", pinned=True)
-        versions.release(a(0, name), pin_until=99.0)
+        versions.release(versions.acquire(f"{name}@v0", pinned=True), pin_until=99.0)
         published(versions, a(1, name))
     assert len(versions.slots.active()) == 4
     versions.acquire("a@v1", pinned=True)
@@ -293,12 +293,36 @@ def test_a_pinned_request_ends_the_pins_on_other_versions_of_its_adapter() -> No
         versions.retire(a(0, "b"), 0.0)
 
 
+def test_where_several_adapters_wait_a_server_does_not_hold_the_others_up() -> None:
+    """The trainer comes back for the slot; meanwhile another adapter's publish has its turn."""
+    versions = ServedVersions(4, keep=1, adapters=2)
+    for ref in (a(0), a(0, "b"), a(1), a(1, "b")):
+        published(versions, ref)
+        versions.acquire(str(ref))
+    publish = opened(versions, a(2), deadline=10.0)
+    assert publish.next_step(0.0) == AwaitRelease(SLOT_WAIT_S)
+    step = publish.next_step(SLOT_WAIT_S)
+    assert isinstance(step, Stage)
+    assert step.slot is None
+
+
+def test_room_is_made_by_whoever_holds_most_and_by_the_incoming_one_on_a_tie() -> None:
+    versions = ServedVersions(6, keep=3, adapters=2)
+    for version in range(3):
+        published(versions, a(version, "b"))
+    for version in range(3):
+        published(versions, a(version))
+    assert [r.ref for r in versions.make_room("a")] == [a(0)]
+    assert [r.ref for r in versions.make_room("a")] == [a(0, "b")]
+    assert [r.ref for r in versions.make_room("b")] == [a(1, "b")]
+
+
 class Model:
     """What a server must hold: nothing about slots, only sets."""
 
     def __init__(self) -> None:
         self.active: dict[AdapterRef, PublishReply] = {}
-        self.running: list[AdapterRef] = []
+        self.running: list[Resident] = []
 
     def newest(self, name: str) -> AdapterRef | None:
         return max((ref for ref in self.active if ref.name == name), default=None)
@@ -309,30 +333,31 @@ class Walk:
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
-        self.n_slots, self.keep = self.rng.choice([(2, 1), (3, 2), (4, 2), (6, 3)])
-        self.names = ["a", "b"][: 1 if self.n_slots < 4 else self.rng.choice([1, 2])]
-        self.versions, self.model = ServedVersions(self.n_slots, self.keep), Model()
+        sizes = [(2, 1, 1), (3, 2, 1), (4, 2, 2), (6, 3, 1), (6, 3, 2), (5, 1, 3), (6, 1, 4)]
+        self.n_slots, self.keep, adapters = self.rng.choice(sizes)
+        self.names = ["a", "b", "c", "d"][:adapters]
+        self.versions, self.model = ServedVersions(self.n_slots, self.keep, adapters), Model()
         self.now, self.ids = 0.0, set[int]()
-        self.done = {"activated": 0, "repeated": 0, "refused": 0, "drained": 0}
+        self.done = {"activated": 0, "repeated": 0, "refused": 0, "drained": 0, "dropped": 0}
 
     def step(self) -> None:
         self.now += self.rng.random()
-        action = self.rng.choice((self.publish, self.publish, self.request, self.request, self.finish, self.repeat))
-        action()
+        often = (self.publish, self.publish, self.request, self.request, self.finish, self.repeat)
+        self.drop() if self.rng.random() < 0.03 else self.rng.choice(often)()
         self.check()
 
     def request(self) -> None:
         if self.model.active and len(self.model.running) < self.n_slots:
             ref = self.rng.choice(sorted(self.model.active))
             newer = self.rng.random() < 0.3
-            got = self.versions.acquire(str(ref), pinned=self.rng.random() < 0.3, or_newer=newer).ref
-            assert got == (self.model.newest(ref.name) if newer else ref)
+            got = self.versions.acquire(str(ref), pinned=self.rng.random() < 0.3, or_newer=newer)
+            assert got.ref == (self.model.newest(ref.name) if newer else ref)
             self.model.running.append(got)
 
     def finish(self) -> None:
         if self.model.running:
-            ref = self.model.running.pop(self.rng.randrange(len(self.model.running)))
-            self.versions.release(ref, self.now + self.rng.random() * 20 if self.rng.random() < 0.3 else None)
+            used = self.model.running.pop(self.rng.randrange(len(self.model.running)))
+            self.versions.release(used, self.now + self.rng.random() * 20 if self.rng.random() < 0.3 else None)
 
     def repeat(self) -> None:
         ref = self.model.newest(self.rng.choice(self.names))
@@ -343,6 +368,18 @@ class Walk:
         assert publish.staged([no(ref, Refusal.DUPLICATE)], self.now) is self.model.active[ref]
         assert publish.end() is None
         self.done["repeated"] += 1
+
+    def drop(self) -> None:
+        """Requests that run keep what they have; the name is free at once, and its versions begin anew."""
+        name = self.rng.choice(self.names)
+        incarnation = self.versions.slots.incarnation(name)
+        mine = [r for r in self.model.running if (r.ref.name, r.incarnation) == (name, incarnation)]
+        assert self.versions.drop(name) >= len(mine), "pins count as nothing"
+        assert self.versions.drop(name) == 0
+        self.model.active = {ref: reply for ref, reply in self.model.active.items() if ref.name != name}
+        with pytest.raises(UnknownVersionError):
+            self.versions.acquire(name)
+        self.done["dropped"] += 1
 
     def publish(self) -> None:
         name = self.rng.choice(self.names)
@@ -367,7 +404,7 @@ class Walk:
         while not isinstance(step := publish.next_step(self.now), Stage):
             match step:
                 case Retire(residents=residents):
-                    self.forget([r.ref for r in residents])
+                    self.forget(residents)
                 case AwaitRelease(timeout_s=timeout_s):
                     assert timeout_s > 0
                     assert self.now + timeout_s <= began + (deadline - began) / 2 + 1e-9
@@ -390,16 +427,19 @@ class Walk:
         assert self.now < deadline
         assert commit.lora_id not in self.ids
         self.ids.add(commit.lora_id)
-        self.forget([r.ref for r in commit.retired])
+        self.forget(commit.retired)
         if self.rng.random() < 0.1:
             return "commit failed"
         reply = publish.activated(commit, 0.0, self.now)
         self.model.active[ref] = reply
         return "activated"
 
-    def forget(self, gone: list[AdapterRef]) -> None:
-        for ref in gone:
-            assert ref not in self.model.running, "a version in use was retired"
+    def forget(self, gone: list[Resident]) -> None:
+        for resident in gone:
+            ref = resident.ref
+            assert not any(resident is used for used in self.model.running), "a version in use was retired"
+            if resident.incarnation != self.versions.slots.incarnation(ref.name):
+                continue  # of a dropped adapter
             assert ref != self.model.newest(ref.name), "the newest version was retired"
             del self.model.active[ref]
 
@@ -409,6 +449,7 @@ class Walk:
     def check(self) -> None:
         assert self.versions.slots.active() == sorted(self.model.active)
         slots = [self.slot(ref) for ref in self.model.active]
+        slots += {r.slot for r in self.model.running if r.incarnation != self.versions.slots.incarnation(r.ref.name)}
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.n_slots))
         for name in self.names:
@@ -428,7 +469,7 @@ class Walk:
 
 def test_random_walks_agree_with_a_model_of_sets() -> None:
     print(f"AREAL_LORA_TEST_SEED={SEED}")
-    done = dict.fromkeys(("activated", "repeated", "refused", "drained"), 0)
+    done = dict.fromkeys(("activated", "repeated", "refused", "drained", "dropped"), 0)
     for walk_seed in range(SEED, SEED + 40):
         walk = Walk(walk_seed)
         try:

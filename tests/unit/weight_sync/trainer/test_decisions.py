@@ -25,7 +25,7 @@ from areal_lora.weight_sync.trainer.membership import Judgement, ServerFinding
 from areal_lora.weight_sync.trainer.steps import Failure, Sent
 
 REF, DIGEST, LAYOUT = AdapterRef(name="a", version=3), "d" * 32, "l" * 32
-CONFIG = WeightSyncConfig(min_servers=2, rejoin_s=60.0)
+CONFIG = WeightSyncConfig(rejoin_s=60.0)
 A, B, C = (ServerEndpoint(name=f"server-{i}", host="h", admin_port=100 + i, data_port=1, workers=1) for i in range(3))
 SILENT, FULL = PublishError("timed out"), ManifestError("slot", "held by a@v1 (1 running)")
 
@@ -49,7 +49,14 @@ def finding(server, error=None, **facts):
 )
 def test_too_few_servers_are_waited_for_up_to_rejoin_s_since_the_first_look(since, able, now, watched, look, after):
     progress, got = after_look(
-        Progress(attempts=3, short_since=since), able, began=100.0, now=now, until=101.0, config=CONFIG, watched=watched
+        Progress(attempts=3, short_since=since),
+        able,
+        began=100.0,
+        now=now,
+        until=101.0,
+        config=CONFIG,
+        min_servers=2,
+        watched=watched,
     )
     assert (got, progress) == (look, Progress(attempts=3, short_since=after))
 
@@ -94,7 +101,9 @@ NOT_A = Judgement(keep=(B,), lost={A: "has no free adapter slot yet"}, complete=
 )
 def test_after_an_attempt(findings, judgement, remaining, left_s, move, changes):
     before = Progress(full_since=5.0)
-    progress, got = after_attempt(before, findings, judgement, remaining=remaining, left_s=left_s, config=CONFIG)
+    progress, got = after_attempt(
+        before, findings, judgement, remaining=remaining, left_s=left_s, config=CONFIG, min_servers=2
+    )
     assert (got, progress) == (move, replace(before, **changes))
 
 

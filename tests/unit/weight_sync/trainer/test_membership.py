@@ -20,6 +20,7 @@ from areal_lora.weight_sync.trainer.membership import (
     RendezvousWatch,
     ServerFinding,
     ServerWatcher,
+    Sign,
     judge,
 )
 from tests.support.clocks import Clock, wait_until
@@ -167,7 +168,7 @@ def test_servers_of_a_run_folder(tmp_path):
 
 
 def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_all_members_do():
-    asked, seen, silent = threading.Event(), {A, B, C}, {B}
+    asked, seen, silent, leaving = threading.Event(), {A, B, C}, {B}, set[ServerEndpoint]()
 
     class Watch:
         def present(self):
@@ -175,7 +176,7 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
 
     def ping(s):
         asked.set()
-        return s not in silent
+        return Sign.SILENT if s in silent else Sign.LEAVES if s in leaving else Sign.ANSWERS
 
     watcher = ServerWatcher(Watch(), Membership([A]), ping, period_s=0.01)
     try:
@@ -188,6 +189,15 @@ def test_the_watcher_names_those_that_are_wanted_and_answer_and_knows_whether_al
         wait_until(lambda: not watcher.all_answer())
         silent.remove(A)
         wait_until(watcher.all_answer)
+        assert not watcher.leaving()
+        seen.add(C)
+        wait_until(lambda: watcher.newcomers() == (C,))
+        leaving |= {A, C}
+        wait_until(lambda: watcher.leaving() == {A})
+        wait_until(lambda: watcher.newcomers() == ())
+        silent.add(A)
+        wait_until(lambda: not watcher.all_answer())
+        assert watcher.leaving() == {A}, "it has ended, in order"
     finally:
         watcher.close()
 
@@ -208,7 +218,9 @@ def test_a_file_that_was_replaced_while_it_was_read_does_not_end_the_watch():
     """On NFS that is ESTALE; a file system in trouble says EIO."""
     silent = set()
     watch = Flaky([A, C], OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error"))
-    watcher = ServerWatcher(watch, Membership([A]), lambda s: s not in silent, period_s=0.01)
+    watcher = ServerWatcher(
+        watch, Membership([A]), lambda s: Sign.SILENT if s in silent else Sign.ANSWERS, period_s=0.01
+    )
     try:
         wait_until(lambda: watcher.newcomers() == (C,))
         watch.errors = [OSError(errno.ESTALE, "Stale file handle")] * 1000
@@ -216,6 +228,39 @@ def test_a_file_that_was_replaced_while_it_was_read_does_not_end_the_watch():
         wait_until(lambda: not watcher.all_answer())  # members are asked for a sign of life meanwhile
     finally:
         watcher.close()
+
+
+def test_a_silent_member_that_has_withdrawn_its_endpoint_has_left_and_one_that_crashed_has_not():
+    seen, silent = {A, B, C}, {A, B}
+
+    class Watch:
+        def present(self):
+            return sorted(seen, key=lambda s: s.name)
+
+    def ping(s):
+        return Sign.SILENT if s in silent else Sign.ANSWERS
+
+    watcher = ServerWatcher(Watch(), Membership([A, B, C]), ping, period_s=0.01)
+    try:
+        wait_until(lambda: not watcher.all_answer())
+        assert not watcher.leaving()
+        seen -= {A, C}  # C answers
+        wait_until(lambda: watcher.leaving() == {A})
+        seen.add(server(1, port=50))  # another session of B
+        wait_until(lambda: watcher.newcomers() == (server(1, port=50),))
+        assert watcher.leaving() == {A}
+    finally:
+        watcher.close()
+
+
+def test_a_server_that_left_is_no_loss_and_does_not_return():
+    membership = Membership([A, B])
+    assert membership.release([B, C]) == (B,)
+    assert membership.members == (A,)
+    assert not membership.wants(B)
+    assert not membership.wants(C)
+    assert membership.wants(server(1, port=50))
+    assert membership.release([B]) == ()
 
 
 def test_a_defect_in_the_watch_ends_the_process_with_its_reason():

@@ -270,3 +270,13 @@ def test_shared_expert_factors(monkeypatch: pytest.MonkeyPatch, form: str) -> No
     slots = MIXTURES["all"](25)
     want = oracle(x, w1, w2, routing, ids, full, slots)
     torch.testing.assert_close(run(x, w1, w2, routing, ids, shared, slots).double(), want, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 12])
+def test_experts_without_slots_are_the_bases(n_tokens: int) -> None:
+    """As of a server whose adapters have attention modules only."""
+    x, w1, w2, routing, ids, _ = make(3, torch.float32, n_tokens, 2)
+    slots = np.full(n_tokens, -1)
+    got = run(x, w1, w2, routing, ids, ExpertAdapters.none(w2), slots)
+    want = oracle(*make(3, torch.float32, n_tokens, 2), slots)
+    assert (got.double() - want).abs().max() < 1e-5 * want.abs().max()

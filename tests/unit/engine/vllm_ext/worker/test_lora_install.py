@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 
@@ -14,13 +13,11 @@ from areal_lora.engine.vllm_ext.matrix import Matrix
 from areal_lora.engine.vllm_ext.worker.lora_install import StackedSlotWriter, vllm_modules
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.types import AdapterSpec
-from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.tables import LayoutTables
-from areal_lora.weight_sync.testing.adapters import pack_of
+from areal_lora.weight_sync.layout import AdapterLayout
+from tests.support.engine.vllm_ext.slots import Full, install, layout_of
 
 ATTENTION, EXPERT = "model.layers.0.self_attn.", "model.layers.0.mlp.experts.{}.down_proj"
 MAX_RANK, SLOTS, ALPHA = 8, 3, 8.0
-Full = dict[str, np.ndarray]
 
 
 def spec(rank: int = 4, targets: tuple[str, ...] = ("linear_qkv", "linear_proj")) -> AdapterSpec:
@@ -47,31 +44,6 @@ def worker(tp_rank: int, dtype: torch.dtype = torch.float32) -> tuple[StackedSlo
 def values(writer: StackedSlotWriter, s: AdapterSpec, seed: int = 0) -> Full:
     rng = np.random.default_rng(seed)
     return {n: rng.standard_normal(shape).astype(np.float32) for n, shape in writer.expected(s).items()}
-
-
-def layout_of(
-    full: Full, s: AdapterSpec, dtype: str = "float32", aliases: dict[str, str] | None = None
-) -> AdapterLayout:
-    return make_layout(s, dtype, {0: [(n, t.shape) for n, t in full.items()]}, aliases or {})
-
-
-def install(
-    writer: StackedSlotWriter, slot: int, layout: AdapterLayout, full: Full, cuts: tuple[int, ...] = ()
-) -> None:
-    """As the receiver does it: in runs of tensors, each from memory of its own."""
-    flat = np.empty(layout.nbytes, dtype=np.uint8)
-    list(pack_of(layout, 0, {n: torch.from_numpy(t) for n, t in full.items()})(flat))
-    (plan,) = writer.plan(layout)
-    marks = LayoutTables(layout).shards[0].marks()
-    writer.prepare(slot, layout)
-    tensors = layout.shards[0].tensors
-    bounds = (0, *cuts, len(tensors))
-    for first, last in itertools.pairwise(bounds):
-        begin = tensors[first].offset
-        end = tensors[last].offset if last < len(tensors) else layout.nbytes
-        bucket = flat[begin:end].copy()
-        writer.write(plan, slot, bucket.ctypes.data - begin, first, last, marks)
-    writer.flush(slot)
 
 
 def test_expected_lists_the_targets_at_the_rank_asked_for() -> None:
@@ -119,6 +91,22 @@ def test_each_worker_takes_its_part_and_nothing_else_changes(tp_rank: int, cuts:
         rest = t[1, 4:] if "lora_A" in name else t[1, :, 4:]
         assert rest.abs().max() == 0, "the rest of the rank must be zero"
         assert bool((t[[0, 2]] == 9.0).all()), "other slots must not change"
+
+
+def test_ranks_and_scales_of_single_modules() -> None:
+    writer, buffers = worker(1)
+    one = replace(spec(), rslora=True, rank_pattern=(("o_proj", 1),), alpha_pattern=(("q_proj", 6.0),))
+    install(writer, 0, layout_of(wide := values(writer, spec(rank=8)), spec(rank=8)), wide)
+    full = values(writer, one, seed=3)
+    install(writer, 0, layout_of(full, one), full)
+    q_b, o_b = (full[ATTENTION + f"{leaf}_proj.lora_B.weight"] for leaf in "qo")
+    assert (q_b.shape, o_b.shape) == ((12, 4), (10, 1))
+    assert np.array_equal(buffers[ATTENTION + "q_proj.lora_B.weight"][0, :, :4].numpy(), 3 * q_b[6:])  # 6 / sqrt 4
+    assert np.array_equal(buffers[ATTENTION + "o_proj.lora_B.weight"][0, :, :1].numpy(), 8 * o_b)
+    assert buffers[ATTENTION + "o_proj.lora_A.weight"][0, 1:].abs().max() == 0, "of the wider version before"
+    assert buffers[ATTENTION + "o_proj.lora_B.weight"][0, :, 1:].abs().max() == 0
+    with pytest.raises(ManifestError, match="has rank 9"):
+        writer.expected(replace(one, rank_pattern=(("o_proj", 9),)))
 
 
 def test_a_slot_is_cleared_only_when_something_could_show_through() -> None:
@@ -197,7 +185,7 @@ def test_a_layout_that_does_not_fit_is_no_plan() -> None:
     layout = layout_of(full, spec())
     shard = layout.shards[0]
     cut = AdapterLayout(
-        spec=spec(),
+        structure=layout.structure,
         dtype="float32",
         shards=(type(shard)(source=0, tensors=shard.tensors, nbytes=shard.nbytes - 4),),
         aliases={},

@@ -1,0 +1,119 @@
+"""Add an adapter to the weights of its base: ``W + scale * B @ A``, out of place, tensor by tensor.
+
+A stream of named tensors in, the same names out; no tensor of the base is changed. The sum is computed in float32,
+whatever the types of its parts, and cast last. The cast loses what is small beside the weight: `CastLoss` measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from areal_lora.errors import UnknownTensorError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MOST_LOST = 0.25
+"""The largest `CastSums.error` of merged rollouts without a warning: the servers sample from another policy then."""
+_A, _B, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
+
+
+@dataclass(slots=True)
+class CastSums:
+    """What a cast leaves of the adapter, as sums over tensors; those of several ranks add up.
+
+    ``survives`` is the share of the delta in the stored weights: ``<stored - base, delta> / <delta, delta>``, 1 if
+    nothing is lost. ``error`` is ``|stored - base - delta| / |delta|``. ``unmoved`` is the share of elements with a
+    delta whose stored value is the base's, bit for bit.
+    """
+
+    elements: int = 0
+    same: int = 0
+    along: float = 0.0
+    lost: float = 0.0
+    whole: float = 0.0
+
+    def include(self, other: CastSums) -> None:
+        for field in fields(CastSums):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    @property
+    def survives(self) -> float:
+        return self.along / self.whole if self.whole else 1.0
+
+    @property
+    def error(self) -> float:
+        return (self.lost / self.whole) ** 0.5 if self.whole else 0.0
+
+    @property
+    def unmoved(self) -> float:
+        return self.same / self.elements if self.elements else 0.0
+
+
+@dataclass(slots=True)
+class CastLoss(CastSums):
+    """The sums of a cast to ``dtype``, of at most ``rows`` rows of each weight, evenly spaced; None: of all."""
+
+    dtype: torch.dtype = torch.bfloat16
+    rows: int | None = None
+
+    def add(self, base: Tensor, delta: Tensor) -> None:
+        """Count one weight: ``base`` [out, in] as it is stored, ``delta`` [out, in] in float32."""
+        if self.rows is not None:
+            step = -(-base.shape[0] // self.rows)
+            base, delta = base[::step], delta[::step]
+        stored, kept = (base.float() + delta).to(self.dtype), base.to(self.dtype)
+        moved = stored.float() - kept.float()
+        touched = delta != 0
+        self.elements += int(touched.sum())
+        self.same += int((touched & (stored == kept)).sum())
+        self.along += float((moved.double() * delta.double()).sum())
+        self.lost += float((moved.double() - delta.double()).square().sum())
+        self.whole += float(delta.double().square().sum())
+
+    def sums(self) -> CastSums:
+        return CastSums(elements=self.elements, same=self.same, along=self.along, lost=self.lost, whole=self.whole)
+
+
+def adapted_weights(adapter: Iterable[str]) -> set[str]:
+    """Names of the base's tensors that an adapter with these tensor names changes."""
+    return {name.removesuffix(_A) + _WEIGHT for name in adapter if name.endswith(_A)}
+
+
+def merged(
+    base: Iterable[tuple[str, Tensor]],
+    adapter: Mapping[str, Tensor],
+    scale_of: Callable[[str], float],
+    *,
+    dtype: torch.dtype | None = None,
+    loss: CastLoss | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of ``base``, the adapted ones with the adapter added.
+
+    ``adapter`` has lora_A [rank, in] and lora_B [out, rank] under every Hugging Face name, aliases included;
+    ``scale_of`` gives the factor of a module's product by its path (`AdapterSpec.scale_of`).
+    Floating-point tensors become ``dtype``; without one they keep their type, and those without an adapter are handed
+    through. ``loss`` counts what the cast loses. Raises UnknownTensorError for a shape that does not fit or a weight
+    that is no plain float, and at the end for adapted weights that did not come.
+    """
+    missing = adapted_weights(adapter)
+    for name, weight in base:
+        target = dtype if dtype is not None and weight.dtype in FLOATS else weight.dtype
+        if name not in missing:
+            yield name, weight.to(target)
+            continue
+        missing.remove(name)
+        a, b = (adapter[name.removesuffix(_WEIGHT) + side] for side in (_A, _B))
+        if weight.dtype not in FLOATS or weight.shape != (b.shape[0], a.shape[1]):
+            raise UnknownTensorError(
+                f"{name} has shape {tuple(weight.shape)} and {weight.dtype}, the adapter is for a float of shape "
+                f"{(b.shape[0], a.shape[1])}: it belongs to another base"
+            )
+        delta = scale_of(name.removesuffix(_WEIGHT)) * (b.float() @ a.float())
+        if loss is not None:
+            loss.add(weight, delta)
+        yield name, (weight.float() + delta).to(target)
+    if missing:
+        raise UnknownTensorError(f"the base lacks {min(missing)} ({len(missing)} such): it is another model")

@@ -1,0 +1,125 @@
+"""The console script ``areal-lora``: one module of this folder for each verb.
+
+A verb's module imports at its top only what its options need; the rest is imported when the verb runs, so that
+``areal-lora --help`` needs a third of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from areal_lora import __version__
+from areal_lora.cli import (
+    chat,
+    compare,
+    conversations,
+    doctor,
+    evaluate,
+    export,
+    init,
+    logs,
+    merge,
+    plan,
+    push,
+    report,
+    resume,
+    schema,
+    serve,
+    servers,
+    status,
+    stop,
+    train,
+)
+from areal_lora.errors import ArealLoraError, ConfigErrors, EnvironmentError_, ExitCode, RecordError
+
+VERBS: dict[str, tuple[Callable[..., None], str]] = {
+    "init": (init.init, "Write a commented configuration for a model and a data set."),
+    "train": (train.train, "Start a run from configuration files."),
+    "status": (status.status, "What a run does now, or how it ended."),
+    "logs": (logs.logs, "Last lines of the logs, or new ones (-f)."),
+    "conversations": (conversations.conversations, "What the agents of a run asked and were answered."),
+    "stop": (stop.stop, "Stop a run; it can be resumed."),
+    "resume": (resume.resume, "Start a run again from its newest checkpoints."),
+    "plan": (plan.plan, "What a start would do; starts nothing."),
+    "add-servers": (servers.add_servers, "Add rollout servers to a run in progress."),
+    "remove-servers": (servers.remove_servers, "Have added servers leave in order."),
+    "eval": (evaluate.evaluate, "Evaluate a version of a run on its sets."),
+    "chat": (chat.chat, "Talk to a version of a run in the terminal."),
+    "serve": (serve.serve, "Serve a version behind an OpenAI endpoint on this machine."),
+    "export": (export.export, "Write a version as a PEFT folder."),
+    "merge": (merge.merge, "Write base and adapter as one model folder."),
+    "push": (push.push, "Send a version's adapter to the hub."),
+    "compare": (compare.compare, "Where two runs differ, in configuration and figures."),
+    "schema": (schema.schema, "JSON schema of configuration files, for editors."),
+    "report": (report.report, "Write report.html now."),
+    "doctor": (doctor.doctor, "Whether this machine or allocation can run a configuration."),
+}
+"""Function and line of ``--help``, in its order."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"areal_lora {__version__}")
+        raise typer.Exit(ExitCode.DONE)
+
+
+def build() -> typer.Typer:
+    """Return the application with all verbs."""
+    app = typer.Typer(
+        name="areal-lora",
+        help="Train LoRA adapters with reinforcement learning, and look after runs.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def together(
+        version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=_version, help="print the version")
+        ] = False,
+    ) -> None:
+        """Train LoRA adapters, and look after runs. RUN is a run folder, or the name of one below runs/."""
+
+    for name, (verb, line) in VERBS.items():
+        app.command(name, short_help=line)(verb)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. Every failure is one line on standard error; the exit codes are ``errors.ExitCode``."""
+    try:
+        code = build()(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except typer.Exit as ended:
+        return ended.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return ExitCode.INTERRUPTED
+    except typer.TyperException as wrong:
+        return _fail(f"{' '.join(wrong.format_message().split())} (see --help)", ExitCode.WRONG_INPUT)
+    except ConfigErrors as refused:
+        for error in refused.errors:
+            _fail(str(error), refused.exit_code)
+        return refused.exit_code
+    except ArealLoraError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # `areal-lora logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.DONE
+    except PermissionError as error:
+        fix = "run the command as the user that owns the run, or change the mode"
+        return _fail(f"{error.filename}: {error.strerror} (fix: {fix})", EnvironmentError_.exit_code)
+    except OSError as error:
+        fix = "make room on the disk, mount it for writing, or repair it"
+        return _fail(f"{error.filename}: {error.strerror} (fix: {fix})", RecordError.exit_code)
+    return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,303 @@
+"""What a run does now, from its folder, this machine's processes and Slurm: ``look`` gathers, ``Status`` is the result.
+
+Nothing is written, so a run of another user, a read-only copy and a run that was killed can be looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from areal_lora.checkpoint.store import versions_in
+from areal_lora.cli.processes import Holder, holder, is_free, local_processes
+from areal_lora.config.adapter_run import steps_of
+from areal_lora.launcher.slurm.commands import lost_nodes
+from areal_lora.launcher.slurm.placement import placement
+from areal_lora.launcher.slurm.queue import look as look_up
+from areal_lora.launcher.slurm.states import Phase, explain
+from areal_lora.obs.metrics.reader import newest_records, state_records
+from areal_lora.obs.metrics.records import EvalRecord, mean_lag
+from areal_lora.obs.run_view import AdapterView, RunView
+from areal_lora.run_folder.events import StartEvent, count_restarts, read_events
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint
+from areal_lora.run_folder.status import read_statuses
+from areal_lora.types import AdapterPhase
+
+if TYPE_CHECKING:
+    from areal_lora.config.models import Config
+
+QUIET_S = 60.0
+"""A process of another machine whose heartbeat is older counts as silent."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One process. ``alive`` is None where this machine cannot see it; ``beat_s``: seconds since its heartbeat."""
+
+    name: str
+    node: str
+    pid: int | None
+    alive: bool | None
+    beat_s: float | None
+    doing: str
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The Slurm job of the run: ``state`` and ``reason`` as Slurm has them, ``text`` what that means."""
+
+    id: str
+    state: str
+    reason: str
+    phase: str
+    nodes: str
+    restarts: int
+    text: str
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter of several; None: not known yet. ``reason`` says why it is in its ``state``, empty where it is plain.
+
+    ``share`` is its part of the trained tokens of the newest steps, ``lag`` their mean staleness in versions.
+    ``checkpoint`` is the newest version on the disk.
+    """
+
+    name: str
+    state: AdapterPhase
+    reason: str
+    steps_done: int
+    steps: int
+    reward: float | None
+    accuracy: float | None
+    accuracy_version: int | None
+    lag: float | None
+    share: float
+    checkpoint: int | None
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures as in ``metrics.jsonl``; None: not known yet. ``state`` is one of the words in ``STATES``.
+
+    With several adapters ``steps_done`` and ``steps`` are sums, ``reward`` and ``accuracy`` are None, and ``adapters``
+    has a row for each; it is empty for a run with one.
+    """
+
+    run: str
+    folder: str
+    kind: str
+    state: str
+    why: str
+    launcher_pid: int | None
+    launcher_host: str | None
+    steps_done: int
+    steps: int
+    eta_s: float | None
+    step_s: float | None
+    reward: float | None
+    accuracy: float | None
+    accuracy_version: int | None
+    staleness: dict[int, int]
+    staleness_mean: float | None
+    checkpoints: dict[str, int]
+    checkpoint_age_s: float | None
+    restarts: dict[str, int]
+    requeues: int
+    starts: int
+    job: JobStatus | None
+    processes: list[ProcessStatus]
+    adapters: list[AdapterStatus] = []
+
+
+STATES = ("running", "waiting", "ending", "done", "stopped", "unknown")
+
+
+def look(folder: RunFolder, config: Config) -> Status:
+    """The status of the run in ``folder`` now."""
+    slurm = config.cluster.kind == "slurm"
+    job = _job(folder) if slurm else None
+    held, here = holder(folder), local_processes(folder)
+    processes = list(_processes(folder, config, here, job))
+    view = _view(folder, config)
+    state, why = _state(folder, job, held, here)
+    if state == "done" and (
+        failed := [name for name, one in view.adapters.items() if one.state is AdapterPhase.FAILED]
+    ):
+        state, why = "stopped", f"{', '.join(failed)} failed (fix: areal-lora resume {quote(str(folder))} tries again)"
+    last = view.steps[-1] if view.steps else None
+    evaluation = _measured(view.only)
+    events = [] if not folder.events.exists() else read_events(folder)
+    newest = {a.name: max(versions_in(folder.adapter_checkpoints(a.name)), default=None) for a in config.adapters}
+    ages = [_age_s(folder.adapter_checkpoints(name) / f"v{v:06d}") for name, v in newest.items() if v is not None]
+    return Status(
+        run=config.run.name,
+        folder=str(folder),
+        kind=config.cluster.kind,
+        state=state,
+        why=why,
+        launcher_pid=held.pid if held else None,
+        launcher_host=held.host if held else None,
+        steps_done=view.steps_done,
+        steps=view.total,
+        eta_s=view.remaining_s() if state == "running" else None,
+        step_s=last.step_s if last else None,
+        reward=last.reward_mean if last and view.only else None,
+        accuracy=evaluation.accuracy if evaluation else None,
+        accuracy_version=evaluation.version if evaluation else None,
+        staleness=dict(sorted(view.staleness.items())),
+        staleness_mean=mean_lag(view.staleness),
+        checkpoints={name: version for name, version in newest.items() if version is not None},
+        checkpoint_age_s=min((age for age in ages if age is not None), default=None),
+        restarts=count_restarts(folder),
+        requeues=job.restarts if job else 0,
+        starts=sum(isinstance(event, StartEvent) for event in events),
+        job=job,
+        processes=processes,
+        adapters=[] if view.only else list(_adapters(view, newest)),
+    )
+
+
+def _adapters(view: RunView, checkpoints: Mapping[str, int | None]) -> Iterator[AdapterStatus]:
+    shares = view.shares()
+    for name, newest in checkpoints.items():
+        one = view.adapters[name]
+        evaluation = _measured(one)
+        yield AdapterStatus(
+            name=name,
+            state=one.state,
+            reason=one.reason,
+            steps_done=one.steps_done,
+            steps=one.total,
+            reward=one.steps[-1].reward_mean if one.steps else None,
+            accuracy=evaluation.accuracy if evaluation else None,
+            accuracy_version=evaluation.version if evaluation else None,
+            lag=one.mean_lag,
+            share=shares[name],
+            checkpoint=newest,
+        )
+
+
+def _job(folder: RunFolder) -> JobStatus | None:
+    """The job that was submitted for the folder; None before."""
+    try:
+        number = folder.job_id.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return None
+    record = look_up(number)
+    text = explain(record)
+    return JobStatus(
+        id=number,
+        state=record.state,
+        reason=record.reason if record.reason not in ("None", "(null)") else "",
+        phase=str(text.phase),
+        nodes=record.nodes,
+        restarts=record.restarts,
+        text=re.sub(r"\bRUN\b", lambda _: quote(str(folder)), str(text)),
+    )
+
+
+def _state(folder: RunFolder, job: JobStatus | None, held: Holder | None, here: Mapping[str, int]) -> tuple[str, str]:
+    """One of ``STATES``, and the reason where it is not plain."""
+    done = folder.summary.is_file()
+    if job is not None:
+        if job.phase == Phase.UNKNOWN and _beats(folder):
+            return "unknown", job.text
+        words = {Phase.RUNNING: "running", Phase.WAITING: "waiting", Phase.ENDING: "ending"}
+        state = words.get(Phase(job.phase), "done" if done else "stopped")
+        return state, "" if state in ("running", "done") and job.state in ("RUNNING", "COMPLETED") else job.text
+    if held is not None:
+        return (
+            ("running", "") if held.here else ("running", f"according to a mark of process {held.pid} on {held.host}")
+        )
+    if here:
+        return "ending", "its launcher is gone; the processes below end within 10 seconds"
+    if done:
+        return "done", ""
+    if _beats(folder) and not is_free(folder):
+        return "unknown", "no process of it is on this machine, but there are fresh heartbeats: it works on another one"
+    return "stopped", f"it ended before its last step (fix: areal-lora resume {quote(str(folder))} continues)"
+
+
+def _beats(folder: RunFolder) -> bool:
+    ages = [_age_s(path) for path in folder.heartbeats.glob("*-*")] if folder.heartbeats.is_dir() else []
+    return any(age is not None and age < QUIET_S for age in ages)
+
+
+def _processes(
+    folder: RunFolder, config: Config, here: Mapping[str, int], job: JobStatus | None
+) -> Iterator[ProcessStatus]:
+    doing = read_statuses(folder)
+    names = dict.fromkeys([*_planned(config), *doing, *here])
+    nodes = placement(folder) if job else {}
+    lost = lost_nodes(set(nodes.values())) if job and job.phase == Phase.RUNNING else set()
+    over = job is not None and job.phase in (Phase.OVER, Phase.WAITING)
+    for name in names:
+        endpoint = _endpoint(folder, name)
+        alive: bool | None = name in here
+        beat_s = _age_s(folder.heartbeat(name))
+        node = nodes.get(name)
+        if not alive and not over and node not in lost and (config.cluster.kind == "slurm" or _elsewhere(endpoint)):
+            alive = None  # another machine's, as far as can be seen
+        yield ProcessStatus(
+            name=name,
+            node=f"{node} (lost)" if node in lost else node or _host(endpoint, name in here),
+            pid=here.get(name, endpoint.pid if endpoint else None),
+            alive=alive,
+            beat_s=beat_s,
+            doing=doing.get(name, ""),
+        )
+
+
+def _planned(config: Config) -> list[str]:
+    servers = [f"server-{i}" for i in range(config.rollout.servers)]
+    return [*(f"trainer-{i}" for i in range(config.trainer.world_size)), "controller-0", *servers]
+
+
+def _endpoint(folder: RunFolder, name: str) -> Endpoint | None:
+    role, _, index = name.rpartition("-")
+    with contextlib.suppress(OSError, ValueError):
+        return read_endpoint(folder, role, int(index))
+    return None
+
+
+def _elsewhere(endpoint: Endpoint | None) -> bool:
+    from areal_lora.network.addresses import look as interfaces
+
+    if endpoint is None or endpoint.host.startswith("127."):
+        return False
+    return endpoint.host not in {str(address) for one in interfaces() for address in one.addresses}
+
+
+def _host(endpoint: Endpoint | None, here: bool) -> str:
+    """Name of this machine, or the address that a process of another one has published."""
+    if here or (endpoint is not None and not _elsewhere(endpoint)):
+        return os.uname().nodename
+    return endpoint.host if endpoint is not None else ""
+
+
+def _view(folder: RunFolder, config: Config) -> RunView:
+    """The newest records; of several adapters also their states, as one that ended early may not be among those."""
+    view = RunView(steps_of(config))
+    for record in state_records(folder) if len(config.adapters) > 1 else ():
+        view.add(record)
+    for newest in newest_records(folder):
+        view.add(newest)
+    return view
+
+
+def _measured(adapter: AdapterView | None) -> EvalRecord | None:
+    """The last evaluation that has an accuracy."""
+    last = adapter.last_eval if adapter else None
+    return last if last is not None and last.accuracy is not None else None
+
+
+def _age_s(path: os.PathLike[str]) -> float | None:
+    try:
+        return max(0.0, time.time() - os.stat(path).st_mtime)
+    except OSError:
+        return None

@@ -1,0 +1,41 @@
+"""``areal-lora plan``: what a start would do, for configuration files or for a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from areal_lora.cli.runs import find_run, with_overrides
+from areal_lora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_lora.config.models import Config
+
+
+def plan(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN] [a.b=c]...", help="run folder or its name; overrides")
+    ] = None,
+    config: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="YAML file; give several to merge them in order")
+    ] = None,
+    details: Annotated[bool, typer.Option("--details", help="also all processes, ports and files")] = False,
+) -> None:
+    """Print the resolved plan of a start; starts and creates nothing (as `launch --dry-run`)."""
+    from areal_lora.launch import dry_run
+
+    dry_run(chosen_config(config or [], words or []), details=details)
+
+
+def chosen_config(files: list[Path], words: list[str]) -> Config:
+    """The configuration of ``--config`` files or of a run folder, with the overrides among ``words``."""
+    from areal_lora.config.load import load_config
+
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    runs = [word for word in words if word not in overrides]
+    if len(runs) > 1 or bool(runs) == bool(files):
+        given = " ".join([*(f"--config {file}" for file in files), *runs]) or "nothing"
+        raise ConfigError("RUN or --config", f"{given} was given", "name one run, or configuration files")
+    return with_overrides(find_run(runs[0]), overrides) if runs else load_config(files, overrides)

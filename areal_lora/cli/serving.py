@@ -1,0 +1,129 @@
+"""A version of a run behind vLLM's own OpenAI server on this machine's loopback, as a child of the command."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode, ProcessFailed
+
+if TYPE_CHECKING:
+    from areal_lora.config.models import AdapterConfig, Config
+    from areal_lora.run_folder.paths import RunFolder
+
+START_S, STOP_S, POLL_S = 900.0, 20.0, 0.2
+LOG_LINES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A server that answers; ``model`` is the name that requests give."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self) -> None:
+        """Until the server ends, which is always a failure: raises ProcessFailed."""
+        raise _failed(f"ended with code {self.process.wait()}", self.log)
+
+
+@contextlib.contextmanager
+def served(folder: RunFolder, config: Config, adapter: AdapterConfig, version: str, port: int) -> Iterator[Served]:
+    """Export the version of ``adapter`` to a temporary folder and serve it until the block ends; port 0: a free one.
+
+    Raises ConfigError for a version or port that is not available, ProcessFailed with the last lines of a server that
+    does not start.
+    """
+    from areal_lora.checkpoint.versions import pick_version
+
+    chosen = pick_version(folder, config, version, adapter.name)
+    port = free_port(port)
+    with tempfile.TemporaryDirectory(prefix="areal-lora-") as temporary, _ended_by_term():
+        exported, log = Path(temporary) / "adapter", Path(temporary) / "server.log"
+        chosen.export(exported)
+        command = [config.rollout.python or sys.executable, "-m", "areal_lora.engine.vllm_ext.stock"]
+        command += ["--run-folder", str(folder), "--lora", f"{chosen.ref}={exported}", "--port", str(port)]
+        with log.open("wb") as output:
+            process = _started(command, output)
+        try:
+            url = f"http://127.0.0.1:{port}/v1"
+            _wait(process, f"{url}/models", log)
+            yield Served(url=url, model=str(chosen.ref), process=process, log=log)
+        finally:
+            _end(process)
+
+
+def free_port(port: int) -> int:
+    """``port`` if it is free on loopback, else ConfigError; a free one for 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError("--port", f"cannot bind 127.0.0.1:{port}: {error.strerror}", "give another") from None
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def _started(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    except FileNotFoundError:
+        raise ConfigError("rollout.python", f"{command[0]} does not exist", "run the command where it does") from None
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        code = process.poll()
+        if code is not None or time.monotonic() > deadline:
+            if code == ExitCode.MISSING:
+                raise EnvironmentError_(log.read_text(errors="replace").strip().removeprefix("error: "))
+            raise _failed(f"ended with code {code}" if code is not None else f"did not answer in {START_S:g} s", log)
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(POLL_S)
+
+
+def _failed(what: str, log: Path) -> ProcessFailed:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
+    return ProcessFailed(f"the server {what}; its last lines are above")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its engine ends with it
+        process.wait()
+
+
+@contextlib.contextmanager
+def _ended_by_term() -> Iterator[None]:
+    """Within the block SIGTERM ends the process like Ctrl-C, so that nothing remains."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

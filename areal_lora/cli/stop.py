@@ -1,0 +1,120 @@
+"""``areal-lora stop RUN``: stop a run, so that ``areal-lora resume RUN`` can continue it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
+
+import psutil
+import typer
+
+from areal_lora.cli.processes import descendants, holder, local_processes
+from areal_lora.cli.runs import RUN_HELP, find_run, recorded_config, run_names
+from areal_lora.errors import ConfigError, ProcessFailed
+
+if TYPE_CHECKING:
+    from areal_lora.config.models import Config
+    from areal_lora.run_folder.paths import RunFolder
+
+POLL_S, REMIND_S = 0.1, 2.0
+SLACK_S = 30.0
+"""A stop takes at most ``run.stop_grace_s`` and some seconds; after so many more it counts as stuck."""
+SLURM_END_S = 180.0
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
+    now: Annotated[bool, typer.Option("--now", help="kill at once, without a grace for the processes")] = False,
+) -> None:
+    """Stop a run and wait until it is gone: the launcher here, or its Slurm job, which is not requeued.
+
+    Durable steps are kept; `areal-lora resume` continues from the newest checkpoint.
+    """
+    folder = find_run(run)
+    config = recorded_config(folder)
+    if config.cluster.kind == "slurm":
+        stop_job(folder, now)
+    else:
+        stop_launcher(folder, config, now)
+
+
+def stop_launcher(folder: RunFolder, config: Config, now: bool) -> None:
+    """TERM to the launcher (twice for ``now``), then wait for it and for the processes of the run."""
+    held = holder(folder)
+    if held is None:
+        if local_processes(folder):
+            _wait_for_processes(folder)
+        print(f"No launcher works in {folder}: nothing to stop.")
+        return
+    if not held.here:
+        fix = f"run this command there, or kill -TERM {held.pid} there"
+        raise ConfigError(str(folder), f"its launcher is process {held.pid} on {held.host}", fix)
+    launcher = psutil.Process(held.pid)
+    print(f"Stopping {folder}: TERM to launcher {held.pid}", flush=True)
+    os.kill(held.pid, signal.SIGTERM)
+    if now:
+        time.sleep(3 * POLL_S)  # two signals at once would count as one
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(held.pid, signal.SIGTERM)
+    deadline = time.monotonic() + config.run.stop_grace_s + SLACK_S
+    remind_at = time.monotonic() + REMIND_S
+    while holder(folder) == held and launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            raise ProcessFailed(
+                f"{folder}: launcher {held.pid} is still there (fix: areal-lora stop {quote(str(folder))} --now)"
+            )
+        if time.monotonic() > remind_at:
+            remind_at += REMIND_S
+            print(f"waiting for {', '.join(descendants(held.pid)) or 'the launcher itself'}", flush=True)
+        time.sleep(POLL_S)
+    _wait_for_processes(folder)
+    print(f"Stopped. areal-lora resume {quote(str(folder))} continues from the newest checkpoint.")
+
+
+def _wait_for_processes(folder: RunFolder) -> None:
+    """Wait for processes whose launcher is gone; its guardian ends them within seconds."""
+    deadline, remind_at = time.monotonic() + SLACK_S, time.monotonic() + REMIND_S
+    while here := local_processes(folder):
+        if time.monotonic() > deadline:
+            names = ", ".join(f"{name} (process {pid})" for name, pid in here.items())
+            raise ProcessFailed(f"{folder}: {names} still run without a launcher (fix: kill -KILL them)")
+        if time.monotonic() > remind_at:
+            remind_at += REMIND_S
+            print(f"waiting for {', '.join(here)}, whose launcher is gone", flush=True)
+        time.sleep(POLL_S)
+
+
+def stop_job(folder: RunFolder, now: bool) -> None:
+    """Cancel the job of the folder and wait until Slurm reports its end."""
+    from areal_lora.launcher.slurm.queue import cancel, look
+    from areal_lora.launcher.slurm.states import Phase, explain
+
+    try:
+        number = folder.job_id.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        raise ConfigError(str(folder.job_id), "no job was submitted for this run folder", "nothing to stop") from None
+    text = explain(look(number))
+    if text.phase is Phase.OVER:
+        print(f"Job {number} is over: {text.what}.")
+        return
+    if text.phase is Phase.UNKNOWN:
+        raise ConfigError(str(folder.job_id), text.what, "run the command where scontrol works")
+    print(f"Stopping {folder}: scancel {number}", flush=True)
+    cancel(number, now=now)
+    deadline, shown = time.monotonic() + SLURM_END_S, ""
+    while (text := explain(look(number))).phase is not Phase.OVER:
+        if text.phase is Phase.UNKNOWN:
+            break
+        if time.monotonic() > deadline:
+            raise ProcessFailed(
+                f"job {number} after {SLURM_END_S:g} s: {text.what} (fix: scancel --signal=KILL {number})"
+            )
+        if text.what != shown:
+            shown = text.what
+            print(f"waiting: {shown}", flush=True)
+        time.sleep(0.5)
+    print(f"Stopped: {text.what}. areal-lora resume {quote(str(folder))} continues from the newest checkpoint.")

@@ -1,0 +1,120 @@
+"""The ``cluster`` part of the configuration: nodes, devices, addresses, and what Slurm is asked for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from areal_lora.config.section import NonNegInt, Section
+
+Role = Literal["trainer", "rollout", "controller"]
+Word = Annotated[str, Field(pattern=r"^\S+$")]
+"""One word of a #SBATCH line."""
+OwnWord = Annotated[str, Field(pattern=r"^\S*$")]
+Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
+Memory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?$")]
+"""An amount of memory as Slurm reads it: MiB without a unit."""
+TimeLimit = Annotated[str, Field(pattern=r"^(\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$")]
+
+
+class RoleWords(Section):
+    """Words for the command line of each role."""
+
+    trainer: list[Line] = Field(default_factory=list, description="For trainer ranks.")
+    rollout: list[Line] = Field(default_factory=list, description="For rollout servers.")
+    controller: list[Line] = Field(default_factory=list, description="For the controller.")
+
+    def of(self, role: Role) -> list[str]:
+        return {"trainer": self.trainer, "rollout": self.rollout, "controller": self.controller}[role]
+
+
+class SlurmComponent(Section):
+    """One component of a heterogeneous job. What is unset is that of ``cluster.slurm``; an empty text is none."""
+
+    roles: list[Role] = Field(min_length=1, description="`trainer`, `rollout`, `controller`: what runs on its nodes.")
+    nodes: PositiveInt = 1
+    devices_per_node: NonNegInt | None = Field(
+        None, description="Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."
+    )
+    partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
+    constraint: OwnWord | None = None
+    gres_type: OwnWord | None = None
+    mem: Memory | None = None
+    extra: list[Line] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
+
+
+class SlurmConfig(Section):
+    partition: Word | None = Field(None, description="sbatch --partition.")
+    account: Word | None = Field(None, description="sbatch --account.")
+    qos: Word | None = Field(None, description="sbatch --qos.")
+    time_limit: TimeLimit = Field("24:00:00", description="sbatch --time.")
+    constraint: Word | None = Field(None, description="sbatch --constraint: features that the nodes must have.")
+    reservation: Word | None = Field(None, description="sbatch --reservation.")
+    exclude: Word | None = Field(None, description="sbatch --exclude: nodes not to use.")
+    dependency: Word | None = Field(None, description="sbatch --dependency, such as `afterok:1234`.")
+    mail_user: Word | None = Field(None, description="sbatch --mail-user.")
+    mail_type: Word | None = Field(None, description="sbatch --mail-type, such as `END,FAIL,REQUEUE`.")
+    mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
+    exclusive: bool = Field(False, description="sbatch --exclusive: no other job on the nodes.")
+    gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
+    cpu_bind: Word | None = Field(None, description="srun --cpu-bind of all roles, such as `none` or `cores`.")
+    gpu_bind: Word | None = Field(None, description="srun --gpu-bind of all roles; `none` if unset.")
+    extra: list[Line] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
+    setup: list[str] = Field(default_factory=list, description="Shell lines run on each node before a role starts.")
+    max_requeues: NonNegInt = Field(
+        3, description="Requeues in a row without a new checkpoint; after these the job ends as failed."
+    )
+    srun_extra: RoleWords = Field(
+        RoleWords(), description="Further srun options of a role, such as `--container-image=...` (enroot and pyxis)."
+    )
+    wrapper: RoleWords = Field(
+        RoleWords(),
+        description="Words before the interpreter of a role, such as `apptainer exec --nv image.sif`, one per entry.",
+    )
+    components: list[SlurmComponent] = Field(
+        default_factory=list,
+        description="Components of a heterogeneous job, each with nodes of its own; empty: one allocation.",
+    )
+
+
+class ClusterConfig(Section):
+    kind: Literal["local", "slurm"] = "local"
+    device: Literal["cpu", "cuda", "npu"] = "cuda"
+    nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
+    devices_per_node: PositiveInt = Field(
+        8, description="Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."
+    )
+    share_devices: bool = Field(
+        False,
+        description="Servers use the devices of the trainer ranks: number the devices of a node from 0 for each role. "
+        "A rank gets what `rollout.gpu_memory_utilization` leaves.",
+    )
+    device_memory_gib: PositiveFloat | None = Field(
+        None, description="Memory of one device, GiB. If unset, it is read where the devices are on this machine."
+    )
+    link_gbit: PositiveFloat = Field(
+        100.0, description="Network bandwidth of a node, Gbit/s; used only for the estimates of `--dry-run`."
+    )
+    min_servers: PositiveInt = Field(
+        1,
+        description="Rollout servers that a run needs. With fewer a publish waits for `weight_sync.rejoin_s`, then "
+        "fails; a job that has lost a node continues with as many.",
+    )
+    controller_python: str | None = Field(None, description="Interpreter of the controller; this one if unset.")
+    bind: str = Field(
+        "127.0.0.1",
+        description="Address that ports bind to; with `0.0.0.0` (or `::` for IPv6) each node binds to the one address "
+        "that `interface` finds. Except on loopback, the data plane uses TLS and requires its key.",
+    )
+    interface: str = Field(
+        "auto",
+        description="With `bind: 0.0.0.0` or `::`, the address of a node for the other nodes: the name of an "
+        "interface, a network such as `10.0.0.0/8`, or `auto` for the address on the route to the other nodes.",
+    )
+    slurm: SlurmConfig = SlurmConfig()
+
+    @property
+    def total_nodes(self) -> int:
+        """Nodes of all components, or of the one allocation."""
+        return sum(component.nodes for component in self.slurm.components) or self.nodes

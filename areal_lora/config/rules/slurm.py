@@ -1,0 +1,171 @@
+"""Rules about what Slurm is asked for: components, directives, the least number of servers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.models import Config
+from areal_lora.config.pools import ALL_ROLES, pools_of, seats_of
+from areal_lora.config.rules.findings import Finding, Severity
+from areal_lora.errors import ConfigError
+
+_KEYS = {
+    "nodes": "cluster.nodes",
+    "job-name": "run.name",
+    "time": "cluster.slurm.time_limit",
+    "partition": "cluster.slurm.partition",
+    "account": "cluster.slurm.account",
+    "qos": "cluster.slurm.qos",
+    "constraint": "cluster.slurm.constraint",
+    "reservation": "cluster.slurm.reservation",
+    "exclude": "cluster.slurm.exclude",
+    "dependency": "cluster.slurm.dependency",
+    "mail-user": "cluster.slurm.mail_user",
+    "mail-type": "cluster.slurm.mail_type",
+    "mem": "cluster.slurm.mem",
+    "exclusive": "cluster.slurm.exclusive",
+    "gres": "cluster.devices_per_node and cluster.slurm.gres_type",
+    "gpus": "cluster.devices_per_node and cluster.slurm.gres_type",
+    "gpus-per-node": "cluster.devices_per_node and cluster.slurm.gres_type",
+}
+"""Options of sbatch that have a key of their own."""
+_OURS = {"signal", "requeue", "no-requeue", "output", "open-mode", "ntasks", "ntasks-per-node", "mincpus", "array"}
+"""Options of sbatch that the job script depends on."""
+_SHORT = {"N": "nodes", "J": "job-name", "t": "time", "p": "partition", "A": "account", "q": "qos", "C": "constraint"}
+_SHORT |= {"x": "exclude", "d": "dependency", "G": "gpus", "o": "output", "n": "ntasks", "a": "array"}
+
+
+def most_devices(config: Config) -> int:
+    """Devices of a node of the servers; without a limit on CPUs, and where another rule finds that there are none."""
+    if config.cluster.device == "cpu":
+        return sys.maxsize
+    pools = [pool for pool in pools_of(config.cluster) if "rollout" in pool.roles]
+    return (pools[0].devices_per_node if pools else 0) or sys.maxsize
+
+
+def components_agree(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Each role is in one component, with devices if it needs them; a local run has none."""
+    cluster, components = config.cluster, config.cluster.slurm.components
+    if not components:
+        return
+    key = "cluster.slurm.components"
+    if cluster.kind != "slurm":
+        yield Finding(
+            path=key,
+            reason=f"a job with cluster.kind = {cluster.kind} has no components",
+            fix=f"set {key}=[], or cluster.kind=slurm",
+        )
+        return
+    if cluster.nodes not in (1, cluster.total_nodes):
+        yield Finding(
+            path="cluster.nodes",
+            reason=f"{cluster.nodes} nodes contradict the components, which have {cluster.total_nodes}",
+            fix="leave it out",
+        )
+    for role in ALL_ROLES:
+        places = [str(i) for i, component in enumerate(components) for r in component.roles if r == role]
+        if not places:
+            yield Finding(path=key, reason=f"no component has the role {role}", fix=f"add {role} to one of them")
+        elif len(places) > 1:
+            yield Finding(
+                path=f"{key}.{places[1]}.roles",
+                reason=f"{role} is named {len(places)} times: in components {', '.join(places)}",
+                fix="name each role once",
+            )
+    for i, (component, pool) in enumerate(zip(components, pools_of(cluster), strict=True)):
+        needy = [role for role in component.roles if role != "controller"]
+        if needy and cluster.device != "cpu" and not pool.devices_per_node:
+            yield Finding(
+                path=f"{key}.{i}.devices_per_node",
+                reason=f"{' and '.join(needy)} need {cluster.device} devices and its nodes have none",
+                fix="raise it, or leave it out",
+            )
+        if component.mem is None and cluster.slurm.mem is None and any(part.mem for part in components):
+            yield Finding(
+                path=f"{key}.{i}.mem",
+                reason="another component sets its memory, which Slurm would apply to this one",
+                fix="set it here, or set cluster.slurm.mem",
+            )
+        if not needy and component.nodes > 1:
+            yield Finding(
+                path=f"{key}.{i}.nodes",
+                reason=f"the controller is one process and cannot use {component.nodes} nodes",
+                fix="set it to 1",
+            )
+
+
+def own_directives(config: Config, facts: Facts) -> Iterator[Finding]:
+    """``extra`` neither repeats a key nor changes what the script depends on; mail needs both of its keys."""
+    slurm = config.cluster.slurm
+    lists = {"cluster.slurm.extra": slurm.extra}
+    lists |= {f"cluster.slurm.components.{i}.extra": part.extra for i, part in enumerate(slurm.components)}
+    for path, lines in lists.items():
+        for line in lines:
+            option = _option(line)
+            if not line.startswith("-"):
+                yield Finding(
+                    path=path,
+                    reason=f"{line!r} is not an option of sbatch",
+                    fix="begin it with - or --, without #SBATCH",
+                )
+            elif option in _KEYS:
+                yield Finding(path=path, reason=f"{line!r} has a key of its own", fix=f"use {_KEYS[option]}")
+            elif option in _OURS:
+                yield Finding(path=path, reason=f"the job script sets --{option} and depends on it", fix="remove it")
+    if slurm.mail_user and not slurm.mail_type:
+        yield Finding(
+            path="cluster.slurm.mail_user",
+            reason="Slurm sends no mail without cluster.slurm.mail_type",
+            fix="set cluster.slurm.mail_type=END,FAIL,REQUEUE",
+        )
+    if slurm.gpu_bind and slurm.gpu_bind.split(",")[-1] != "none":
+        yield Finding(
+            path="cluster.slurm.gpu_bind",
+            reason=f"{slurm.gpu_bind} hides devices that the plan gives to a process",
+            fix="leave it out, or set it to none or verbose,none",
+        )
+    if slurm.gres_type and config.cluster.device == "cpu":
+        yield Finding(
+            path="cluster.slurm.gres_type",
+            reason=f"{slurm.gres_type} GPUs contradict cluster.device = cpu",
+            fix="leave it out, or set cluster.device=cuda",
+        )
+
+
+def _option(line: str) -> str:
+    """Name of the option in a #SBATCH line, in its long form where that is known."""
+    if line.startswith("--"):
+        return line[2:].partition("=")[0].partition(" ")[0]
+    return _SHORT.get(line[1:2], "")
+
+
+def servers_suffice(config: Config, facts: Facts) -> Iterator[Finding]:
+    least, servers = config.cluster.min_servers, config.rollout.servers
+    if least > servers:
+        yield Finding(
+            path="cluster.min_servers",
+            reason=f"{least} servers are required and rollout.servers = {servers}",
+            fix=f"set it to at most {servers}, or raise rollout.servers",
+        )
+
+
+def no_idle_node(config: Config, facts: Facts) -> Iterator[Finding]:
+    """A node without a process would be paid for and do nothing."""
+    try:
+        seats = seats_of(config)
+    except ConfigError:
+        return  # other rules report it
+    if list(components_agree(config, facts)):
+        return
+    used = {seat.node for seat in (*seats.trainer, *seats.servers, seats.controller)}
+    for pool in pools_of(config.cluster):
+        idle = sorted(set(range(pool.first_node, pool.first_node + pool.nodes)) - used)
+        if idle:
+            yield Finding(
+                path=pool.key,
+                reason=f"nothing runs on {len(idle)} of {pool.nodes} nodes (node {', '.join(map(str, idle))})",
+                fix=f"set it to {pool.nodes - len(idle)}, or use more ranks or servers",
+                severity=Severity.WARNING,
+            )

@@ -1,0 +1,162 @@
+"""Gather the facts of the machine or of the allocation, with a line of progress for each probe, and check them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.config.facts import gather_facts
+from areal_lora.config.models import Config
+from areal_lora.doctor import node as node_module
+from areal_lora.doctor.canary import fly
+from areal_lora.doctor.checks import LOGS_BYTES, check_all
+from areal_lora.doctor.facts import BandwidthFacts, CanaryFacts, Facts, FolderFacts, NodeFacts
+from areal_lora.doctor.findings import Finding
+from areal_lora.doctor.probes import interpreters, probe_folder, probe_node
+from areal_lora.errors import ConfigError
+from areal_lora.launcher.plan import make_plan
+
+NODE_S, BANDWIDTH_S = 60.0, 90.0
+BANDWIDTH = "areal_lora.doctor.bandwidth"  # imports torch, which this process does not need
+STATES_OF_A_CHECKPOINT = 3  # weights and two moments
+Say = Callable[[str], None]
+
+
+def examine(config: Config, say: Say, *, quick: bool = False, keep: bool = False) -> list[Finding]:
+    """Probe this machine, or every node of the allocation that this runs in; returns all findings.
+
+    ``quick``: without bandwidth and canary. Nothing remains in the run root, except the canary's logs with ``keep``.
+    """
+    clock = _Clock(say)
+    with clock.step("the run root"):
+        folder = probe_folder(config.run.root)
+    with _workplace(config.run.root, folder, keep, say) as place:
+        if place is not None:
+            (place / node_module.CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
+        hosts = allocated_hosts()
+        with clock.step(f"{len(hosts)} nodes of the allocation" if hosts else "this machine"):
+            nodes = _nodes(config, folder, place, hosts)
+        speeds: list[BandwidthFacts] = []
+        for backend in _backends(config) if place is not None and not quick else ():
+            with clock.step(f"{backend} bandwidth"):
+                speeds.append(_bandwidth(config, place, hosts, backend))
+        flown = CanaryFacts(skipped="--quick" if quick else "the run root cannot be written")
+        if not quick and place is not None and not any(role.problem for node in nodes for role in node.roles):
+            with clock.step("the adapter canary"):
+                flown = fly(config, place)
+        elif not quick and place is not None:
+            flown = CanaryFacts(skipped="an interpreter cannot be used")
+    facts = Facts(
+        nodes=nodes,
+        missing_nodes=[host for host in hosts if host not in {node.host for node in nodes}],
+        bandwidth=speeds,
+        canary=flown,
+    )
+    return check_all(config, facts, needed_bytes(config))
+
+
+def needed_bytes(config: Config) -> int:
+    """Disk space of the checkpoints that are kept, one in progress, the exported adapter, logs and records."""
+    try:
+        estimates = make_plan(config, gather_facts(config, runs_here=False)).estimates
+    except ConfigError:  # its model is not here
+        return LOGS_BYTES
+    keep = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    files = sum(adapter.file_bytes for adapter in estimates.adapters)
+    return LOGS_BYTES + files * (STATES_OF_A_CHECKPOINT * keep + 1)
+
+
+def allocated_hosts() -> list[str]:
+    """Nodes of the Slurm allocation that this process runs in; empty outside of one."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+    if not nodes or shutil.which("srun") is None:
+        return []
+    from areal_lora.launcher.slurm.queue import hosts
+
+    return hosts(nodes)
+
+
+class _Clock:
+    """Progress lines with the seconds of each step."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        self._say(f"looking at {what} ...")
+        yield
+        self._say(f"  {time.monotonic() - began:.1f} s")
+
+
+@contextmanager
+def _workplace(root: Path, folder: FolderFacts, keep: bool, say: Say) -> Iterator[Path | None]:
+    """A folder of its own on the file system of the run root; None where it cannot be written."""
+    if folder.write:
+        yield None
+        return
+    above = next(path for path in (root, *root.parents) if path.is_dir())
+    place = above / f".doctor-{os.getpid()}"
+    place.mkdir(mode=0o700)
+    try:
+        yield place
+    finally:
+        if keep:
+            say(f"kept {place}")
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _nodes(config: Config, folder: FolderFacts, place: Path | None, hosts: list[str]) -> list[NodeFacts]:
+    if not hosts or place is None:
+        return [probe_node(config, folder, place)]
+    command = ["srun", "--overlap", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    module = [sys.executable, "-m", node_module.__name__, "--folder", str(place)]
+    _run([*command, *module], NODE_S)
+    return node_module.read_nodes(place)
+
+
+def _backends(config: Config) -> tuple[str, ...]:
+    return ("gloo", "nccl") if config.cluster.device == "cuda" else ("gloo",)
+
+
+def _bandwidth(config: Config, place: Path | None, hosts: list[str], backend: str) -> BandwidthFacts:
+    """A broadcast between one process of each node, or between two of this machine."""
+    assert place is not None
+    world = max(2, len(hosts))
+    python = interpreters(config)["trainer"]
+    module = [python, "-m", BANDWIDTH, "--folder", str(place), "--world", str(world)]
+    module += ["--backend", backend]
+    if len(hosts) > 1:
+        command = ["srun", "--overlap", f"--nodes={world}", f"--ntasks={world}", "--ntasks-per-node=1"]
+        problem = _run([*command, "--cpus-per-task=1", *module], BANDWIDTH_S)
+    else:
+        with ThreadPoolExecutor(world) as pool:
+            commands = [[*module, "--rank", str(rank)] for rank in range(world)]
+            problem = next(filter(None, pool.map(lambda command: _run(command, BANDWIDTH_S), commands)), "")
+    try:
+        return msgspec.json.decode((place / f"bandwidth-{backend}.json").read_bytes(), type=BandwidthFacts)
+    except FileNotFoundError:
+        return BandwidthFacts(backend=backend, hosts=hosts or ["this machine"], problem=problem or "no answer")
+
+
+def _run(command: list[str], timeout_s: float) -> str:
+    """Run a command to its end; returns the last line of its errors if it failed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} gave no answer within {timeout_s:g} s"
+    return (done.stderr.strip().splitlines() or ["failed"])[-1] if done.returncode else ""

@@ -1,0 +1,40 @@
+"""Facts of one node, written into a shared folder: ``python -m areal_lora.doctor.node --folder DIR``.
+
+The doctor starts one on every node of an allocation with srun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.config.models import Config
+from areal_lora.doctor.facts import NodeFacts
+from areal_lora.doctor.probes import node_name, probe_folder, probe_node
+
+CONFIG = "examined.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.doctor.node", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    folder: Path = parser.parse_args(argv).folder
+    config = Config.model_validate_json((folder / CONFIG).read_bytes())
+    facts = probe_node(config, probe_folder(config.run.root), folder)
+    path = folder / f"node-{node_name()}.json"
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_bytes(msgspec.json.encode(facts))
+    temporary.replace(path)
+    return 0
+
+
+def read_nodes(folder: Path) -> list[NodeFacts]:
+    """What the nodes have written so far."""
+    return [msgspec.json.decode(path.read_bytes(), type=NodeFacts) for path in sorted(folder.glob("node-*.json"))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Probes of one machine. Each returns what it finds; what goes wrong is a value, not an exception."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.config.facts import server_ports
+from areal_lora.config.models import Config
+from areal_lora.doctor import role_probe
+from areal_lora.doctor.facts import FolderFacts, GpuFacts, NodeFacts, RoleFacts
+from areal_lora.errors import ConfigError
+from areal_lora.launcher.run_lock import NO_FLOCK
+from areal_lora.network.addresses import WILDCARDS, find_place
+
+ANSWER_S = 30.0
+SHARED_MEMORY = Path("/dev/shm")
+BLOCK_BYTES = 1 << 20
+
+
+def probe_role(role: str, python: str) -> RoleFacts:
+    """Ask an interpreter for its versions."""
+    script = str(Path(role_probe.__file__).resolve())
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [python, script], capture_output=True, text=True, check=False, timeout=ANSWER_S, cwd="/", env=environment
+        )
+    except OSError as error:
+        return RoleFacts(role=role, python=python, problem=f"it cannot be started: {error.strerror}")
+    except subprocess.TimeoutExpired:
+        return RoleFacts(role=role, python=python, problem=f"it gave no answer within {ANSWER_S:g} s")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return RoleFacts(role=role, python=python, problem=f"it ended with code {done.returncode}: {last}")
+    try:
+        found = msgspec.json.decode(done.stdout)
+        return msgspec.convert({"role": role, "python": python, **found}, RoleFacts)
+    except (msgspec.DecodeError, msgspec.ValidationError, TypeError):
+        return RoleFacts(role=role, python=python, problem=f"it is not a Python: it printed {done.stdout[:80]!r}")
+
+
+def probe_gpus() -> list[GpuFacts]:
+    """The GPUs that nvidia-smi lists; none where it is missing or fails."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.rsplit(", ", 2) for line in done.stdout.splitlines() if line.count(", ") >= 2]
+    return [GpuFacts(name=name, memory_mib=int(memory), driver=driver) for name, memory, driver in rows]
+
+
+def probe_folder(root: Path) -> FolderFacts:
+    """Try in ``root`` (or the nearest folder above that exists) what runs do there. Leaves nothing behind."""
+    place = next((path for path in (root, *root.parents) if path.is_dir()), Path("/"))
+    path = place / f".doctor-{secrets.token_hex(4)}"
+    facts = {"path": str(root)}
+    try:
+        free = shutil.disk_usage(place).free
+        path.mkdir()
+    except OSError as error:
+        return FolderFacts(path=str(root), write=_text(error))
+    try:
+        began = time.monotonic()
+        for name, attempt in (("write", _try_write), ("fsync", _try_fsync), ("rename", _try_rename)):
+            try:
+                attempt(path)
+            except OSError as error:
+                facts[name] = _text(error)
+                break
+        fsync_s = time.monotonic() - began
+        return FolderFacts(**facts, flock=_try_flock(path), free_bytes=free, fsync_s=fsync_s)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _text(error: OSError) -> str:
+    return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
+
+
+def _try_write(folder: Path) -> None:
+    (folder / "a").write_bytes(bytes(BLOCK_BYTES))
+
+
+def _try_fsync(folder: Path) -> None:
+    for path, flags in ((folder / "a", os.O_RDWR), (folder, os.O_RDONLY)):
+        fd = os.open(path, flags)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _try_rename(folder: Path) -> None:
+    """Replace a file that a reader holds open: the reader keeps the old one, the name leads to the new one."""
+    (folder / "b").write_bytes(b"new")
+    with (folder / "a").open("rb") as reader:
+        (folder / "b").replace(folder / "a")
+        if len(reader.read()) != BLOCK_BYTES or (folder / "a").read_bytes() != b"new":
+            raise OSError(errno.EIO, "a renamed file is not replaced as a whole")
+
+
+def _try_flock(folder: Path) -> str:
+    """Why flock does not exclude a second holder; empty where it does."""
+    try:
+        with (folder / "lock").open("wb") as first, (folder / "lock").open("wb") as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return ""
+            return "it does not exclude a second holder"
+    except OSError as error:
+        return f"the file system has none: {_text(error)}" if error.errno in NO_FLOCK else _text(error)
+
+
+def probe_node(config: Config, folder: FolderFacts, shared: Path | None = None) -> NodeFacts:
+    """Everything about this node. ``shared`` is a folder on the run root for the comparison of clocks."""
+    name = socket.gethostname()
+    address, problem = _address(config)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return NodeFacts(
+        host=node_name(),
+        resolved=_resolved(name),
+        address=address,
+        address_problem=problem,
+        blocked_ports=dict(_blocked(config, address)),
+        loop_problem=_loop(address),
+        open_files=_limit(soft),
+        open_files_most=_limit(hard),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+        clock_ahead_s=None if shared is None or folder.write else _clock_ahead_s(shared),
+        gpus=probe_gpus() if config.cluster.device == "cuda" else [],
+        folder=folder,
+        roles=[probe_role(role, python) for role, python in interpreters(config).items()],
+    )
+
+
+def node_name() -> str:
+    """Slurm's name of this node, or the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def interpreters(config: Config) -> dict[str, str]:
+    """Interpreter of each role; that of the controller is the one which runs this."""
+    import sys
+
+    return {"trainer": config.trainer.python or sys.executable, "rollout": config.rollout.python or sys.executable}
+
+
+def _limit(value: int) -> int:
+    return (1 << 30) if value == resource.RLIM_INFINITY else value
+
+
+def _resolved(host: str) -> list[str]:
+    try:
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
+    except OSError:
+        return []
+
+
+def _address(config: Config) -> tuple[str, str]:
+    cluster = config.cluster
+    try:
+        place = find_place(bind=cluster.bind, interface=cluster.interface, nodes=cluster.nodes, peers=())
+    except ConfigError as error:
+        return "", str(error)
+    return place.address, ""
+
+
+def _blocked(config: Config, address: str) -> Iterator[tuple[int, str]]:
+    """Fixed ports of the configuration that cannot be bound, with the reason."""
+    host = address or ("" if config.cluster.bind in WILDCARDS else config.cluster.bind)
+    for port in server_ports(config):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                yield port, error.strerror or str(error)
+
+
+def _loop(address: str) -> str:
+    """Why a process of this node cannot reach a port of ``address``, which another one of it has bound."""
+    if not address:
+        return ""
+    try:
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+            with socket.create_connection(server.getsockname()[:2], timeout=3.0):
+                return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _clock_ahead_s(folder: Path) -> float:
+    """This clock minus that of the file system, which stamps a new file."""
+    path = folder / f"clock-{secrets.token_hex(4)}"
+    try:
+        path.touch()
+        now = time.time()
+        return now - path.stat().st_mtime
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()

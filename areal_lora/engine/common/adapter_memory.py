@@ -1,0 +1,262 @@
+"""An adapter's memory on one rank: fill shards of the wire, export, load.
+
+Adam's moments are arranged like the weights, so the same plans move them. The plans are made once
+(`plan`); a publish runs them without Python work per tensor::
+
+    tensor-parallel neighbours ->  receive section 0 | section 1 | ...     only where tp or etp > 1
+    this rank's memory         ->       blocks of section 0 | section 1 ... -> the shard
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange
+from areal_lora.engine.common.output import ValueHead
+from areal_lora.engine.common.plan import LoadPlan, PackPlan, Transfer, load_plan, pack_plan, wire_layout
+from areal_lora.engine.dropout import site_key
+from areal_lora.errors import AdapterError, UnknownTensorError
+from areal_lora.families.sites import LORA_A, LORA_B
+from areal_lora.types import AdapterSpec
+from areal_lora.weight_sync.blocks import TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout, ShardLayout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdapterMemory:
+    """All numbers of one adapter on one rank: ``weights``, ``grads`` and ``moments`` are flat fp32 [arena.size].
+
+    A frozen adapter has no gradients (size 0) and no moments.
+    """
+
+    def __init__(
+        self, model: ShardedModel, spec: AdapterSpec, rank: int, device: torch.device, *, frozen: bool = False
+    ) -> None:
+        self.model, self.spec, self.rank, self.frozen = model, spec, rank, frozen
+        self.arena: Arena = arrange(model, spec, rank)
+        self.weights = torch.zeros(self.arena.size, device=device)
+        self.grads = torch.zeros(0 if frozen else self.arena.size, device=device)
+        self.moments = {name: torch.zeros_like(self.grads) for name in (() if frozen else MOMENTS)}
+        self._layouts: dict[str, AdapterLayout] = {}
+        self._packers: dict[str, _Packer] = {}
+        self._loading: LoadPlan | None = None
+
+    def parameter(self, at: int, shape: Sequence[int]) -> nn.Parameter:
+        """A view of ``weights``; its gradient accumulates in the same elements of ``grads``."""
+        count = int(np.prod(shape))
+        # Of a frozen one, too: torch chooses another matrix product, of other rounding, for what wants no gradient.
+        parameter = nn.Parameter(self.weights[at : at + count].view(*shape))
+        if not self.frozen:
+            parameter.grad = self.grads[at : at + count].view(*shape)
+        return parameter
+
+    def value_head(self) -> ValueHead | None:
+        """The value head on this rank, None if it has none."""
+        at, size = self.arena.head, self.model.shape.hidden
+        return None if at is None else ValueHead(self.parameter(at, (size,)), self.parameter(at + size, (1,)))
+
+    def parameters(self, bank: Bank, index: int | None) -> tuple[nn.Parameter, nn.Parameter]:
+        """lora_A and lora_B of one of a bank's experts, or of all (None): a stack, or the one that they share."""
+        if index is None:
+            a_shape, b_shape = (
+                shape[1:] if bank.shared == side else shape
+                for side, shape in ((LORA_A, bank.a_shape), (LORA_B, bank.b_shape))
+            )
+            return self.parameter(bank.a, a_shape), self.parameter(bank.b, b_shape)
+        a, b = bank.place(index)
+        return self.parameter(a, bank.a_shape[1:]), self.parameter(b, bank.b_shape[1:])
+
+    def scale(self, bank: Bank) -> float:
+        """What multiplies the products of a bank."""
+        return self.spec.scale_of(self.model.pieces(bank.keys[0])[0].name)
+
+    def sites(self, bank: Bank) -> tuple[int, ...]:
+        """Numbers of a bank's sites for dropout."""
+        return tuple(site_key(self.model.pieces(key)[0].name) for key in bank.keys)
+
+    def layout(self, dtype: str) -> AdapterLayout:
+        """The wire layout, equal on every rank (not collective)."""
+        if dtype not in self._layouts:
+            self._layouts[dtype] = wire_layout(self.model, self.spec, dtype)
+        return self._layouts[dtype]
+
+    def shard(self, dtype: str) -> ShardLayout | None:
+        """Layout of the shard that this rank sends; None for a rank that is not a source."""
+        return next((s for s in self.layout(dtype).shards if s.source == self.rank), None)
+
+    def fill_shard(self, dtype: str, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
+        """See `TrainEngine.pack_adapter`; ``groups`` are the tensor-parallel groups of the split ranges."""
+        yield from self._packer(dtype).fill(self.weights, flat, groups)
+
+    def export(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> np.ndarray:
+        """Flat fp32 copy of this rank's shard of ``source``, the weights or a moment. Collective like `fill_shard`."""
+        shard = self.shard("float32")
+        values = np.empty(shard.nbytes // 4 if shard else 0, dtype=np.float32)
+        for _ in self._packer("float32").fill(source, values.view(np.uint8), groups):
+            pass
+        return values
+
+    def tensors(self, source: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `export`, copied section by section. Collective like `fill_shard`."""
+        shard = self.shard("float32")
+        for first, last, section in self._packer("float32").sections(source, shard, groups):
+            assert shard is not None
+            values, begin = torch.from_numpy(section).view(torch.float32), shard.tensors[first].offset
+            for t in shard.tensors[first:last]:
+                at = (t.offset - begin) // 4
+                yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
+
+    def _packer(self, dtype: str) -> _Packer:
+        if dtype not in self._packers:
+            self._packers[dtype] = _Packer(self, self.layout(dtype))
+        return self._packers[dtype]
+
+    def held_names(self) -> tuple[str, ...]:
+        """The wire tensors of which this rank holds a part."""
+        if self._loading is None:
+            self._loading = load_plan(self.model, self.spec, self.rank)
+        return self._loading.names
+
+    def load(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts out of whole tensors to ``target``, the weights or a moment (not collective).
+
+        ``tensors`` must contain `held_names`.
+        """
+        names = self.held_names()
+        assert self._loading is not None
+        if not names:
+            return
+        blocks = self._loading.blocks
+        whole = [tensors[name].detach().to("cpu", torch.float32).contiguous() for name in names]
+        starts = np.repeat(np.array([t.data_ptr() for t in whole], dtype=np.int64), np.diff(blocks.first))
+        host = target if target.device.type == "cpu" else torch.empty(self.arena.size)
+        blocks.moved(src_by=starts).copy(0, host.data_ptr())
+        if host is not target:
+            target.copy_(host)
+
+
+class _Packer:
+    """One rank's plan, bound to its memory; built at the first publish of a wire dtype."""
+
+    def __init__(self, memory: AdapterMemory, layout: AdapterLayout) -> None:
+        model, spec, rank = memory.model, memory.spec, memory.rank
+        self._plan: PackPlan = pack_plan(model, spec, rank, layout)
+        own = self._plan.own
+        where = model.layout
+        owners = {rank - where.tp_rank(rank), rank - where.etp_rank(rank)} - {rank}
+        plans = [pack_plan(model, spec, owner, layout) for owner in sorted(owners)]
+        self._sends = [t for plan in plans for t in plan.transfers if t.sender == rank]
+        self._received = torch.empty(self._plan.space - own, device=memory.weights.device)
+        on_gpu = memory.weights.device.type != "cpu"
+        # The blocks run on the host: GPU memory is mirrored there first, section by section.
+        self._mirror = torch.empty(self._plan.space, pin_memory=True) if on_gpu else None
+        self._bound: dict[int, TensorBlocks] = {}
+
+    def _blocks(self, source: Tensor) -> TensorBlocks:
+        """The plan with the addresses of ``source`` and of the receive buffer."""
+        if self._mirror is not None:
+            source = self._mirror
+        at, own = source.data_ptr(), self._plan.own
+        if at not in self._bound:
+            blocks = self._plan.blocks
+            outside = (blocks.src >= own * 4) & (self._mirror is None)
+            self._bound[at] = blocks.moved(src_by=np.where(outside, self._received.data_ptr() - own * 4, at))
+        return self._bound[at]
+
+    def fill(self, weights: Tensor, flat: np.ndarray, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[int]:
+        """See `AdapterMemory.fill_shard`. ``weights`` may be any memory with at least the lifetime of this object."""
+        blocks = self._blocks(weights)
+        for begin, end in self._ready(weights, groups):
+            blocks.copy(0, flat.ctypes.data, tensors=(begin, end))
+            yield end
+
+    def sections(
+        self, weights: Tensor, shard: ShardLayout | None, groups: Mapping[Range, dist.ProcessGroup]
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(first tensor, last tensor, the bytes of these), each section in memory of its own. Otherwise like `fill`."""
+        blocks = self._blocks(weights)
+        for first, last in self._ready(weights, groups):
+            assert shard is not None
+            begin = shard.tensors[first].offset
+            end = shard.tensors[last].offset if last < len(shard.tensors) else shard.nbytes
+            section = np.empty(end - begin, dtype=np.uint8)
+            blocks.copy(0, section.ctypes.data - begin, tensors=(first, last))
+            yield first, last, section
+
+    def _ready(self, weights: Tensor, groups: Mapping[Range, dist.ProcessGroup]) -> Iterator[tuple[int, int]]:
+        """Run the transfers; yield the (first, last) tensors of each section once its memory has arrived."""
+        plan = self._plan
+        # Sections one by one on both sides: NCCL matches batches, not single messages.
+        sent = [
+            work
+            for t in self._sends
+            for work in _start([dist.P2POp(dist.isend, weights[t.begin : t.end], t.receiver, groups[t.part])])
+        ]
+        received: list[list[dist.Work]] = [[] for _ in plan.ends]
+        for (section, part), transfers in groupby(plan.transfers, key=lambda t: (t.section, t.part)):
+            received[section] += _start([self._receive(t, groups[part]) for t in transfers])
+        begin = 0
+        for section, end in enumerate(plan.ends):
+            for work in received[section]:
+                work.wait()
+            if self._mirror is not None:
+                self._fetch(weights, section)
+            yield begin, end
+            begin = end
+        for work in sent:
+            work.wait()
+
+    def _receive(self, transfer: Transfer, group: dist.ProcessGroup) -> dist.P2POp:
+        at, count = transfer.to - self._plan.own, transfer.end - transfer.begin
+        return dist.P2POp(dist.irecv, self._received[at : at + count], transfer.sender, group)
+
+    def _fetch(self, weights: Tensor, section: int) -> None:
+        """Copy GPU memory to the mirror: own memory with section 0, received memory with its section."""
+        assert self._mirror is not None
+        own = self._plan.own
+        if section == 0:
+            self._mirror[:own].copy_(weights, non_blocking=True)
+        for t in self._plan.transfers:
+            if t.section == section:
+                count = t.end - t.begin
+                self._mirror[t.to : t.to + count].copy_(
+                    self._received[t.to - own : t.to - own + count], non_blocking=True
+                )
+        torch.get_device_module(weights.device).current_stream().synchronize()
+
+
+def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv(operations)
+    return works
+
+
+def checked(layout: AdapterLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The wire tensors among ``tensors``.
+
+    Raises:
+        UnknownTensorError: a name that is neither in the layout nor an alias, or one missing.
+        AdapterError: a wrong shape, or an alias that differs from its wire tensor.
+    """
+    shapes = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
+    aliases = layout.aliases
+    missing = sorted(shapes.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - shapes.keys() - aliases.keys())
+    if missing or unknown:
+        kind, names = ("missing", missing) if missing else ("unknown", unknown)
+        what = f"{len(names)} {kind}, first {names[0]}"
+        raise UnknownTensorError(f"adapter tensors do not fit this model: {what}")
+    for name, tensor in tensors.items():
+        shape = shapes[aliases.get(name, name)]
+        if tuple(tensor.shape) != tuple(shape):
+            raise AdapterError(f"adapter tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if name in aliases and not torch.equal(tensor, tensors[aliases[name]]):
+            raise AdapterError(f"adapter tensor {name} differs from {aliases[name]}; Megatron keeps one for both")
+    return {name: tensors[name] for name in shapes}

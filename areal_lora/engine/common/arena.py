@@ -1,0 +1,252 @@
+"""The arrangement of an adapter in the flat fp32 memory of a trainer rank. Pure; the same on every rank.
+
+All adapter parameters of a rank are views of one flat tensor, and so are their gradients::
+
+    | dense, split | dense, whole | experts, split | experts, whole |
+
+*split* parts are divided over a tensor-parallel group, *whole* ones are replicated over it; dense
+sites use the tensor-parallel group, routed experts the expert-tensor-parallel one. Each range is
+in site order, so a run of consecutive sites is one piece of memory to gather. The matrices of a
+rank's experts of one linear layer are stacked, whether Megatron keeps the experts in one module
+or in one each.
+
+Column-parallel layers (qkv, fc1) split lora_B over its rows, row-parallel ones (proj, fc2) split
+lora_A over its columns. All ranks of a pipeline stage have the same arrangement. The value head of a critic is at the
+end of "dense, whole" on the last stage: its weight, then its bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.families.family import COLUMN_PARALLEL, Scope
+from areal_lora.families.shape import ModelShape
+from areal_lora.families.sites import LORA_A, LORA_B, Piece, RowRanges, SiteKey, pieces_of, sites_of
+from areal_lora.types import AdapterSpec
+
+HEAD_WEIGHT, HEAD_BIAS = "value_head.weight", "value_head.bias"
+
+
+class Range(IntEnum):
+    """The four parts of a rank's memory, in order."""
+
+    DENSE_SPLIT = 0
+    DENSE_WHOLE = 1
+    EXPERT_SPLIT = 2
+    EXPERT_WHOLE = 3
+
+
+def is_routed(scope: Scope) -> bool:
+    """Whether the expert-tensor-parallel group divides a scope. The shared expert is divided like a dense layer."""
+    return scope in (Scope.EXPERT, Scope.ALL_EXPERTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bank:
+    """The adapters of one linear layer on one rank: its experts stacked, a dense layer as a stack of one.
+
+    lora_A is ``a_shape`` [n, r, in] at element ``a`` of the memory, lora_B ``b_shape`` [n, out, r] at ``b``,
+    both as this rank has them. ``experts`` are global numbers, empty unless every expert has an adapter of its own.
+    ``shared`` is the side that they have in common all the same, a stack of one; it is never a split one.
+    """
+
+    linear: str
+    layer: int
+    scope: Scope
+    experts: range
+    shared: str
+    a: int
+    b: int
+    a_shape: tuple[int, int, int]
+    b_shape: tuple[int, int, int]
+
+    @property
+    def column_parallel(self) -> bool:
+        return self.linear in COLUMN_PARALLEL
+
+    @property
+    def keys(self) -> list[SiteKey]:
+        numbers: Sequence[int | None] = self.experts or [None]
+        return [
+            SiteKey(linear=self.linear, layer=self.layer, scope=self.scope, expert=e, shared=self.shared)
+            for e in numbers
+        ]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Elements at which lora_A and lora_B of the expert number ``index`` of the stack begin."""
+        return (
+            self.a + index % self.a_shape[0] * self.a_shape[1] * self.a_shape[2],
+            self.b + index % self.b_shape[0] * self.b_shape[1] * self.b_shape[2],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """A model in a parallel layout: enough to plan every adapter on every rank."""
+
+    shape: ModelShape
+    layout: ParallelLayout
+
+    def every_site(self, spec: AdapterSpec) -> list[SiteKey]:
+        """All sites that an adapter with this expert layout could have, in the order of `sites_of`."""
+        return sites_of(self.shape, spec.expert_layout)
+
+    def sites(self, spec: AdapterSpec) -> list[SiteKey]:
+        """The sites that the adapter has, in the same order."""
+        return [key for key in self.every_site(spec) if key.covered(spec.target_modules)]
+
+    def pieces(self, key: SiteKey) -> list[Piece]:
+        return pieces_of(self.shape, key)
+
+    def head(self, spec: AdapterSpec) -> dict[str, tuple[int]]:
+        """Shapes of the value head's tensors by wire name; none if the adapter has no value head."""
+        return {HEAD_WEIGHT: (self.shape.hidden,), HEAD_BIAS: (1,)} if spec.value_head else {}
+
+    def has_head(self, spec: AdapterSpec, rank: int) -> bool:
+        """Whether ``rank`` holds the adapter's value head: all ranks of the last stage do."""
+        return spec.value_head and rank >= self.layout.first_rank_of_last_stage()
+
+    def group_size(self, scope: Scope) -> int:
+        return self.layout.etp if is_routed(scope) else self.layout.tp
+
+    def group_rank(self, scope: Scope, rank: int) -> int:
+        return self.layout.etp_rank(rank) if is_routed(scope) else self.layout.tp_rank(rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arena:
+    """The memory of one rank: ``bounds`` are the element offsets at which its four ranges begin, and its size.
+
+    ``head`` is the element at which a value head begins; None on a rank without one.
+    """
+
+    banks: tuple[Bank, ...]
+    bounds: tuple[int, int, int, int, int]
+    head: int | None = None
+
+    def extent(self, part: Range) -> tuple[int, int]:
+        return self.bounds[part], self.bounds[part + 1]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.bounds[-1]
+
+
+def arrange(model: ShardedModel, spec: AdapterSpec, rank: int) -> Arena:
+    """The arena of ``rank``; every rank of its stage has the same but for the numbers of its experts."""
+    shapes = list(_shapes(model, spec, rank))
+    sizes = [0, 0, 0, 0]
+    places: list[tuple[int, int, int, int]] = []  # range and offset in it of lora_A, then of lora_B
+    for linear, _, scope, _, _, a_shape, b_shape in shapes:
+        split, whole = (
+            (Range.EXPERT_SPLIT, Range.EXPERT_WHOLE) if is_routed(scope) else (Range.DENSE_SPLIT, Range.DENSE_WHOLE)
+        )
+        a_part, b_part = (whole, split) if linear in COLUMN_PARALLEL else (split, whole)
+        places.append((a_part, sizes[a_part], b_part, sizes[b_part]))
+        sizes[a_part] += _count(a_shape)
+        sizes[b_part] += _count(b_shape)
+    before_head = sizes[Range.DENSE_WHOLE]
+    has_head = model.has_head(spec, rank)
+    if has_head:
+        sizes[Range.DENSE_WHOLE] += sum(size for (size,) in model.head(spec).values())
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    banks = tuple(
+        Bank(
+            linear=linear,
+            layer=layer,
+            scope=scope,
+            experts=experts,
+            shared=shared,
+            a=bounds[a_part] + a,
+            b=bounds[b_part] + b,
+            a_shape=a_shape,
+            b_shape=b_shape,
+        )
+        for (linear, layer, scope, experts, shared, a_shape, b_shape), (a_part, a, b_part, b) in zip(
+            shapes, places, strict=True
+        )
+    )
+    return Arena(
+        banks=banks,
+        bounds=(bounds[0], bounds[1], bounds[2], bounds[3], bounds[4]),
+        head=bounds[Range.DENSE_WHOLE] + before_head if has_head else None,
+    )
+
+
+Shape3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Elements [begin, end) of the memory, all of lora_B where ``is_b``, else all of lora_A or mixed."""
+
+    begin: int
+    end: int
+    is_b: bool
+
+
+def spans(arena: Arena, *, apart: bool) -> list[Span]:
+    """The memory in as few spans as possible: one of everything, or lora_A and lora_B ``apart``.
+
+    A value head learns at the rate of lora_A.
+    """
+    if not apart or not arena.banks:
+        return [Span(begin=0, end=arena.size, is_b=False)]
+    pieces = [
+        Span(begin=at, end=at + _count(shape), is_b=is_b)
+        for bank in arena.banks
+        for at, shape, is_b in ((bank.a, bank.a_shape, False), (bank.b, bank.b_shape, True))
+    ]
+    if arena.head is not None:
+        pieces.append(Span(begin=arena.head, end=arena.extent(Range.DENSE_WHOLE)[1], is_b=False))
+    found: list[Span] = []
+    for piece in sorted(pieces, key=lambda span: span.begin):
+        if found and found[-1].is_b == piece.is_b:
+            found[-1] = Span(begin=found[-1].begin, end=piece.end, is_b=piece.is_b)
+        else:
+            found.append(piece)
+    return found
+
+
+def _shapes(
+    model: ShardedModel, spec: AdapterSpec, trainer_rank: int
+) -> Iterator[tuple[str, int, Scope, range, str, Shape3, Shape3]]:
+    """Per linear layer of the rank's stage: name, layer, scope, experts, shared side, shapes of lora_A and lora_B."""
+    layers, mine = model.layout.layers_of(trainer_rank), model.layout.experts_of(trainer_rank)
+    for key in model.sites(spec):
+        # One stack per linear layer, made at the first of the rank's experts.
+        if key.layer not in layers or (key.expert is not None and key.expert != mine.start):
+            continue
+        pieces = model.pieces(key)
+        n_in, n_out = pieces[0].in_features, sum(p.out_features for p in pieces)
+        size = model.group_size(key.scope)
+        if key.linear in COLUMN_PARALLEL:
+            n_out //= size
+        else:
+            n_in //= size
+        n = 1 if key.expert is None else len(mine)
+        experts = range(0) if key.expert is None else mine
+        rank = spec.rank_of(pieces[0].name)
+        n_a, n_b = (1 if key.shared == side else n for side in (LORA_A, LORA_B))
+        yield key.linear, key.layer, key.scope, experts, key.shared, (n_a, rank, n_in), (n_b, n_out, rank)
+
+
+def _count(shape: Shape3) -> int:
+    return shape[0] * shape[1] * shape[2]
+
+
+def held_rows(linear: str, rows: int, size: int) -> Callable[[int], RowRanges]:
+    """Which of ``rows`` output rows of a column-parallel layer rank k of ``size`` holds, in its own order.
+
+    fc1 is cut within its gate rows and within its up rows, so that each rank can multiply the two.
+    """
+    halves = 2 if linear == "linear_fc1" else 1
+    half = rows // halves
+    each = half // size
+    return lambda k: tuple((h * half + k * each, h * half + (k + 1) * each) for h in range(halves))

@@ -1,0 +1,98 @@
+"""What every engine does with a batch around its model: cut it up, judge the predictions, put the results together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_lora.data.collate import HOST
+from areal_lora.data.packing import MicroPlan, find_trees, plan_microbatches
+from areal_lora.engine.base import LossFn
+from areal_lora.engine.common.output import Readout
+from areal_lora.engine.common.packed import Packed, to_sequences
+from areal_lora.engine.common.parallel_layout import ParallelLayout
+from areal_lora.types import TrainBatch
+
+Result = tuple[Packed, Mapping[str, float | Tensor] | Tensor]
+
+
+def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> list[MicroPlan]:
+    """The micro-batches of ``batch``, equal on every rank."""
+    bounds = batch.cu_seqlens.tolist()
+    return plan_microbatches(
+        find_trees(batch.token_ids.numpy(), bounds, batch.group_ids.tolist()),
+        [b - a for a, b in pairwise(bounds)],
+        dp=layout.dp,
+        token_budget=token_budget,
+        multiple=layout.tp,
+        uniform=layout.pp > 1,
+    )
+
+
+def finish(
+    packed: Packed,
+    output: Tensor,
+    rows: Tensor,
+    loss_fn: LossFn | None,
+    readout: Readout,
+    *,
+    need_entropy: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Mapping[str, float | Tensor] | Tensor]:
+    """Scalar to differentiate, and what to report, from the model's ``output`` [t, *].
+
+    ``rows`` [p] are those of ``packed``'s predictions.
+
+    With a ``loss_fn`` the report has its sums plus ``loss``; without one it is what ``readout`` reads of each token,
+    [t].
+    """
+    predicted, entropy = readout(output, rows, packed.targets, group)
+    scores = to_sequences(predicted, packed)
+    if loss_fn is None:
+        return scores.sum(), scores
+    if packed.micro is None:
+        # Padding only: the backward pass must still run, its collectives are shared with other ranks.
+        return output.sum() * 0.0, {}
+    sums = loss_fn(packed.micro, scores, to_sequences(entropy, packed) if need_entropy else None)
+    # Keep every rank's graph alive even if no token of this micro-batch is on the mask.
+    return sums.loss + predicted.sum() * 0.0, {"loss": sums.loss.detach(), **sums.stats}
+
+
+def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:
+    """[T] fp32 of the whole batch on every rank; ``reports``: this rank's results count. Collective."""
+    packed = torch.zeros(batch.n_tokens, device=HOST)
+    bounds = batch.cu_seqlens.tolist()
+    for rows, values in results if reports else ():
+        assert isinstance(values, Tensor)
+        at = 0
+        for sequence in rows.sequences:
+            a, b = bounds[sequence], bounds[sequence + 1]
+            packed[a:b] = values[at : at + b - a].cpu()
+            at += b - a
+    dist.all_reduce(packed)
+    return packed
+
+
+def sum_over_ranks(sums: Mapping[str, float], reporting: Collection[int]) -> dict[str, float]:
+    """Add up the sums of the reporting ranks; the first of them, which has every name, broadcasts the names."""
+    rank = dist.get_rank()
+    names = _broadcast_names(sorted(sums), min(reporting), rank)
+    values = torch.tensor([sums.get(n, 0.0) if rank in reporting else 0.0 for n in names], dtype=torch.float64)
+    dist.all_reduce(values)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def _broadcast_names(names: list[str], source: int, rank: int) -> list[str]:
+    text = "\n".join(names).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    dist.broadcast(size, source)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if rank == source:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.broadcast(data, source)
+    received: bytes = data.numpy().tobytes()
+    return received.decode().split("\n")

@@ -1,0 +1,101 @@
+"""Adam over one adapter's fp32 parameters, with gradients reduced and clipped across the layout.
+
+Megatron's distributed optimizer shards the state of whole models. An adapter is small, and
+every adapter must step alone (contract C1). Each has a plain AdamW of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from areal_lora.config.models import OptimizerConfig
+from areal_lora.engine.common.adapter_memory import AdapterMemory
+from areal_lora.engine.common.arena import spans
+from areal_lora.types import StepStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientClass:
+    """Elements [begin, end) of an adapter's memory whose gradients are reduced over the same groups.
+
+    ``groups`` are those to sum over, one after the other. ``counted``: this rank's copy enters the norm.
+    """
+
+    begin: int
+    end: int
+    groups: list[dist.ProcessGroup]
+    counted: bool
+
+
+class AdapterOptimizer:
+    """AdamW of one adapter on one rank; `AdapterMemory` holds its weights, gradients and moments.
+
+    lora_B learns ``lora_plus_ratio`` times as fast as lora_A (LoRA+, Hayou et al. 2024, arXiv 2402.12354, section 4).
+    The decay of a weight follows its own learning rate, as in AdamW. Clipping and the norm do not depend on the ratio.
+    """
+
+    def __init__(self, config: OptimizerConfig, memory: AdapterMemory, classes: Sequence[GradientClass]) -> None:
+        self._config = config
+        self._classes = classes
+        self._grads = memory.grads
+        self.step_count = 0
+        learned: dict[float, list[nn.Parameter]] = {}
+        state = {}
+        for span in spans(memory.arena, apart=config.lora_plus_ratio != 1):
+            weights = nn.Parameter(memory.weights[span.begin : span.end])
+            weights.grad = memory.grads[span.begin : span.end]
+            learned.setdefault(config.lora_plus_ratio if span.is_b else 1.0, []).append(weights)
+            # Without these Adam would allocate moments at the first step.
+            moments = {name: moment[span.begin : span.end] for name, moment in memory.moments.items()}
+            state[weights] = {"step": torch.tensor(0.0), **moments}
+        self._adam = torch.optim.AdamW(
+            [{"params": weights, "ratio": ratio} for ratio, weights in learned.items()],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            foreach=True,
+        )
+        self._adam.state.update(state)
+
+    def step(self, denominator: float, lr: float) -> StepStats:
+        """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective."""
+        norm = self._reduce(denominator)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
+            if factor < 1.0:
+                self._grads.mul_(factor)
+            for group in self._adam.param_groups:
+                group["lr"] = lr * group["ratio"]
+            self._adam.step()
+            self.step_count += 1
+        # Kept and zeroed: the modules' gradients are views of it.
+        self._grads.zero_()
+        return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
+
+    def _reduce(self, denominator: float) -> float:
+        """Leave the whole, divided gradient on every rank; return its norm over all unique elements."""
+        squares = torch.zeros(1, dtype=torch.float64)
+        self._grads.div_(denominator)
+        for part in self._classes:
+            flat = self._grads[part.begin : part.end]
+            for group in part.groups:
+                dist.all_reduce(flat, group=group)
+            if part.counted:
+                squares += flat.double().square().sum().cpu()
+        # NaN and infinity survive the sum: every rank takes the same decision.
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
+    def set_clock(self, step: int) -> None:
+        """Set Adam's step count to ``step``; the caller has restored the adapter's weights and moments."""
+        self.step_count = step
+        for state in self._adam.state.values():
+            state["step"].fill_(float(step))

@@ -1,0 +1,310 @@
+"""Plans that move an adapter between a rank's memory (`arena`) and its shard of the wire layout. Pure data.
+
+Packing reads one address space and writes the shard: tensor by tensor, layer by layer, in wire
+order. The space is the rank's own memory, then, per range that is split, the parts of the other
+ranks of its tensor-parallel group, received section by section::
+
+    own memory | dense split of tp rank 1 | ... | expert split of etp rank 1 | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from areal_lora.engine.common.arena import Arena, Bank, Range, ShardedModel, arrange, held_rows, is_routed
+from areal_lora.families.sites import Piece, SiteKey, sites_of, wire_names
+from areal_lora.types import AdapterSpec, ExpertLayout
+from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, TensorBlocks
+from areal_lora.weight_sync.layout import AdapterLayout, Shape, make_layout
+
+ITEM = ITEM_BYTES["float32"]
+SECTION_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Elements [begin, end) of ``sender``'s memory go to element ``to`` of ``receiver``'s address space."""
+
+    section: int
+    part: Range
+    sender: int
+    receiver: int
+    begin: int
+    end: int
+    to: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """Fill an owner's shard.
+
+    Section i is tensors ``[ends[i - 1], ends[i])`` of the shard; ``transfers`` are what it needs
+    from other ranks, in order of sections. ``blocks`` read the address space of ``space`` elements
+    of which the first ``own`` are the rank's memory.
+    """
+
+    blocks: TensorBlocks
+    ends: tuple[int, ...]
+    transfers: tuple[Transfer, ...]
+    own: int
+    space: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """Fill a rank's memory from whole fp32 tensors: tensor i of ``blocks`` is ``names[i]``."""
+
+    names: tuple[str, ...]
+    blocks: TensorBlocks
+
+
+def wire_layout(model: ShardedModel, spec: AdapterSpec, dtype: str) -> AdapterLayout:
+    """Senders, tensors and aliases: the same on every rank without communication."""
+    owned: dict[int, list[tuple[str, Shape]]] = {}
+    aliases: dict[str, str] = {}
+    for key in model.sites(spec):
+        pieces = model.pieces(key)
+        shapes, shared = wire_names(pieces)
+        rank = spec.rank_of(pieces[0].name)
+        aliases |= shared
+        owned.setdefault(model.layout.owner(key.layer, key.expert), []).extend(
+            (name, tuple(rank if n < 0 else n for n in shape)) for name, shape in shapes.items()
+        )
+    if head := model.head(spec):
+        owned.setdefault(model.layout.first_rank_of_last_stage(), []).extend(head.items())
+    return make_layout(spec, dtype, owned, aliases)
+
+
+def wire_sources(model: ShardedModel) -> frozenset[int]:
+    """Ranks that own tensors of an adapter with some targets; any adapter's owners are among them."""
+    sites = sites_of(model.shape, ExpertLayout.PER_EXPERT)
+    return frozenset(model.layout.owner(key.layer, key.expert) for key in sites)
+
+
+def pack_plan(model: ShardedModel, spec: AdapterSpec, rank: int, layout: AdapterLayout) -> PackPlan:
+    """Plan how ``rank`` fills its shard of ``layout``; an empty plan for a rank without a shard."""
+    arena = arrange(model, spec, rank)
+    offsets = {t.name: t.offset for shard in layout.shards if shard.source == rank for t in shard.tensors}
+    space = _Space.of(model, arena)
+    item = ITEM_BYTES[layout.dtype]
+    tensors: list[list[Block]] = []
+    cutter = _Sections(model, arena, space, rank)
+    for bank, key, index in _sites(arena.banks):
+        if model.layout.owner(key.layer, key.expert) != rank:
+            continue
+        for name, copies, owned in _tensors(model, bank, index, key):
+            if not owned:
+                continue
+            tensors.append(
+                [
+                    Block(
+                        src=space.element(bank, c.part, c.at) * ITEM,
+                        src_pitch=c.pitch * ITEM,
+                        dst=offsets[name] + c.to * item,
+                        dst_pitch=c.to_pitch * item,
+                        rows=c.rows,
+                        cols=c.cols,
+                    )
+                    for c in copies
+                ]
+            )
+        cutter.add(bank, index, len(tensors))
+    if rank == model.layout.first_rank_of_last_stage():
+        for name, at, size in _head(model, spec, arena):
+            run = Block(
+                src=at * ITEM, src_pitch=size * ITEM, dst=offsets[name], dst_pitch=size * item, rows=1, cols=size
+            )
+            tensors.append([run])
+            cutter.add_own(size, len(tensors))
+    ends, transfers = cutter.finish()
+    blocks = TensorBlocks.of(tensors, "float32", layout.dtype)
+    nbytes = sum(s.nbytes for s in layout.shards if s.source == rank)
+    blocks.check(src_bytes=space.size * ITEM, dst_bytes=nbytes)
+    return PackPlan(blocks=blocks, ends=ends, transfers=transfers, own=arena.size, space=space.size)
+
+
+def load_plan(model: ShardedModel, spec: AdapterSpec, rank: int) -> LoadPlan:
+    """Plan how ``rank`` fills its memory: the inverse of packing, restricted to the rank's part."""
+    arena = arrange(model, spec, rank)
+    names: list[str] = []
+    tensors: list[list[Block]] = []
+    for bank, key, index in _sites(arena.banks):
+        mine = model.group_rank(bank.scope, rank)
+        for name, copies, owned in _tensors(model, bank, index, key):
+            if not owned and index:
+                continue  # what experts share is loaded with the first of them
+            names.append(name)
+            tensors.append(
+                [
+                    Block(
+                        src=c.at * ITEM,
+                        src_pitch=c.pitch * ITEM,
+                        dst=c.to * ITEM,
+                        dst_pitch=c.to_pitch * ITEM,
+                        rows=c.rows,
+                        cols=c.cols,
+                    )
+                    for c in copies
+                    if c.part is None or c.part == mine
+                ]
+            )
+    for name, at, size in _head(model, spec, arena):
+        names.append(name)
+        tensors.append([Block(src=at * ITEM, src_pitch=size * ITEM, dst=0, dst_pitch=size * ITEM, rows=1, cols=size)])
+    packed = TensorBlocks.of(tensors, "float32", "float32")
+    packed.check(src_bytes=arena.size * ITEM, dst_bytes=1 << 62)
+    return LoadPlan(names=tuple(names), blocks=packed.reversed())
+
+
+def _head(model: ShardedModel, spec: AdapterSpec, arena: Arena) -> Iterator[tuple[str, int, int]]:
+    """Name, first element and size of each tensor of the value head in a rank's memory."""
+    if (at := arena.head) is None:
+        return
+    for name, (size,) in model.head(spec).items():
+        yield name, at, size
+        at += size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """Elements of the memory of rank ``part`` of a tensor-parallel group (None: of any) and their place in a tensor."""
+
+    part: int | None
+    at: int
+    pitch: int
+    to: int
+    to_pitch: int
+    rows: int
+    cols: int
+
+
+def _run(part: int | None, at: int, to: int, count: int) -> _Copy:
+    return _Copy(part=part, at=at, pitch=count, to=to, to_pitch=count, rows=1, cols=count)
+
+
+def _sites(banks: Sequence[Bank]) -> Iterator[tuple[Bank, SiteKey, int]]:
+    """Every site of a rank in wire order, with its place in its stack."""
+    for bank in banks:
+        for index, key in enumerate(bank.keys):
+            yield bank, key, index
+
+
+def _tensors(model: ShardedModel, bank: Bank, index: int, key: SiteKey) -> Iterator[tuple[str, list[_Copy], bool]]:
+    """Of a site, in wire order: name of a tensor, the memory that it consists of, whether it is the site's own."""
+    pieces = model.pieces(key)
+    lora_a, *lora_b = _copies(model, bank, index, pieces)
+    yield pieces[0].lora_a, lora_a, not pieces[0].a_of
+    for piece, copies in zip(pieces, lora_b, strict=True):
+        yield piece.lora_b, copies, not piece.b_of
+
+
+def _copies(model: ShardedModel, bank: Bank, index: int, pieces: Sequence[Piece]) -> Iterator[list[_Copy]]:
+    """For lora_A of a site and lora_B of each piece: the memory that it consists of."""
+    _, rank, n_in = bank.a_shape
+    _, n_out, _ = bank.b_shape
+    a, b = bank.place(index)
+    size = model.group_size(bank.scope)
+    if not bank.column_parallel:
+        whole = n_in * size
+        yield [_Copy(part=k, at=a, pitch=n_in, to=k * n_in, to_pitch=whole, rows=rank, cols=n_in) for k in range(size)]
+        for piece in pieces:  # one, of all rows
+            yield [_run(None, b, 0, piece.out_features * rank)]
+        return
+    yield [_run(None, a, 0, rank * n_in)]
+    held = held_rows(bank.linear, n_out * size, size)
+    for piece in pieces:
+        copies, filled = [], 0
+        for first, last in piece.rows:
+            for k in range(size):
+                local = 0
+                for start, stop in held(k):
+                    low, high = max(first, start), min(last, stop)
+                    if low < high:
+                        at = b + (local + low - start) * rank
+                        copies.append(_run(k, at, (filled + low - first) * rank, (high - low) * rank))
+                    local += stop - start
+            filled += last - first
+        yield copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Space:
+    """The address space of a packing rank (see the top). Elements."""
+
+    arena: Arena
+    others: dict[Range, int]  # start of the parts of the group's other ranks
+    size: int
+
+    @classmethod
+    def of(cls, model: ShardedModel, arena: Arena) -> _Space:
+        others, size = {}, arena.size
+        for part, ranks in ((Range.DENSE_SPLIT, model.layout.tp), (Range.EXPERT_SPLIT, model.layout.etp)):
+            begin, end = arena.extent(part)
+            others[part] = size
+            size += (ranks - 1) * (end - begin)
+        return cls(arena=arena, others=others, size=size)
+
+    def element(self, bank: Bank, part: int | None, at: int) -> int:
+        """Address of element ``at`` of the memory of rank ``part`` of the group; the packing rank is its rank 0."""
+        if not part:
+            return at
+        split = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
+        begin, end = self.arena.extent(split)
+        return self.others[split] + (part - 1) * (end - begin) + at - begin
+
+
+class _Sections:
+    """Cut the sites of an owner into sections, and collect what each needs from the other ranks."""
+
+    def __init__(self, model: ShardedModel, arena: Arena, space: _Space, rank: int) -> None:
+        self._model, self._space, self._rank = model, space, rank
+        self._done = {part: arena.extent(part)[0] for part in (Range.DENSE_SPLIT, Range.EXPERT_SPLIT)}
+        self._ahead: dict[Range, int] = {}
+        self._elements = self._tensors = 0
+        self._ends: list[int] = []
+        self._transfers: list[Transfer] = []
+
+    def add(self, bank: Bank, index: int, tensors: int) -> None:
+        """Add a site whose last tensor is ``tensors - 1``. Sites are added in wire order."""
+        start, shape = (bank.b, bank.b_shape) if bank.column_parallel else (bank.a, bank.a_shape)
+        count = shape[1] * shape[2]
+        part = Range.EXPERT_SPLIT if is_routed(bank.scope) else Range.DENSE_SPLIT
+        self._ahead[part] = start + (index + 1) * count
+        self._elements += bank.a_shape[1] * bank.a_shape[2] + bank.b_shape[1] * bank.b_shape[2]
+        self._tensors = tensors
+        if self._elements * ITEM >= SECTION_BYTES:
+            self._close()
+
+    def add_own(self, elements: int, tensors: int) -> None:
+        """Add a tensor that the packing rank holds in whole."""
+        self._elements += elements
+        self._tensors = tensors
+
+    def finish(self) -> tuple[tuple[int, ...], tuple[Transfer, ...]]:
+        if self._elements:
+            self._close()
+        return tuple(self._ends), tuple(self._transfers)
+
+    def _close(self) -> None:
+        for part, end in self._ahead.items():
+            begin = self._done[part]
+            first, last = self._space.arena.extent(part)
+            size = self._model.layout.etp if part is Range.EXPERT_SPLIT else self._model.layout.tp
+            for k in range(1, size):
+                to = self._space.others[part] + (k - 1) * (last - first) + begin - first
+                self._transfers.append(
+                    Transfer(
+                        section=len(self._ends),
+                        part=part,
+                        sender=self._rank + k,
+                        receiver=self._rank,
+                        begin=begin,
+                        end=end,
+                        to=to,
+                    )
+                )
+            self._done[part] = end
+        self._ahead.clear()
+        self._ends.append(self._tensors)
+        self._elements = 0

@@ -1,0 +1,141 @@
+"""A scheduler for groups of answers: one computation of a prompt, one message per answer.
+
+A group samples one prompt several times. vLLM computes it for every sample, unless it fills blocks of the KV cache
+(32 tokens on a CPU); and it sends every token to the server's process, which for most requests only collects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from areal_lora.engine.vllm_ext.extra_args import WHOLE
+
+_Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Unsent:
+    """The outputs of a request that have not been sent."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobsLists] = field(default_factory=list)
+    prompt_logprobs: LogprobsTensors | None = None
+    prefill_stats: PrefillStats | None = None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors
+        if output.prefill_stats is not None:
+            self.prefill_stats = output.prefill_stats
+
+    def fill(self, last: EngineCoreOutput) -> None:
+        """Put all outputs into ``last``, the final one, which was added before."""
+        last.new_token_ids, last.prefill_stats = self.token_ids, self.prefill_stats
+        last.new_prompt_logprobs_tensors = self.prompt_logprobs
+        if self.logprobs:
+            ids, values, ranks, _ = zip(*self.logprobs, strict=True)
+            last.new_logprobs = LogprobsLists(np.concatenate(ids), np.concatenate(values), np.concatenate(ranks))
+
+
+class GroupScheduler(Scheduler):
+    """vLLM's scheduler, without asynchronous scheduling.
+
+    Of requests with the same prompt and adapter the first computes the prompt. The others wait for that step and
+    begin with copies of its KV cache: they compute the last prompt token only, which gives them their own first
+    distribution. Outputs of a request with ``WHOLE`` are sent when it ends.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._computing: WeakValueDictionary[_Key, Request] = WeakValueDictionary()  # the newest with that prompt
+        self._unsent: dict[str, Unsent] = {}
+
+    # ------------------------------------------------------------ one computation of a prompt
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        ready = super()._handle_blocked_waiting_request(request)
+        first = self._first(request)
+        return ready and (first is None or first.num_computed_tokens >= first.num_prompt_tokens)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        first = self._first(request)
+        if first is not None:
+            computed = request.num_tokens - 1  # sampling needs the hidden state of the last token
+            held = self.kv_cache_manager.get_blocks(first.request_id).blocks
+            shared = tuple(blocks[: -(-computed // self.block_size)] for blocks in held)
+            return self.kv_cache_manager.create_kv_cache_blocks(shared), computed, 0, False
+        if self._shares(request):
+            self._computing[_key(request)] = request
+        return super()._get_local_prefix_cache_hit(request)
+
+    def _first(self, request: Request) -> Request | None:
+        """The running request that has computed, or is computing, the prompt that ``request`` begins with."""
+        if not self._shares(request):
+            return None
+        first = self._computing.get(_key(request))
+        return None if first is None or first is request or first.status is not RequestStatus.RUNNING else first
+
+    def _shares(self, request: Request) -> bool:
+        # A request that was preempted has tokens of its own behind the prompt.
+        return (
+            self.kv_cache_manager.prefix_cache_lookup_enabled(request)
+            and 1 < request.num_tokens == request.num_prompt_tokens
+            and request.num_computed_tokens == 0
+            and request.prompt_token_ids is not None
+        )
+
+    # ------------------------------------------------------------ one message per answer
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        params = request.sampling_params
+        if params is not None and (params.extra_args or {}).get(WHOLE):
+            self._unsent[request.request_id] = Unsent()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        sent = super().update_from_output(scheduler_output, model_runner_output)
+        for client, message in list(sent.items()):
+            message.outputs = [output for output in message.outputs if self._is_due(output)]
+            if not message.outputs and message.finished_requests is None and message.scheduler_stats is None:
+                del sent[client]
+        return sent
+
+    def _is_due(self, output: EngineCoreOutput) -> bool:
+        """Whether ``output`` is to be sent now, completed by what was kept back."""
+        unsent = self._unsent.get(output.request_id)
+        if unsent is None:
+            return True
+        unsent.add(output)
+        if output.finish_reason is None:
+            return False
+        unsent.fill(output)
+        del self._unsent[output.request_id]
+        return True
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._unsent.pop(request.request_id, None)
+        return finished
+
+
+def _key(request: Request) -> _Key:
+    lora = request.lora_request
+    return (0 if lora is None else lora.lora_int_id, request.cache_salt, tuple(request.prompt_token_ids or ()))

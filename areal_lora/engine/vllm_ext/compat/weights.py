@@ -1,0 +1,180 @@
+"""Find the weights that an adapter can change in a vLLM model without LoRA, and put other numbers into them.
+
+vLLM fuses projections (qkv, gate and up, all experts of a layer) and, on CPUs, packs every matrix for its kernels when
+it loads the model: neither a parameter's shape nor its memory is that of the checkpoint. So each fused weight has a
+host copy in the plain order, as this worker holds it, and ``apply`` hands it to vLLM's own packing. On GPUs the
+parameter is plain, and is overwritten in place, because CUDA graphs have its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.utils import process_packed_modules_mapping
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+
+from areal_lora.errors import AdapterError
+from areal_lora.families.registry import target_of
+from areal_lora.weight_sync.served import WEIGHT
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""Of every family; vLLM's own table of a model leaves out what its LoRA does not adapt."""
+PLAIN_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPart:
+    """One weight of the checkpoint as one worker holds it.
+
+    ``place`` [rows, cols] is its part of a host copy; None where another worker holds it (expert parallel). The part
+    begins at ``row``, ``col`` of the whole weight, which has the shape ``full`` (outputs, inputs).
+    """
+
+    name: str
+    place: Tensor | None
+    row: int
+    col: int
+    full: tuple[int, int]
+
+
+class FusedWeight(Protocol):
+    """The host copies of one layer's weights, in the type that the model computes with."""
+
+    parts: list[WeightPart]
+
+    def apply(self) -> None:
+        """Give the layer the numbers of the host copies. Call it between two engine steps only."""
+        ...
+
+
+def fused_weights(worker: Any) -> Iterator[FusedWeight]:
+    """Yield the layers of a worker's model that an adapter can change. Raises AdapterError for one of another form."""
+    model: nn.Module = worker.model_runner.get_model()
+    packed: dict[str, list[str]] = FUSED | process_packed_modules_mapping(model)
+    for name, module in model.named_modules():
+        path = name.removesuffix(".routed_experts")
+        prefix, _, leaf = path.rpartition(".")
+        names = [f"{prefix}.{part}" for part in packed.get(leaf, [])] or [path]
+        if all(target_of(part) is None for part in names):
+            continue
+        if isinstance(module, RoutedExperts):
+            yield _Experts(module, names)
+        elif isinstance(module, LinearBase):
+            yield _Linear(module, names)
+
+
+class _Linear:
+    def __init__(self, layer: LinearBase, names: list[str]) -> None:
+        if not isinstance(layer.quant_method, UnquantizedLinearMethod):
+            raise AdapterError(
+                f"{names[0]}: merged rollouts write plain weights, not {type(layer.quant_method).__name__}"
+            )
+        self._layer = layer
+        in_part = layer.input_size_per_partition
+        sizes, begins, fulls = _rows_of(layer)
+        self._staged = _host(layer, sum(sizes), in_part)
+        col = layer.tp_rank * in_part if isinstance(layer, RowParallelLinear) else 0
+        self.parts: list[WeightPart] = []
+        at = 0
+        for name, size, begin, full in zip(names, sizes, begins, fulls, strict=True):
+            place = self._staged[at : at + size]
+            self.parts.append(
+                WeightPart(name=name + WEIGHT, place=place, row=begin, col=col, full=(full, layer.input_size))
+            )
+            at += size
+
+    def apply(self) -> None:
+        layer = self._layer
+        if self._staged.is_pinned():
+            layer.weight.data.copy_(self._staged, non_blocking=True)
+            return
+        layer.weight = _parameter(self._staged)
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def _rows_of(layer: LinearBase) -> tuple[list[int], list[int], list[int]]:
+    """Of each projection fused in ``layer``: this worker's rows, the first of them, and all rows."""
+    if isinstance(layer, QKVParallelLinear):
+        d, rank = layer.head_size, layer.tp_rank
+        kv = layer.num_kv_heads * d  # repeated where there are fewer heads than workers
+        sizes = [layer.num_heads * d, kv, kv]
+        begins = [rank * sizes[0]] + [rank // layer.num_kv_head_replicas * kv] * 2
+        return sizes, begins, [layer.total_num_heads * d] + [layer.total_num_kv_heads * d] * 2
+    if isinstance(layer, MergedColumnParallelLinear):
+        sizes = list(layer.output_partition_sizes)
+        return sizes, [layer.tp_rank * size for size in sizes], list(layer.output_sizes)
+    size = layer.output_size_per_partition
+    begin = layer.tp_rank * size if isinstance(layer, ColumnParallelLinear) else 0
+    return [size], [begin], [layer.output_size]
+
+
+class _Experts:
+    """``names`` are those of all experts' gate, down and up projections, expert by expert."""
+
+    def __init__(self, layer: RoutedExperts, names: list[str]) -> None:
+        method, config = layer.quant_method, layer.moe_config
+        if not isinstance(method, UnquantizedFusedMoEMethod) or not config.is_act_and_mul:
+            raise AdapterError(f"{names[0]}: merged rollouts write plain gate, up and down projections of experts")
+        self._layer, self._method = layer, method
+        inter, hidden, local = config.intermediate_size_per_partition, layer.hidden_size, layer.local_num_experts
+        tp_rank, tp_size = config.moe_parallel_config.tp_rank, config.moe_parallel_config.tp_size
+        self._w13 = _host(layer, local, 2 * inter, hidden)
+        self._w2 = _host(layer, local, hidden, inter)
+        if self._w13.is_pinned() and (
+            method.unquantized_backend not in PLAIN_BACKENDS or layer.w13_weight.shape != self._w13.shape
+        ):
+            raise AdapterError(
+                f"{names[0]}: vLLM keeps the experts for {method.unquantized_backend.value}, not in order"
+            )
+        wide, narrow = (inter * tp_size, hidden), (hidden, inter * tp_size)
+        index = _local_experts(layer)
+        self.parts: list[WeightPart] = []
+        for i, name in enumerate(names):
+            at, which = index[i // 3], i % 3
+            row, col = (0, inter * tp_rank) if which == 1 else (inter * tp_rank, 0)
+            place = None
+            if at >= 0:
+                place = (self._w13[at, :inter], self._w2[at], self._w13[at, inter:])[which]
+            full = narrow if which == 1 else wide
+            self.parts.append(WeightPart(name=name + WEIGHT, place=place, row=row, col=col, full=full))
+
+    def apply(self) -> None:
+        layer = self._layer
+        if self._w13.is_pinned():
+            layer.w13_weight.data.copy_(self._w13, non_blocking=True)
+            layer.w2_weight.data.copy_(self._w2, non_blocking=True)
+            return
+        layer.w13_weight, layer.w2_weight = _parameter(self._w13), _parameter(self._w2)
+        # Not the method's own step after loading: at a second call that copies into memory which is packed already.
+        self._method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def _local_experts(layer: RoutedExperts) -> list[int]:
+    """Map every expert of the layer to its index on this worker, -1 if another worker holds it."""
+    table = layer.expert_map
+    return list(range(layer.global_num_experts)) if table is None else [int(i) for i in table.tolist()]
+
+
+def _host(layer: Any, *shape: int) -> Tensor:
+    """Host memory for a copy, pinned where the model computes on a device."""
+    on_device = any(p.device.type != "cpu" for p in layer.parameters())
+    return torch.zeros(shape, dtype=layer.params_dtype, device="cpu", pin_memory=on_device)
+
+
+def _parameter(staged: Tensor) -> nn.Parameter:
+    """A copy: some of vLLM's kernels keep the memory that they are given, and the next version is staged meanwhile."""
+    return nn.Parameter(staged.clone(), requires_grad=False)

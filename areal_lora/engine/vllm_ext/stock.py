@@ -1,0 +1,83 @@
+"""vLLM's own OpenAI server with one adapter: ``python -m areal_lora.engine.vllm_ext.stock --run-folder DIR ...``.
+
+Nothing of a run's servers is in it: no admin plane, no publishes. It reads the model's settings from the run folder and
+ends with its parent. The plugin of this package supplies LoRA on CPU experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import read_config
+from areal_lora.engine.vllm_ext.server import set_environment
+from areal_lora.errors import ArealLoraError, EnvironmentError_
+from areal_lora.processes.parent import die_with_parent
+from areal_lora.run_folder.paths import RunFolder
+
+MODULE = "vllm.entrypoints.openai.api_server"
+"""Not the program ``vllm``: it looks for the distribution `vllm`, and vLLM's CPU builds have another name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.stock", description=__doc__)
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    parser.add_argument("--lora", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--port", type=int, required=True)
+    args = parser.parse_args(argv)
+    die_with_parent(signal.SIGTERM)
+    try:
+        config = read_config(args.run_folder)
+        if importlib.util.find_spec("vllm") is None:
+            fix = "install it there, or set rollout.python to the rollout role's interpreter"
+            raise EnvironmentError_(f"vllm: {sys.executable} does not have it (fix: {fix})")
+    except ArealLoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    set_environment(config)
+    words = stock_arguments(config, args.lora, args.port)
+    try:
+        words += _tool_arguments(config)
+    except ArealLoraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    sys.argv = [MODULE, *words]
+    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def stock_arguments(config: Config, lora: str, port: int) -> list[str]:
+    """Arguments of vLLM's server for the run's model and sizes; pure."""
+    rollout = config.rollout
+    words = ["--host", "127.0.0.1", "--port", str(port), "--model", config.model.folder, "--dtype", config.model.dtype]
+    words += ["--max-model-len", str(rollout.max_model_len), "--tensor-parallel-size", str(rollout.tp)]
+    words += ["--enable-lora", "--max-lora-rank", str(rollout.max_lora_rank), "--lora-modules", lora]
+    words += ["--disable-uvicorn-access-log"]
+    on_cpu = config.cluster.device == "cpu"
+    if not on_cpu:
+        words += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization)]
+    if rollout.enforce_eager or on_cpu:
+        words += ["--enforce-eager"]
+    if rollout.kv_cache_gib is not None:
+        # On CPUs vLLM otherwise reserves nearly all memory of the machine and fails if less is free.
+        words += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]
+    return words
+
+
+def _tool_arguments(config: Config) -> list[str]:
+    """Have the tool parsers of the run's agents answer beside vLLM. Raises ConfigError."""
+    from areal_lora.engine.vllm_ext import stock_tools, tool_calls  # vLLM reads the environment on import
+
+    if not tool_calls.configured_parsers(config):
+        return []
+    stock_tools.prepare(config)
+    return ["--middleware", f"{stock_tools.__name__}.{stock_tools.ToolCallsMiddleware.__name__}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Slurm's commands, and what the job asks about its steps and nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from areal_lora.errors import EnvironmentError_
+from areal_lora.launcher.slurm.queue import ask
+
+ANSWER_S = 60.0
+_LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")
+
+
+def run(program: str, *arguments: str) -> str:
+    """Return the output of a command. Raises EnvironmentError_ if it is missing, fails or does not answer."""
+    output, problem = ask(program, *arguments, answer_s=ANSWER_S)
+    if problem:
+        command = " ".join((program, *arguments))
+        raise EnvironmentError_(f"{command}: {problem} (fix: see to it that Slurm's programs work on this machine)")
+    return output.strip()
+
+
+def step_ids(jobs: Collection[str]) -> dict[str, str]:
+    """``{"trainer.1": "17.4"}``: the ids of the jobs' steps by name. Empty where Slurm does not answer."""
+    try:
+        rows = run("squeue", "-h", "-s", "-j", ",".join(jobs), "-o", "%i %j").splitlines()
+    except EnvironmentError_:
+        return {}
+    return {name: step for step, _, name in (row.strip().partition(" ") for row in rows)}
+
+
+def lost_nodes(hosts: Collection[str]) -> set[str]:
+    """Those of ``hosts`` that Slurm has lost. Empty where Slurm does not answer."""
+    if not hosts:
+        return set()
+    try:
+        rows = run("scontrol", "-o", "show", "node", ",".join(sorted(hosts))).splitlines()
+    except EnvironmentError_:
+        return set()
+    lost = set()
+    for row in rows:
+        fields = {key: value for key, _, value in (word.partition("=") for word in row.split())}
+        if any(flag in fields.get("State", "").split("+") for flag in _LOST):
+            lost.add(fields.get("NodeName", ""))
+    return lost & set(hosts)

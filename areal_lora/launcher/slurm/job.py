@@ -1,0 +1,173 @@
+"""Supervise a run from inside its Slurm job: ``python -m areal_lora.launcher.slurm.job --run-folder RUN``.
+
+The batch script starts this and forwards its signals as words on standard input. Processes that fail are restarted in
+the allocation. The job is requeued only for a signal of Slurm and for a lost node that it cannot do without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.console import Console
+
+from areal_lora.checkpoint.store import versions_in
+from areal_lora.config.adapter_run import steps_of
+from areal_lora.config.facts import gather_facts
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import read_config
+from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
+from areal_lora.launcher.plan import JobPlan, make_plan
+from areal_lora.launcher.slurm import commands
+from areal_lora.launcher.slurm.allocation import Allocation, allocation
+from areal_lora.launcher.slurm.outcome import RUNNING, Outcome, outcome
+from areal_lora.launcher.slurm.queue import look
+from areal_lora.launcher.slurm.requeues import Lifetime, next_lifetime, read_lifetime, too_many, write_lifetime
+from areal_lora.launcher.slurm.states import is_active
+from areal_lora.launcher.slurm.steps import POLL_S, SlurmSteps
+from areal_lora.launcher.slurm.words import Words
+from areal_lora.launcher.watch import Watch, print_failure
+from areal_lora.network.addresses import NODES_VARIABLE
+from areal_lora.obs.console import LiveConsole
+from areal_lora.obs.report.closing import print_closing
+from areal_lora.run_folder.events import RequeueEvent, now_utc, write_event
+from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
+from areal_lora.run_folder.sessions import begin_session
+
+SETTLE_S = 1.0
+"""After scancel, tasks may end before the word about it arrives."""
+TRIES = 3
+"""Questions about the job, two seconds apart, where Slurm does not answer."""
+BY_SLURM = "by Slurm: a preemption, a lost node, the time limit before the start was complete, or scontrol"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Supervises a run inside its Slurm job; started by job.sbatch.")
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    names = (os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0"))
+    os.environ[SESSION_VARIABLE] = "-".join(names)
+    run_folder: RunFolder = parser.parse_args(argv).run_folder
+    console = Console(highlight=False, force_terminal=False)
+    try:
+        config = read_config(run_folder)
+        plan = make_plan(config, gather_facts(config, runs_here=False))
+        job = allocation(os.environ, plan.pools)
+        return Job(config, plan, job, console).run()
+    except ArealLoraError as error:
+        console.print(f"error: {error}", markup=False, soft_wrap=True)
+        return error.exit_code
+
+
+class Job:
+    """One lifetime of the job: from a start of the batch script to its end."""
+
+    def __init__(self, config: Config, plan: JobPlan, job: Allocation, console: Console) -> None:
+        self._config, self._plan, self._job, self._console = config, plan, job, console
+        self._folder = plan.run_folder
+
+    def run(self) -> int:
+        """Returns the exit code of the batch script."""
+        self._take_folder()
+        lifetime = self._begin()
+        words = Words(sys.stdin.fileno(), self._folder)
+        if why := too_many(lifetime.without, self._config.cluster.slurm.max_requeues):
+            self._say(f"The job ends as failed: {why}")
+            return ExitCode.COMPONENT_FAILED
+        with SlurmSteps(self._config, self._plan, self._job) as steps:
+            result = self._watch(steps, words)
+            if words.first:
+                self._say(f"{words.first} arrived: the steps are stopped")
+            steps.stop()
+        if result.requeue:
+            result = self._requeue(lifetime, result)
+        if result.text:
+            self._say(result.text)
+        if self._folder.summary.exists():  # also where an adapter has failed
+            print_closing(self._folder, self._console)
+        return result.code
+
+    def _take_folder(self) -> None:
+        """Raises ConfigError where another job works in the run folder."""
+        path = self._folder.job_id
+        other = path.read_text(encoding="ascii").strip() if path.exists() else self._job.job
+        if other != self._job.job and is_active(look(other)):
+            raise ConfigError(
+                "run.name", f"Slurm job {other} works in {self._folder}", f"wait for it, or scancel {other}"
+            )
+        path.write_text(f"{self._job.job}\n", encoding="ascii")
+
+    def _begin(self) -> Lifetime:
+        """Begin the session; count and record the requeue that led to it."""
+        last = read_lifetime(self._folder)
+        lifetime = next_lifetime(last, self._job.job, self._job.restarts, self._newest())
+        write_lifetime(self._folder, lifetime)
+        os.environ[NODES_VARIABLE] = " ".join(self._job.hosts)
+        begin_session(self._folder)
+        self._folder.logs.mkdir(exist_ok=True)
+        if self._job.restarts and last is not None and not last.reason:
+            self._record_requeue(BY_SLURM, lifetime.without)
+        self._say(f"Slurm job {self._job.job}, start {self._job.restarts + 1}, on {' '.join(self._job.hosts)}")
+        return lifetime
+
+    def _watch(self, steps: SlurmSteps, words: Words) -> Outcome:
+        view = LiveConsole(self._folder, steps_of(self._config), self._console)
+        view.start()
+        try:
+            steps.start(self._plan.processes)
+            failure = Watch(self._config, self._plan, steps, view, POLL_S).until_end(words.any)
+        finally:
+            view.stop()
+        if failure is not None:
+            time.sleep(SETTLE_S)
+            words.any()
+        word, state = words.first, ""
+        if failure is not None or word:
+            state = self._state()
+        result = outcome(failure, word, state)
+        if failure is not None and not word:
+            # Printed before the stop, which takes seconds and adds errors of the other processes.
+            print_failure(failure, self._console)
+        return result
+
+    def _requeue(self, lifetime: Lifetime, result: Outcome) -> Outcome:
+        """Requeue the job, or say why it ends instead."""
+        without = lifetime.next_without(self._newest())
+        if why := too_many(without, self._config.cluster.slurm.max_requeues):
+            return Outcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
+        state = self._state()
+        if state != RUNNING:
+            # scancel, while the steps stopped.
+            return outcome(None, result.requeue, state)
+        count = f" ({without} of {self._config.cluster.slurm.max_requeues} without a new checkpoint)" if without else ""
+        self._say(f"The job is requeued: {result.requeue}{count}")
+        self._record_requeue(result.requeue, without)
+        write_lifetime(self._folder, lifetime.requeued(result.requeue))
+        try:
+            commands.run("scontrol", "requeue", self._job.job)
+        except EnvironmentError_ as error:
+            return Outcome(code=ExitCode.COMPONENT_FAILED, text=f"the job is not requeued: {error}")
+        return Outcome(code=result.code)
+
+    def _state(self) -> str:
+        """The job's state; empty where Slurm does not answer."""
+        return look(self._job.job, TRIES).state
+
+    def _record_requeue(self, why: str, without: int) -> None:
+        write_event(self._folder, RequeueEvent(at=now_utc(), job=self._job.job, why=why, without=without))
+
+    def _newest(self) -> dict[str, int]:
+        """The newest checkpoint of each adapter that has one."""
+        found = {a.name: versions_in(self._folder.adapter_checkpoints(a.name)) for a in self._config.adapters}
+        return {name: max(versions) for name, versions in found.items() if versions}
+
+    def _say(self, text: str) -> None:
+        when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        self._console.print(f"{when}: {text}", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Watch the processes of a run: restart what failed, end what is stuck, decide when the run is over.
+
+One implementation for processes of this machine and for the steps of a Slurm job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from areal_lora.config.models import Config
+from areal_lora.errors import ExitCode
+from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.pulse import Pulse
+from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
+from areal_lora.launcher.stalls import waits, write_stall
+from areal_lora.obs.console import LiveConsole
+from areal_lora.run_folder.events import AbandonEvent, RestartEvent, StallEvent, now_utc, write_event
+from areal_lora.run_folder.heartbeat import forget_beats, last_beats
+from areal_lora.run_folder.rendezvous import forget_endpoint
+
+LOG_LINES = 30
+POLL_S, TICK_S = 0.1, 0.5
+PEER_GRACE_S = 1.5
+"""Time that the other trainer ranks get to log what they saw after one rank ended; then they are killed."""
+EARLY_END_S = 30.0
+"""A process may end well so long before trainer rank 0 does; longer is a failure."""
+
+
+class Processes(Protocol):
+    """The processes of a run, wherever they are."""
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start ``specs`` in order. Raises EnvironmentError_ where that is impossible."""
+
+    def poll(self) -> list[Ended]:
+        """Processes that ended since the last call, in starting order."""
+
+    def end(self, specs: Collection[ProcessSpec], grace_s: float = 0.0, why: str = "") -> list[Ended]:
+        """Wait up to ``grace_s`` for ``specs`` to end by themselves, then kill them with all they started.
+
+        Those that were still running get ``why``. What is not running is passed over.
+        """
+
+    def clear(self, ended: Collection[Ended]) -> None:
+        """Kill what processes that are over have left."""
+
+    def running(self) -> list[ProcessSpec]: ...
+
+    def ask_stacks(self) -> int:
+        """Ask every process for its stacks (``processes.stacks``); returns how many will write them."""
+
+    def look_after(self) -> None:
+        """Called often."""
+
+
+class Watch:
+    """Sees to the processes until trainer rank 0 ends well, one fails for good, or a signal comes."""
+
+    def __init__(
+        self, config: Config, plan: JobPlan, processes: Processes, view: LiveConsole, poll_s: float = POLL_S
+    ) -> None:
+        self._folder, self._processes, self._view, self._poll_s = plan.run_folder, processes, view, poll_s
+        trainer, servers = config.run.max_restarts, config.rollout.max_restarts
+        beats_s = config.run.heartbeat_timeout_s
+        self._restarts = Restarts(
+            plan.processes,
+            {TRAINER: trainer, CONTROLLER: trainer, SERVER: servers},
+            min_servers=config.cluster.min_servers,
+        )
+        self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s})
+        self._early: list[tuple[float, Ended]] = []
+        self._next_tick = 0.0
+
+    def until_end(self, asked_to_stop: Callable[[], bool]) -> Ended | None:
+        """The failure that ends the run, or None: done, or asked to stop."""
+        while not asked_to_stop():
+            ended, now = self._processes.poll(), time.monotonic()
+            if any(e.spec.role == TRAINER and e.spec.index == 0 and e.code == ExitCode.DONE for e in ended):
+                return None
+            # The other ranks and the controller may end well shortly before rank 0 does.
+            early = [e for e in ended if e.code == ExitCode.DONE and e.spec.role != SERVER]
+            self._early += [(now, e) for e in early]
+            ended = [e for e in ended if e not in early]
+            self._pulse.look(last_beats(self._folder), now)
+            failure = self._settle(ended + self._early_too_long(now), now) or self._end_stalled(now)
+            if failure is not None:
+                return failure
+            for specs in self._restarts.due(time.monotonic()):
+                self._start_again(specs)
+            self._show(now)
+            time.sleep(self._poll_s)
+        return None
+
+    def _settle(self, ended: list[Ended], now: float) -> Ended | None:
+        """Decide about each unit of which something ended. Returns the failure that ends the run."""
+        units: dict[str, list[Ended]] = defaultdict(list)
+        for e in ended:
+            units[unit_of(e.spec)].append(e)
+        for members in units.values():
+            self._processes.clear(members)
+            members += self._processes.end(self._restarts.members(members[0].spec), PEER_GRACE_S, "was ended")
+            blamed = to_blame([e for e in members if not e.why]) or members[0]
+            verdict = self._decide(blamed, now)
+            if verdict.ends_run:
+                return blamed
+        return None
+
+    def _early_too_long(self, now: float) -> list[Ended]:
+        """Return processes that exited with 0 over ``EARLY_END_S`` ago, when trainer rank 0 should have ended too."""
+        late = [e for at, e in self._early if now - at > EARLY_END_S]
+        self._early = [(at, e) for at, e in self._early if now - at <= EARLY_END_S]
+        return late
+
+    def _end_stalled(self, now: float) -> Ended | None:
+        """Record and end processes without a heartbeat for too long. Returns the failure that ends the run."""
+        silent = self._pulse.silent(now)
+        for spec in [spec for spec in self._processes.running() if spec.name in silent]:
+            how = f"sent no heartbeat for {silent[spec.name]:.0f} s"
+            path = write_stall(self._folder, self._processes.ask_stacks, f"{spec.name} {how}")
+            self._view.say(f"{spec.name} {how}; the stacks of all processes are in {path}; {waits(self._folder)}")
+            write_event(self._folder, StallEvent(at=now_utc(), who=spec.name, stacks=str(path)))
+            members = self._processes.end(self._restarts.members(spec), why=how)
+            verdict = self._decide(next(e for e in members if e.spec == spec), now)
+            if verdict.ends_run:
+                return verdict.ended
+        return None
+
+    def _decide(self, ended: Ended, now: float) -> Verdict:
+        beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
+        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
+        self._pulse.forget(beating)
+        for spec in self._restarts.members(ended.spec):
+            # At once: the next look would take the last beat of this session for the first of the next.
+            forget_beats(self._folder, spec.role, spec.index)
+        self._early = [(at, e) for at, e in self._early if unit_of(e.spec) != unit_of(ended.spec)]
+        if not verdict.ends_run:
+            self._view.say(str(verdict))
+        if verdict.wait_s is None and not verdict.ends_run:
+            self._folder.excluded(ended.spec.name).touch()
+        if verdict.abandoned:
+            write_event(self._folder, AbandonEvent(at=now_utc(), who=unit_of(ended.spec), how=ended.how()))
+        if verdict.wait_s is not None:
+            write_event(self._folder, RestartEvent(at=now_utc(), who=unit_of(ended.spec), how=ended.how()))
+        return verdict
+
+    def _start_again(self, specs: tuple[ProcessSpec, ...]) -> None:
+        for spec in specs:
+            if spec.role != SERVER:
+                # Others wait for the new ports. The trainer needs those of a server to check whether it is alive.
+                forget_endpoint(self._folder, spec.role, spec.index)
+        self._processes.start(specs)
+
+    def _show(self, now: float) -> None:
+        self._processes.look_after()
+        if now >= self._next_tick:
+            self._view.tick()
+            self._next_tick = now + TICK_S
+
+
+def print_failure(failure: Ended, console: Console) -> None:
+    lines = last_lines(failure.log, LOG_LINES)
+    console.print(f"{failure.spec.name} {failure.how()}.", style="bold red", markup=False, soft_wrap=True)
+    console.print(f"The last {len(lines)} lines of {failure.log}:", markup=False, soft_wrap=True)
+    for line in lines:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def last_lines(path: Path, n: int) -> list[str]:
+    """The last ``n`` lines of a log; reads at most its last 64 KiB."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            return file.read().decode("utf-8", "replace").splitlines()[-n:]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,199 @@
+"""The state of a run from the records seen so far, of the run and of each adapter, for consoles and commands."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping
+
+import msgspec
+
+from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
+    CheckpointRecord,
+    EvalRecord,
+    MembersRecord,
+    PublishRecord,
+    Record,
+    ResumeRecord,
+    RolloutSampleRecord,
+    StepRecord,
+    mean_lag,
+)
+from areal_lora.types import AdapterPhase
+
+PROBLEMS_SHOWN = 3
+WINDOW = 20
+"""Steps and publishes that medians and the remaining time are computed over."""
+KEPT = 512
+"""The number of newest steps and publishes in memory; staleness and shares are shown over these steps."""
+
+
+def publish_problem(record: PublishRecord) -> str | None:
+    """Describe the problem of a publish in one line; None if there is none."""
+    if record.version > 0 and not record.differs_from_base:
+        return f"publish v{record.version}: the servers still score like the base model"
+    if record.probe_mean_abs is None:
+        return f"publish v{record.version}: the parity probe returned no finite value"
+    return None
+
+
+def newest_state(recorded: AdapterStateRecord | None, steps_done: int, total: int) -> AdapterPhase:
+    """The recorded state; without one what the steps tell, as in files of earlier versions and after a resume."""
+    if recorded is not None:
+        return recorded.state
+    if steps_done >= total:
+        return AdapterPhase.DONE
+    return AdapterPhase.ACTIVE if steps_done else AdapterPhase.PENDING
+
+
+class AdapterView:
+    """The newest records of one adapter; ``total`` is the number of its training steps."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.steps: deque[StepRecord] = deque(maxlen=KEPT)
+        self.first_eval: EvalRecord | None = None
+        self.resumed_at = 0
+        self._evals: deque[EvalRecord] = deque(maxlen=KEPT)
+        self._recorded: AdapterStateRecord | None = None
+
+    def add(self, record: StepRecord | EvalRecord | ResumeRecord | AdapterStateRecord) -> None:
+        match record:
+            case StepRecord():
+                self.steps.append(record)
+            case EvalRecord(order=0):
+                self.first_eval = self.first_eval or record
+                self._evals.append(msgspec.structs.replace(record, samples=[]))
+            case ResumeRecord(version=version):
+                self.resumed_at, self._recorded = version, None
+                self.steps = deque((s for s in self.steps if s.step < version), maxlen=KEPT)
+                self._evals = deque((e for e in self._evals if e.version <= version), maxlen=KEPT)
+            case AdapterStateRecord():
+                self._recorded = record
+            case EvalRecord():
+                pass
+
+    @property
+    def last_eval(self) -> EvalRecord | None:
+        """The newest one of the first set; None as well where a resume superseded all."""
+        return self._evals[-1] if self._evals else None
+
+    @property
+    def steps_done(self) -> int:
+        if self.steps:
+            return self.steps[-1].step + 1
+        return self._recorded.version if self._recorded else self.resumed_at
+
+    @property
+    def state(self) -> AdapterPhase:
+        return newest_state(self._recorded, self.steps_done, self.total)
+
+    @property
+    def reason(self) -> str:
+        """Why it is in its state; empty where the state says it all."""
+        return self._recorded.reason if self._recorded else ""
+
+    @property
+    def steps_left(self) -> int:
+        return max(0, self.total - self.steps_done) if self.state.trains else 0
+
+    @property
+    def mean_lag(self) -> float | None:
+        """Mean staleness of the tokens of the newest steps, in versions."""
+        counts: Counter[int] = Counter()
+        for step in self.steps:
+            counts.update(step.staleness)
+        return mean_lag(counts)
+
+
+class RunView:
+    """Accumulates the records shown; drawing is separate, so that the state is testable.
+
+    ``totals`` are the training steps of each adapter. A record without a name belongs to the only one.
+    """
+
+    def __init__(self, totals: Mapping[str, int]) -> None:
+        self.adapters = {name: AdapterView(total) for name, total in totals.items()}
+        self.steps: deque[StepRecord] = deque(maxlen=KEPT)
+        """Of all adapters, in the order of training."""
+        self.publishes: deque[PublishRecord] = deque(maxlen=KEPT)
+        self.problems: deque[str] = deque(maxlen=PROBLEMS_SHOWN)
+
+    @property
+    def only(self) -> AdapterView | None:
+        """The adapter of a run that trains one; None if there are several."""
+        return next(iter(self.adapters.values())) if len(self.adapters) == 1 else None
+
+    def adapter(self, name: str) -> AdapterView:
+        """The adapter called ``name``, or the only one."""
+        return (self.only if not name else None) or self.adapters.setdefault(name, AdapterView(0))
+
+    def prefix(self, name: str) -> str:
+        """What begins a line about the adapter: nothing where the run has one."""
+        return "" if self.only else f"{name}: "
+
+    def add(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                self.adapter(record.adapter).add(record)
+                self.steps.append(record)
+            case EvalRecord() | AdapterStateRecord():
+                self.adapter(record.adapter).add(record)
+            case PublishRecord():
+                self.publishes.append(record)
+                problem = publish_problem(record)
+                if problem:
+                    self.problems.append(self.prefix(record.adapter) + problem)
+            case RolloutSampleRecord() | CheckpointRecord() | MembersRecord():
+                pass
+            case ResumeRecord(adapter=name, version=version):
+                self.adapter(name).add(record)
+                self.steps = deque((s for s in self.steps if s.adapter != name or s.step < version), maxlen=KEPT)
+                self.publishes.clear()  # those were to other processes
+                self.problems.clear()
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Trained tokens of the newest steps by versions of lag."""
+        counts: Counter[int] = Counter()
+        for record in self.steps:
+            counts.update(record.staleness)
+        return dict(counts)
+
+    def shares(self) -> dict[str, float]:
+        """Each adapter's part of the trained tokens of the newest steps; 0 for all before the first step."""
+        tokens = Counter(dict.fromkeys(self.adapters, 0))
+        for step in self.steps:
+            tokens[step.adapter] += step.trained_tokens
+        total = tokens.total()
+        return {name: n / total if total else 0.0 for name, n in tokens.items()}
+
+    @property
+    def steps_done(self) -> int:
+        return sum(adapter.steps_done for adapter in self.adapters.values())
+
+    @property
+    def total(self) -> int:
+        return sum(adapter.total for adapter in self.adapters.values())
+
+    def remaining_s(self) -> float | None:
+        """Remaining seconds at the pace of the last steps since a resume; None before the second of these.
+
+        Adapters take turns, so the pace is that of the run, and the steps left are those of all adapters.
+        """
+        since = [step for step in self.steps if step.step >= self.adapter(step.adapter).resumed_at]
+        recent = since[-WINDOW - 1 :]
+        if len(recent) < 2:
+            return None
+        pace = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
+        return sum(adapter.steps_left for adapter in self.adapters.values()) * max(0.0, pace)
+
+    def sync_p50(self) -> tuple[float, dict[str, float]] | None:
+        """Median total and median of each sequential phase over the last publishes, in ms."""
+        recent = list(self.publishes)[-WINDOW:]
+        totals = [p.total_ms for p in recent if p.total_ms is not None]
+        if not totals:
+            return None
+        rows = [p.sequence_ms() for p in recent]
+        return statistics.median(totals), {name: statistics.median(row[name] for row in rows) for name in rows[0]}

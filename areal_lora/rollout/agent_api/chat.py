@@ -1,0 +1,195 @@
+"""``POST /v1/chat/completions`` and ``/v1/completions``: from bodies to asks, from answers to bodies and events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import msgspec
+
+from areal_lora.rollout.agent_api.asking import Answered, Ask, Reply, converted, stops
+from areal_lora.rollout.agent_api.refusals import Refused, refuse
+from areal_lora.rollout.agent_api.turns import Message, chat_tools
+from areal_lora.types import Generation
+
+Spell: TypeAlias = Callable[[int], str]  # the text of one token
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class ChatRequest(_Body, frozen=True, kw_only=True):
+    messages: list[Message] | None = None
+    max_completion_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class TextRequest(_Body, frozen=True, kw_only=True):
+    prompt: str | list[str | int] | None = None
+    logprobs: int | None = None
+
+
+def parse_chat(body: dict[str, Any]) -> Ask:
+    """Raises Refused."""
+    request = converted(body, ChatRequest)
+    if not request.messages:
+        raise Refused(400, "give messages", "messages")
+    if request.top_logprobs and not request.logprobs:
+        raise refuse("top_logprobs", "needs logprobs: true")
+    limit = request.max_completion_tokens
+    return Ask(
+        model=request.model,
+        turns=tuple(message.turn(f"messages[{i}]") for i, message in enumerate(request.messages)),
+        tools=chat_tools(request.tools) if request.tool_choice != "none" else [],
+        parallel_calls=request.parallel_tool_calls is not False,
+        n=1 if request.n is None else request.n,
+        max_tokens=request.max_tokens if limit is None else limit,
+        stop=stops(request.stop),
+        seed=request.seed,
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def parse_text(body: dict[str, Any]) -> Ask:
+    """Raises Refused."""
+    request = converted(body, TextRequest)
+    return Ask(
+        model=request.model,
+        prompt=_one_prompt(request.prompt),
+        n=1 if request.n is None else request.n,
+        max_tokens=request.max_tokens,
+        stop=stops(request.stop),
+        seed=request.seed,
+        top_logprobs=request.logprobs,
+    )
+
+
+def _one_prompt(prompt: str | list[str | int] | None) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    texts = [p for p in prompt or () if isinstance(p, str)]
+    ids = [p for p in prompt or () if isinstance(p, int)]
+    if texts and (ids or len(texts) > 1):
+        raise refuse("prompt", "one prompt in a request: a text, or its token ids")
+    if not texts and not ids:
+        raise Refused(400, "give prompt", "prompt")
+    return texts[0] if texts else ids
+
+
+def reply_body(answered: Answered, model: str, spell: Spell) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    choice = _chat_choice if answered.ask.turns is not None else _text_choice
+    choices = [choice(i, reply, answered.ask, spell) for i, reply in enumerate(answered.replies)]
+    return _head(answered, model, "") | {"choices": choices, "usage": answered.usage()}
+
+
+def reply_events(answered: Answered, model: str, body: dict[str, Any], spell: Spell) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer."""
+    options = body.get("stream_options")
+    with_usage = isinstance(options, dict) and options.get("include_usage") is True
+    head = _head(answered, model, ".chunk") | ({"usage": None} if with_usage else {})
+    parts = _chat_deltas if answered.ask.turns is not None else _text_deltas
+    chunks = [
+        head | {"choices": [{"index": i, "logprobs": None, "finish_reason": None} | part]}
+        for i, reply in enumerate(answered.replies)
+        for part in parts(i, reply, answered.ask, spell)
+    ]
+    return [*chunks, head | {"choices": [], "usage": answered.usage()}] if with_usage else chunks
+
+
+def _head(answered: Answered, model: str, suffix: str) -> dict[str, Any]:
+    chat = answered.ask.turns is not None
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{answered.number}",
+        "object": f"chat.completion{suffix}" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _chat_choice(index: int, reply: Reply, ask: Ask, spell: Spell) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.turn.content, "refusal": None}
+    if calls := _calls(reply):
+        message |= {"tool_calls": calls, "content": reply.turn.content or None}
+    logprobs = _chat_logprobs(reply.sampled, ask, spell)
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+
+
+def _text_choice(index: int, reply: Reply, ask: Ask, spell: Spell) -> dict[str, Any]:
+    logprobs = _text_logprobs(reply.sampled, ask, spell)
+    text, reason = reply.turn.content, reply.finish_reason
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _chat_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
+    yield {"delta": {"role": "assistant", "content": ""}}
+    logprobs = _chat_logprobs(reply.sampled, ask, spell)
+    if reply.turn.content or logprobs is not None:
+        yield {"delta": {"content": reply.turn.content}, "logprobs": logprobs}
+    for k, call in enumerate(_calls(reply)):
+        yield {"delta": {"tool_calls": [{"index": k} | call]}}
+    yield {"delta": {}, "finish_reason": reply.finish_reason}
+
+
+def _text_deltas(index: int, reply: Reply, ask: Ask, spell: Spell) -> Iterator[dict[str, Any]]:
+    yield _text_choice(index, reply, ask, spell)
+
+
+def _calls(reply: Reply) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in reply.turn.calls
+    ]
+
+
+def token_logprobs(sampled: Generation, top: int, spell: Spell) -> list[dict[str, Any]]:
+    """OpenAI's entries of the sampled tokens; of the ``top`` likeliest tokens too, where the server returns them."""
+    tables = sampled.top_logprobs or [{} for _ in sampled.token_ids]
+    rows = []
+    for token, value, table in zip(sampled.token_ids, sampled.logprobs, tables, strict=True):
+        best = sorted(table.items(), key=lambda entry: -entry[1])[:top]
+        rows.append(_entry(token, value, spell) | {"top_logprobs": [_entry(t, v, spell) for t, v in best]})
+    return rows
+
+
+def _entry(token: int, value: float, spell: Spell) -> dict[str, Any]:
+    text = spell(token)
+    return {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": value}
+
+
+def _chat_logprobs(sampled: Generation, ask: Ask, spell: Spell) -> dict[str, Any] | None:
+    if ask.top_logprobs is None:
+        return None
+    return {"content": token_logprobs(sampled, ask.top_logprobs, spell), "refusal": None}
+
+
+def _text_logprobs(sampled: Generation, ask: Ask, spell: Spell) -> dict[str, Any] | None:
+    if ask.top_logprobs is None:
+        return None
+    rows = token_logprobs(sampled, ask.top_logprobs, spell)
+    offsets, at = [], 0
+    for row in rows:
+        offsets.append(at)
+        at += len(row["token"])
+    return {
+        "tokens": [row["token"] for row in rows],
+        "token_logprobs": [row["logprob"] for row in rows],
+        "top_logprobs": [{best["token"]: best["logprob"] for best in row["top_logprobs"]} for row in rows],
+        "text_offset": offsets,
+    }

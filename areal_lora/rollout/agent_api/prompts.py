@@ -1,0 +1,122 @@
+"""From the messages of a request to the tokens of its prompt; what was sampled is never tokenized again.
+
+Where messages begin with those of an earlier request and its answer, the prompt begins with the earlier prompt's tokens
+and the sampled ones. Only what the chat template writes after them is new::
+
+    earlier tokens, sampled ones | end of the assistant's turn | tool's message | begin of the next turn
+
+An answer counts as given back if its content and calls are those that the agent got. What the template would write for
+it may differ (spaces in the arguments of a call): the sampled tokens stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_lora.data.formatting import Formatter
+from areal_lora.errors import ConfigError
+from areal_lora.rollout.agent_api.asking import Ask, Reply
+from areal_lora.rollout.agent_api.refusals import Refused, refuse
+from areal_lora.rollout.agent_api.turns import Turn
+
+_ANSWER = "areal answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The turns up to an answer and with it, and all their tokens; ``spelt`` is the answer's text as it was sampled,
+    with the end of sequence and without.
+    """
+
+    turns: tuple[Turn, ...]
+    tools: list[dict[str, Any]]
+    token_ids: list[int]
+    spelt: tuple[str, str]
+
+    def begins(self, ask: Ask) -> bool:
+        assert ask.turns is not None
+        given = ask.turns[: len(self.turns)]
+        return (
+            self.tools == ask.tools
+            and len(given) == len(self.turns)
+            and all(mine.same(theirs) for mine, theirs in zip(self.turns, given, strict=True))
+        )
+
+
+@dataclass(slots=True)
+class Prompts:
+    """The prompts of one session."""
+
+    formatter: Formatter
+    _known: list[Known] = field(default_factory=list)
+    _texts: dict[str, list[int]] = field(default_factory=dict)  # of plain prompts and their answers
+
+    def token_ids(self, ask: Ask) -> list[int]:
+        """Tokens [P] of the request's prompt. Raises Refused."""
+        if ask.turns is not None:
+            return self._of_turns(ask, ask.turns)
+        if isinstance(ask.prompt, list):
+            return ask.prompt
+        known = max((t for t in self._texts if ask.prompt.startswith(t)), key=len, default="")
+        rest = self.formatter.tokenizer.encode(ask.prompt[len(known) :], add_special_tokens=not known)
+        return self._texts.get(known, []) + rest
+
+    def continued(self, ask: Ask) -> int:
+        """How many of the request's turns are those of an earlier request and its answer."""
+        known = self._longest(ask)
+        return len(known.turns) if known is not None else 0
+
+    def answered(self, ask: Ask, prompt_ids: list[int], reply: Reply) -> None:
+        """Keep the tokens of an answer for requests that continue it."""
+        sampled, decode = reply.sampled.token_ids, self.formatter.tokenizer.decode
+        ids, raw = prompt_ids + sampled, decode(sampled, skip_special_tokens=False)
+        if ask.turns is not None:
+            spelt = raw, decode(sampled[:-1], skip_special_tokens=False)
+            self._known.append(Known(turns=(*ask.turns, reply.turn), tools=ask.tools, token_ids=ids, spelt=spelt))
+        elif isinstance(ask.prompt, str):
+            self._texts[ask.prompt + raw] = ids
+
+    def _longest(self, ask: Ask) -> Known | None:
+        fitting = (known for known in self._known if ask.turns is not None and known.begins(ask))
+        return max(fitting, key=lambda known: len(known.turns), default=None)
+
+    def _of_turns(self, ask: Ask, turns: tuple[Turn, ...]) -> list[int]:
+        if not self.formatter.tokenizer.chat_template:
+            raise Refused(400, "this model's tokenizer has no chat template; use /v1/completions")
+        text = self._text(turns, ask.tools, last=True)
+        if ask.tools and text == self._text(turns, [], last=True):
+            raise refuse("tools", "the model's chat template does not write tools, so the model would not know of them")
+        known = self._longest(ask)
+        if known is not None and (after := self._after(known, text)) is not None:
+            rest = self.formatter.tokenizer.encode(after, add_special_tokens=False)
+            return known.token_ids + self.formatter.without_end(rest, known.token_ids)
+        # A template writes special tokens itself.
+        return self.formatter.tokenizer.encode(text, add_special_tokens=False)
+
+    def _after(self, known: Known, text: str) -> str | None:
+        """What follows the answer in ``text``; None if the template writes the turns before it otherwise by now."""
+        head = self._text(known.turns, known.tools, last=False)
+        before = self._text(known.turns[:-1], known.tools, last=True)
+        if not text.startswith(head) or not head.startswith(before):
+            return None
+        end = self._end(known, head, before)
+        return None if end is None else end + text[len(head) :]
+
+    def _end(self, known: Known, head: str, before: str) -> str | None:
+        """What the template writes after the answer to end its turn: after the answer as it was sampled, if it writes
+        that, else what it writes after any answer; None if that is not how ``head`` ends.
+        """
+        for spelt in known.spelt:
+            if head.startswith(before + spelt):
+                return head[len(before + spelt) :]
+        marked = (*known.turns[:-1], Turn(role="assistant", content=_ANSWER))
+        _, found, end = self._text(marked, known.tools, last=False).rpartition(_ANSWER)
+        return end if found and head.endswith(end) else None
+
+    def _text(self, turns: Sequence[Turn], tools: list[dict[str, Any]], *, last: bool) -> str:
+        try:
+            return self.formatter.chat([turn.for_template() for turn in turns], tools=tools, last=last)
+        except ConfigError as error:
+            raise Refused(400, error.reason, "messages") from None

@@ -1,0 +1,86 @@
+"""What the agents' endpoint refuses, by name: what would change the policy that is sampled, or cannot be done.
+
+Other fields that the endpoint does not know are ignored, as OpenAI's servers ignore `user` or `metadata`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_lora.config.models import SamplingConfig
+from areal_lora.errors import RolloutError
+
+_POLICY = "it would change the policy that is sampled and trained; leave it out"
+_GRAMMAR = (
+    "a grammar chooses tokens in place of the policy, and the log-probabilities would be those under the grammar; "
+    "check the format in the reward"
+)
+_TEMPLATE = "the run's configuration has the template's arguments (task.format); leave it out"
+_ABSENT = "the endpoint does not have it; leave it out"
+_TOOLS = "it is deprecated; use tools and tool_choice"
+
+REASONS: dict[str, str] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"), _POLICY),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "prediction"), _POLICY),
+    **dict.fromkeys(("best_of", "use_beam_search", "ignore_eos", "stop_token_ids"), _POLICY),
+    **dict.fromkeys(("response_format", "structured_outputs"), _GRAMMAR),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _GRAMMAR),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "documents"), _TEMPLATE),
+    **dict.fromkeys(("functions", "function_call"), _TOOLS),
+    **dict.fromkeys(("audio", "web_search_options", "echo", "suffix", "background", "conversation"), _ABSENT),
+}
+"""By field: why it is refused, unless its value asks for nothing."""
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "function_call": ("none",),
+}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
+_STATUS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+
+
+class Refused(RolloutError):
+    """A request that is answered with ``status`` and an OpenAI error body; ``param`` is the field at fault."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        self.status, self.param = status, param
+        super().__init__(message)
+
+
+def refuse(param: str, reason: str) -> Refused:
+    return Refused(400, f"{param}: {reason}", param)
+
+
+def check_fields(body: Mapping[str, Any], sampling: SamplingConfig | None) -> None:
+    """Raises Refused. Without ``sampling`` (an evaluation has its own) any temperature or top_p may be asked."""
+    for name in _SAMPLING if sampling is not None else ():
+        asked, used = body.get(name), getattr(sampling, name)
+        if name == "top_k" and asked == -1:
+            asked = 0
+        if isinstance(asked, int | float) and asked != used:
+            raise Refused(400, f"{name} {asked:g} is not the run's {used:g}; leave it out", name)
+    for name, reason in REASONS.items():
+        if (value := body.get(name)) and value not in _NOTHING.get(name, ()):
+            raise refuse(name, reason)
+    if body.get("modalities") not in (None, ["text"]):
+        raise refuse("modalities", _ABSENT)
+    _check_tools(body)
+
+
+def _check_tools(body: Mapping[str, Any]) -> None:
+    choice = body.get("tool_choice")
+    if choice is not None and choice not in ("auto", "none"):
+        raise refuse("tool_choice", f"only auto and none: a forced call is not the policy's choice. {_GRAMMAR}")
+    text = body.get("text")
+    kind = text.get("format") if isinstance(text, dict) else None
+    if kind and kind != {"type": "text"}:
+        raise refuse("text.format", _GRAMMAR)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error body."""
+    kind = _STATUS.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

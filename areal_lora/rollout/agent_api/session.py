@@ -1,0 +1,207 @@
+"""One run of an agent: its requests, their tokens, and the key that they come with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_lora.data.prompts import Prompt
+from areal_lora.rollout.agent_api.asking import Answered, Ask, Reply
+from areal_lora.rollout.agent_api.prompts import Prompts
+from areal_lora.rollout.agent_api.refusals import Refused, check_fields, refuse
+from areal_lora.rollout.agent_api.turns import Call, Turn
+from areal_lora.rollout.client import FaultKind, GenerationFault, ToolCallsRequest
+from areal_lora.rollout.routing import server_observer
+from areal_lora.rollout.workflow import WorkflowContext, derived_seed
+from areal_lora.rollout.workflows.collect import PackedTurns, join
+from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.types import AdapterRef, Generation, Sample, Trajectory
+
+CALL_ID_LETTERS = 9  # as Mistral's templates ask for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A request and its answers, for the record. ``spans`` are the places of the sampled tokens, one per answer: the
+    conversation's index, begin and end in it. The first ``known`` turns are those of an earlier exchange.
+    """
+
+    answered: Answered
+    known: int
+    spans: list[tuple[int, int, int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One run of an agent. ``tool_parser`` names the parser of its answers; without it no tools can be given."""
+
+    context: WorkflowContext
+    ref: AdapterRef
+    seed: int
+    tool_parser: str | None = None
+    conversations: list[PackedTurns] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    prompts: Prompts = field(init=False)
+    last: Generation | None = None
+    asked: int = 0
+    on_server: Callable[[str], None] | None = field(default_factory=server_observer.get)
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    fault: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def __post_init__(self) -> None:
+        self.prompts = Prompts(self.context.formatter)
+
+    def check(self, body: dict[str, Any]) -> None:
+        """Raises Refused for a body that asks for another policy."""
+        check_fields(body, None if self.context.evaluating else self.context.sampling)
+
+    async def answer(self, ask: Ask) -> Answered:
+        """Raises Refused for what cannot be asked, GenerationFault where there is no answer."""
+        server_observer.set(self.on_server)  # the gateway's task works for the group's task
+        if ask.model != self.ref.name:
+            raise Refused(404, f"there is no model {ask.model!r} for this key, only {self.ref.name!r}", "model")
+        if ask.tools and self.tool_parser is None:
+            raise refuse("tools", "the run's configuration names no workflow.tool_parser for the model's calls")
+        prompt_ids = self.prompts.token_ids(ask)
+        if not 0 < len(prompt_ids) < self.context.max_model_len:
+            raise Refused(400, f"{len(prompt_ids)} prompt tokens, between 1 and {self.context.max_model_len - 1} fit")
+        self.asked += 1
+        number = self.asked
+        seed = derived_seed(self.seed, number if ask.seed is None else -1 - ask.seed)
+        try:
+            sampled = await self._sampled(ask, prompt_ids, seed)
+            replies = await self._replies(ask, number, sampled)
+        except GenerationFault as fault:
+            if fault.kind is FaultKind.REJECTED:
+                raise Refused(400, fault.detail) from None
+            raise
+        answered = Answered(number=number, ask=ask, prompt_ids=prompt_ids, replies=replies)
+        self._keep(answered)
+        return answered
+
+    async def _sampled(self, ask: Ask, prompt_ids: list[int], seed: int) -> list[Generation]:
+        return await self.context.answer(
+            self.ref,
+            prompt_ids,
+            n=ask.n,
+            max_tokens=ask.max_tokens,
+            stop=list(ask.stop),
+            seed=seed,
+            timeout_s=2 * self.context.sampling.timeout_s,
+            top_logprobs=ask.top_logprobs or 0,
+        )
+
+    async def _replies(self, ask: Ask, number: int, sampled: Sequence[Generation]) -> list[Reply]:
+        if not ask.tools or self.tool_parser is None:
+            return [Reply(sampled=one, turn=Turn(role="assistant", content=one.text)) for one in sampled]
+        texts = [self._spoken(one, ask.stop) for one in sampled]
+        parsed = await self.context.client.tool_calls(
+            self.context.client.newest(self.ref),
+            ToolCallsRequest(parser=self.tool_parser, tools=ask.tools, texts=texts),
+            timeout_s=2 * self.context.sampling.timeout_s,
+        )
+        replies = []
+        for i, (one, found) in enumerate(zip(sampled, parsed, strict=True)):
+            calls = tuple(
+                Call(id=self._call_id(number, i, k), name=call.name, arguments=call.arguments)
+                for k, call in enumerate(found.calls if ask.parallel_calls else found.calls[:1])
+            )
+            content = found.content if calls else one.text
+            replies.append(Reply(sampled=one, turn=Turn(role="assistant", content=content, calls=calls)))
+        return replies
+
+    def _spoken(self, sampled: Generation, stop: Sequence[str]) -> str:
+        """The answer's text with special tokens, which may mark calls, but without the end of sequence or stop text."""
+        ids, tokenizer = sampled.token_ids, self.context.tokenizer
+        if sampled.finish_reason == "stop" and not tokenizer.decode(ids[-1:], skip_special_tokens=True):
+            ids = ids[:-1]
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        if sampled.finish_reason != "stop":
+            return text
+        found = [at for s in (*stop, *self.context.sampling.stop) if (at := text.find(s)) >= 0]
+        return text[: min(found)] if found else text
+
+    def _call_id(self, *place: int) -> str:
+        """Not random: templates may write it, and a run can be repeated."""
+        return hashlib.blake2b(repr((self.seed, place)).encode()).hexdigest()[:CALL_ID_LETTERS]
+
+    def _keep(self, answered: Answered) -> None:
+        known, spans = self.prompts.continued(answered.ask), []
+        for reply in answered.replies:
+            conversation = join(self.conversations, answered.prompt_ids, reply.sampled)
+            end = len(conversation.token_ids)
+            at = next(i for i, each in enumerate(self.conversations) if each is conversation)
+            spans.append((at, end - len(reply.sampled.token_ids), end))
+        for reply in answered.replies:
+            self.prompts.answered(answered.ask, answered.prompt_ids, reply)
+        self.exchanges.append(Exchange(answered=answered, known=known, spans=spans))
+        self.last = answered.replies[-1].sampled
+
+    def spell(self, token: int) -> str:
+        return self.context.tokenizer.decode([token], skip_special_tokens=False)
+
+    def turns_of(self) -> dict[int, tuple[Turn, ...]]:
+        """By number of request: the turns up to its first answer and with it, without the instructions."""
+        return {
+            each.answered.number: (
+                *(turn for turn in each.answered.ask.turns if turn.role != "system"),
+                each.answered.replies[0].turn,
+            )
+            for each in self.exchanges
+            if each.answered.ask.turns is not None
+        }
+
+    def fail(self, fault: GenerationFault) -> None:
+        """Fail the group, which is retried whole: a result without this answer is no sample of the policy."""
+        if not self.fault.done():
+            self.fault.set_exception(fault)
+
+    @property
+    def last_text(self) -> str:
+        return "" if self.last is None else self.last.text
+
+    def item(self, sample: Sample) -> ScoreItem:
+        """What the configured reward gets: the last completion."""
+        if self.last is None:
+            return ScoreItem.of(sample, "")
+        n_tokens, how = len(self.last.token_ids), self.last.finish_reason
+        return ScoreItem.of(sample, self.last.text, n_tokens=n_tokens, finish_reason=how)
+
+    def trajectories(self, prompt: Prompt, sample: int, score: Score) -> list[Trajectory]:
+        """All with the sample's one score."""
+        return [
+            packed.trajectory(f"{prompt.uid}:{sample}.{i}", sample, self.ref.name, score)
+            for i, packed in enumerate(self.conversations)
+        ]
+
+
+class Sessions:
+    """The keys that are valid now. Keys are kept as digests."""
+
+    def __init__(self) -> None:
+        self.base_url = ""
+        self._open: dict[bytes, Session] = {}
+
+    @contextlib.contextmanager
+    def opened(self, session: Session) -> Iterator[str]:
+        """A new key for the session; at the end the key is revoked and its running requests are cancelled."""
+        key = secrets.token_urlsafe(32)
+        self._open[_digest(key)] = session
+        try:
+            yield key
+        finally:
+            del self._open[_digest(key)]
+            for request in session.requests:
+                request.cancel()
+
+    def of_key(self, key: str) -> Session | None:
+        return self._open.get(_digest(key))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()  # a header may hold any bytes

@@ -1,0 +1,115 @@
+"""The sets of an evaluation: their problems, and how they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_lora.config.evals import EvalSetConfig
+from areal_lora.config.models import AdapterConfig, Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
+from areal_lora.data.formatting import Formatter
+from areal_lora.data.prompts import tokenize
+from areal_lora.data.tokenizer import TextTokenizer
+from areal_lora.errors import ConfigError
+from areal_lora.processes.log import get_logger
+from areal_lora.tasks.datasets import load_samples, prompt_format
+from areal_lora.types import Sample
+
+N_NAMED = 5  # prompts left out that are named
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Held-out problems: ``samples`` with their ``token_ids`` [N][P]; ``left_out`` are the uids of omitted ones."""
+
+    samples: Sequence[Sample]
+    token_ids: Sequence[list[int]]
+    left_out: tuple[str, ...] = ()
+
+    def note(self) -> str:
+        """Return one line about the omitted problems; empty if there are none."""
+        if not self.left_out:
+            return ""
+        named = ", ".join(self.left_out[:N_NAMED]) + (", ..." if len(self.left_out) > N_NAMED else "")
+        total = len(self.left_out) + len(self.samples)
+        return f"{len(self.left_out)} of {total} held-out prompts are too long and left out: {named}"
+
+
+def fitting(samples: Sequence[Sample], token_ids: Sequence[list[int]], max_prompt_tokens: int) -> HeldOut:
+    """The problems whose prompts leave room for an answer, as in training. Raises ConfigError if none does."""
+    fit = [len(ids) <= max_prompt_tokens for ids in token_ids]
+    if not any(fit):
+        raise ConfigError(
+            "rollout.max_model_len",
+            f"all {len(samples)} held-out prompts are longer than the {max_prompt_tokens} tokens left beside an answer",
+            "raise it, or lower sampling.max_new_tokens",
+        )
+    return HeldOut(
+        samples=[sample for sample, fits in zip(samples, fit, strict=True) if fits],
+        token_ids=[ids for ids, fits in zip(token_ids, fit, strict=True) if fits],
+        left_out=tuple(sample.uid for sample, fits in zip(samples, fit, strict=True) if not fits),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """One set. ``sampling`` is the adapter's with the set's own values; ``workflow`` is what it is asked with."""
+
+    config: EvalSetConfig
+    sampling: SamplingConfig
+    workflow: WorkflowConfig
+    formatter: Formatter
+    held_out: HeldOut
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def single_greedy(self) -> bool:
+        """One greedy answer in one turn: many prompts go into one request."""
+        return (
+            isinstance(self.workflow, SingleTurnWorkflowConfig)
+            and self.config.temperature == 0
+            and self.config.n_samples == 1
+        )
+
+
+def load_sets(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> tuple[EvalSet, ...]:
+    """Read the adapter's sets. Raises ConfigError, also for a set without a prompt that fits."""
+    return tuple(_load(config, adapter, chosen, tokenizer) for chosen in adapter.eval_sets)
+
+
+def _load(config: Config, adapter: AdapterConfig, chosen: EvalSetConfig, tokenizer: TextTokenizer) -> EvalSet:
+    task = chosen.task or adapter.task
+    formatter = Formatter(tokenizer=tokenizer, how=prompt_format(task))
+    samples = load_samples(task, "eval")[: chosen.n]
+    sampling = sampling_of(adapter.sampling, chosen)
+    room = config.rollout.max_model_len - sampling.max_new_tokens
+    held_out = fitting(samples, tokenize(samples, formatter), room)
+    if held_out.left_out:
+        log.warning("%s: %s: %s; %d tokens are room for a prompt", adapter.name, chosen.name, held_out.note(), room)
+    return EvalSet(
+        config=chosen,
+        sampling=sampling,
+        workflow=adapter.workflow if chosen.workflow == "trained" else SingleTurnWorkflowConfig(),
+        formatter=formatter,
+        held_out=held_out,
+    )
+
+
+def sampling_of(trained: SamplingConfig, chosen: EvalSetConfig) -> SamplingConfig:
+    """The sampling of a set: stop texts and time limit as in training, no restriction besides the set's ``top_p``."""
+    return trained.model_copy(
+        update={
+            "n_samples": chosen.n_samples,
+            "temperature": chosen.temperature,
+            "top_p": chosen.top_p,
+            "max_new_tokens": chosen.max_new_tokens or trained.max_new_tokens,
+            "top_k": 0,
+            "min_p": 0.0,
+            "min_tokens": 0,
+        }
+    )

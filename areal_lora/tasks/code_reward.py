@@ -1,0 +1,218 @@
+"""The reward ``kind: code``: run the program of an answer on tests, fenced.
+
+The program is the last fenced code block of the answer. Each test is a process of its own with a new interpreter: it
+has the standard library, an empty temporary folder, limits, and no network; it can start and signal no process, write
+nothing outside of its folder and not read the run folder. What it does wrong is a `Verdict`, which costs credit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_lora.errors import EnvironmentError_
+from areal_lora.tasks.fence import Doors, raise_fence
+from areal_lora.tasks.seccomp import Processes
+
+UNFENCED = 97  # exit status of a process that could not be fenced
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_PYTHON = ("", "python", "python3", "py")
+
+
+class Verdict(StrEnum):
+    """How a test ended."""
+
+    PASSED = "passed"
+    WRONG = "wrong"  # another output, or an assertion that failed
+    CRASHED = "crashed"
+    TIME = "time"  # CPU seconds, seconds of the test, or seconds of the answer
+    MEMORY = "memory"
+    OUTPUT = "output"  # more than it may write
+    NO_CODE = "no_code"
+
+
+class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of ``config.reward.CodeReward`` that matter here."""
+
+    inputs: str | None
+    outputs: str | None
+    asserts: str | None
+    credit: str
+    timeout_s: float
+    test_cpu_s: int
+    test_s: float
+    test_memory_mib: int
+    test_output_kib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTest:
+    """One test: with ``code`` the program continues with it, else its output to ``stdin`` must be ``expected``."""
+
+    stdin: str = ""
+    expected: str = ""
+    code: str | None = None
+
+
+class CodeRunner:
+    """Call it with an answer and its row. ``scratch`` is a folder that this process may write.
+
+    It must run in a process with one thread that may start others (`Processes.MANY`).
+    """
+
+    def __init__(self, settings: CodeSettings, scratch: Path) -> None:
+        self._settings, self._scratch = settings, scratch
+
+    def __call__(self, completion: str, columns: dict[str, Any]) -> dict[str, float | bool]:
+        """The reward, whether all tests pass, and the share of tests by verdict.
+
+        Raises ValueError for a row without tests, EnvironmentError_ if a program cannot be fenced.
+        """
+        tests = row_tests(columns, self._settings)
+        verdicts = self._verdicts(extract_program(completion), tests)
+        counts = Counter(verdicts)
+        shares: dict[str, float | bool] = {verdict.value: n / len(tests) for verdict, n in counts.items()}
+        passed = counts[Verdict.PASSED]
+        whole = passed == len(tests)
+        reward = passed / len(tests) if self._settings.credit == "partial" else float(whole)
+        return {"passed": 0.0} | shares | {"reward": reward, "correct": whole}
+
+    def _verdicts(self, program: str | None, tests: Sequence[CodeTest]) -> Iterator[Verdict]:
+        """One verdict per test; without partial credit the first failure stands for the rest."""
+        s = self._settings
+        ends_s = time.monotonic() + s.timeout_s - min(2.0, s.timeout_s / 4)  # before the process itself is ended
+        failed: Verdict | None = None if program is not None else Verdict.NO_CODE
+        for test in tests:
+            if failed is None or (s.credit == "partial" and program is not None):
+                left_s = min(s.test_s, ends_s - time.monotonic())
+                verdict = Verdict.TIME if left_s <= 0 else self._run(program or "", test, left_s)
+                failed = failed or (None if verdict is Verdict.PASSED else verdict)
+                yield verdict
+            else:
+                yield failed
+
+    def _run(self, program: str, test: CodeTest, limit_s: float) -> Verdict:
+        folder = self._scratch / "test"
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "work").mkdir(parents=True)
+        try:
+            return self._run_in(folder, program, test, limit_s)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run_in(self, folder: Path, program: str, test: CodeTest, limit_s: float) -> Verdict:
+        s, seal = self._settings, secrets.token_hex(16)
+        ending = "" if test.code is None else f"\n\n{test.code}\n\nimport os as _os\n_os.write(1, b'\\n{seal}')\n"
+        (folder / "main.py").write_text(program + ending, encoding="utf-8", errors="replace")
+        (folder / "stdin").write_text(test.stdin, encoding="utf-8", errors="replace")
+        work = folder / "work"
+        with (
+            (folder / "stdin").open("rb") as given,
+            (folder / "stdout").open("wb") as out,
+            (folder / "stderr").open("wb") as errors,
+        ):
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-X", "utf8", str(folder / "main.py")],
+                stdin=given,
+                stdout=out,
+                stderr=errors,
+                cwd=work,
+                env={"PATH": os.defpath, "HOME": str(work), "TMPDIR": str(work), "OMP_NUM_THREADS": "1"},
+                preexec_fn=lambda: self._fence(work),  # this process has one thread
+            )
+            try:
+                status = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return Verdict.TIME
+            finally:
+                process.kill()
+                process.wait()
+        if status == UNFENCED:
+            raise EnvironmentError_("reward code: this machine cannot fence a program (Landlock, seccomp)")
+        written = (folder / "stdout").read_bytes()
+        if status != 0 or len(written) >= s.test_output_kib << 10:
+            return _failure(status, len(written) >= s.test_output_kib << 10, folder / "stderr")
+        text = written.decode("utf-8", errors="replace")
+        if test.code is not None:
+            return Verdict.PASSED if text.endswith(f"\n{seal}") else Verdict.WRONG
+        return Verdict.PASSED if _plain(text) == _plain(test.expected) else Verdict.WRONG
+
+    def _fence(self, work: Path) -> None:
+        """In the new process, before it becomes the interpreter."""
+        s = self._settings
+        memory, output = s.test_memory_mib << 20, s.test_output_kib << 10
+        _lower(resource.RLIMIT_AS, memory)
+        _lower(resource.RLIMIT_CPU, s.test_cpu_s)
+        doors = Doors(scratch=work, scratch_bytes=output, processes=Processes.EXEC)
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        if raise_fence(None, os.getppid(), doors):
+            os._exit(UNFENCED)
+
+
+def _lower(kind: int, wanted: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(kind, (limit, limit))
+
+
+def _failure(status: int, too_much: bool, errors: Path) -> Verdict:
+    last = errors.read_bytes()[-4096:]
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        return Verdict.TIME
+    if b"MemoryError" in last:
+        return Verdict.MEMORY
+    if too_much or status == -signal.SIGXFSZ or b"File too large" in last:
+        return Verdict.OUTPUT
+    return Verdict.WRONG if b"AssertionError" in last else Verdict.CRASHED
+
+
+def extract_program(completion: str) -> str | None:
+    """The last fenced block of Python, or without a language; None if there is none."""
+    blocks = [body for language, body in _BLOCK.findall(completion) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+def row_tests(row: Mapping[str, Any], settings: CodeSettings) -> list[CodeTest]:
+    """The tests of a row. Raises ValueError if it has none, or another number of inputs than outputs."""
+    tests = []
+    if settings.outputs is not None:
+        outputs = _texts(row, settings.outputs)
+        inputs = [""] * len(outputs) if settings.inputs is None else _texts(row, settings.inputs)
+        if len(inputs) != len(outputs):
+            raise ValueError(
+                f"{len(inputs)} inputs in {settings.inputs!r}, {len(outputs)} outputs in {settings.outputs!r}"
+            )
+        tests += [CodeTest(stdin=stdin, expected=expected) for stdin, expected in zip(inputs, outputs, strict=True)]
+    if settings.asserts is not None:
+        tests += [CodeTest(code=code) for code in _texts(row, settings.asserts)]
+    if not tests:
+        raise ValueError("the row has no tests")
+    return tests
+
+
+def _texts(row: Mapping[str, Any], column: str) -> list[str]:
+    value = row.get(column)
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if others := [v for v in values if not isinstance(v, str | int | float)]:
+        raise ValueError(f"a test in column {column!r} is of type {type(others[0]).__name__}, not a text")
+    return [str(v) for v in values]
+
+
+def _plain(text: str) -> list[str]:
+    """Lines without white space at their ends; empty lines at the end do not count."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,16 @@
+"""The answer that a data set gives to a problem, for training on given answers."""
+
+from __future__ import annotations
+
+from areal_lora.errors import ConfigError
+from areal_lora.types import Sample
+
+
+def given_answer(sample: Sample, column: str | None) -> str:
+    """The text in ``column``, the gold answer if it is None. Raises ConfigError for a row that has none."""
+    value = sample.gold if column is None else sample.columns.get(column)
+    if isinstance(value, str) and value.strip():
+        return value
+    known = ", ".join(sample.columns) or "none"
+    what = "gold answer" if column is None else f"text in column {column!r}"
+    raise ConfigError("sft.column", f"{sample.uid} has no {what}", f"name a column of text; its columns: {known}")

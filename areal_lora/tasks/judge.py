@@ -1,0 +1,273 @@
+"""The reward ``kind: judge``: a language model behind an OpenAI-compatible API scores the answer.
+
+It runs in a scorer process with network. A reply is kept by everything that was asked: address, model, messages and
+all parameters. What cannot be answered raises `JudgeFault`: the answer is an ``error``, never reward 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from areal_lora.errors import ConfigError
+from areal_lora.tasks.judge_cache import JudgeCache, Reply
+from areal_lora.types import gold_text
+
+LARGEST_REPLY_BYTES = 1 << 20
+READ_CHARACTERS = 1 << 16  # of a reply's end
+LONGEST_PAUSE_S = 60.0
+RETRIED = frozenset({408, 409, 425, 429})
+_NAME = re.compile(r"\{(\w+)\}")
+
+
+class JudgeFault(Exception):
+    """The judge gave no score for an answer; the text says why."""
+
+
+class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of ``config.reward.JudgeReward`` that matter here."""
+
+    url: str
+    model: str
+    prompt: str
+    system_prompt: str | None
+    key_env: str | None
+    json_field: str | None
+    pattern: str
+    scale: tuple[float, float]
+    temperature: float
+    max_tokens: int
+    parameters: dict[str, Any]
+    attempt_s: float
+    attempts: int
+    backoff_s: float
+    workers: int
+    concurrency: int
+    price_prompt: float | None
+    price_completion: float | None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _TryAgain(Exception):
+    """An attempt failed in a way that the next one may not. ``after_s``: the server's wish."""
+
+    def __init__(self, reason: str, after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class LlmJudge:
+    """Call it with an answer; it returns the score between 0 and 1. ``kept`` is the folder of the cache.
+
+    Raises ConfigError if the environment variable of the key is not set.
+    """
+
+    def __init__(self, settings: JudgeSettings, kept: Path | None) -> None:
+        self._settings = settings
+        self._headers = {"Content-Type": "application/json"}
+        self._key = ""
+        if settings.key_env is not None:
+            self._key = os.environ.get(settings.key_env, "")
+            if not self._key:
+                raise ConfigError("reward.key_env", f"the environment variable {settings.key_env} is not set")
+            self._headers["Authorization"] = f"Bearer {self._key}"
+        self._cache = None if kept is None else JudgeCache(kept)
+        self._slots = asyncio.Semaphore(max(1, settings.concurrency // settings.workers))
+        self._asked: dict[str, asyncio.Task[tuple[Reply, float]]] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._costs: defaultdict[str, float] = defaultdict(float)
+
+    async def __call__(self, completion: str, prompt: str, answer: Any, columns: dict[str, Any]) -> float:
+        """The score of ``completion``, scaled to [0, 1]. Raises JudgeFault."""
+        self._costs["answers"] += 1
+        fields = {**columns, "completion": completion, "prompt": prompt, "answer": gold_text(answer)}
+        body = self._body(fields)
+        key = hashlib.sha256(f"{self._settings.url}\n{body}".encode()).hexdigest()
+        known = None if self._cache is None else self._cache.get(key)
+        if known is not None:
+            try:
+                score = read_score(known.text, self._settings)
+            except ValueError:
+                pass  # it was read by another pattern
+            else:
+                self._costs["cached"] += 1
+                return self._scaled(score)
+        # Equal answers of a batch are asked once; a caller that runs out of time does not end the others' request.
+        if (task := self._asked.get(key)) is None:
+            task = self._asked[key] = asyncio.create_task(self._ask(body))
+            task.add_done_callback(lambda _: self._asked.pop(key, None))
+        else:
+            self._costs["cached"] += 1
+        reply, score = await asyncio.shield(task)
+        if self._cache is not None and not self._cache.put(key, reply):
+            self._costs["cache_faults"] += 1
+        return self._scaled(score)
+
+    def take_costs(self) -> dict[str, float]:
+        """What was spent since the last call: answers, calls, tokens, milliseconds, price."""
+        costs, self._costs = dict(self._costs), defaultdict(float)
+        return costs
+
+    def _scaled(self, score: float) -> float:
+        low, high = self._settings.scale
+        return (score - low) / (high - low)
+
+    def _body(self, fields: Mapping[str, Any]) -> str:
+        s = self._settings
+        system = [] if s.system_prompt is None else [{"role": "system", "content": s.system_prompt}]
+        body = {
+            "model": s.model,
+            "messages": [*system, {"role": "user", "content": fill(s.prompt, fields)}],
+            "temperature": s.temperature,
+            "max_tokens": s.max_tokens,
+            **s.parameters,
+        }
+        return json.dumps(body, sort_keys=True)
+
+    async def _ask(self, body: str) -> tuple[Reply, float]:
+        s, reason = self._settings, ""
+        for attempt in range(s.attempts):
+            try:
+                async with self._slots:
+                    reply = await self._attempt(body)
+                return reply, read_score(reply.text, s)
+            except _TryAgain as error:
+                reason, wish_s = str(error), error.after_s
+            except ValueError as error:
+                reason, wish_s = f"unreadable reply: {error}", 0.0
+            if attempt + 1 < s.attempts:
+                self._costs["retries"] += 1
+                pause_s = s.backoff_s * 2**attempt * random.uniform(0.75, 1.25)
+                await asyncio.sleep(min(max(pause_s, wish_s), LONGEST_PAUSE_S))
+        raise JudgeFault(f"no score in {s.attempts} attempts, the last: {reason}")
+
+    async def _attempt(self, body: str) -> Reply:
+        """One request. Raises _TryAgain, JudgeFault."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=self._settings.attempt_s)
+            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=True)
+        self._costs["calls"] += 1
+        began_s = time.monotonic()
+        url = self._settings.url.rstrip("/") + "/chat/completions"
+        try:
+            # Redirects are not followed: the key belongs to this address.
+            async with self._session.post(
+                url, data=body.encode(), headers=self._headers, allow_redirects=False
+            ) as response:
+                status, wish = response.status, response.headers.get("Retry-After", "")
+                text = await _bounded(response)
+        except TimeoutError:
+            raise _TryAgain(f"no reply within {self._settings.attempt_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from None
+        finally:
+            self._costs["ms"] += 1000 * (time.monotonic() - began_s)
+        if status in RETRIED or status >= 500:
+            raise _TryAgain(f"HTTP {status}", float(wish) if wish.isdigit() else 0.0)
+        if status != 200:
+            raise JudgeFault(f"HTTP {status}: {self._without_key(text)}")
+        return self._read(text)
+
+    def _read(self, text: bytes) -> Reply:
+        """Raises _TryAgain for what is no chat completion."""
+        try:
+            made = msgspec.json.decode(text, type=_Completion)
+            content = made.choices[0].message.content
+        except (msgspec.MsgspecError, UnicodeDecodeError, IndexError):
+            raise _TryAgain(f"no chat completion: {self._without_key(text)}") from None
+        s, usage = self._settings, made.usage or _Usage()
+        self._costs["prompt_tokens"] += usage.prompt_tokens
+        self._costs["completion_tokens"] += usage.completion_tokens
+        if s.price_prompt is not None or s.price_completion is not None:
+            prices = (s.price_prompt or 0.0, s.price_completion or 0.0)
+            spent = usage.prompt_tokens * prices[0] + usage.completion_tokens * prices[1]
+            self._costs["price"] += spent / 1e6
+        if content is None:
+            raise _TryAgain("the reply has no text")
+        return Reply(text=content, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+
+    def _without_key(self, text: bytes) -> str:
+        shown = " ".join(text[:2000].decode(errors="replace").split())
+        return (shown.replace(self._key, "***") if self._key else shown)[:200]
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > LARGEST_REPLY_BYTES:
+            raise _TryAgain(f"a reply of more than {LARGEST_REPLY_BYTES >> 20} MiB")
+    return b"".join(parts)
+
+
+def fill(template: str, fields: Mapping[str, Any]) -> str:
+    """``template`` with ``{name}`` replaced once: braces in the values stay. Raises JudgeFault for an unknown name."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in fields:
+            raise JudgeFault(f"the prompt names {match[0]}, the columns are: {', '.join(sorted(fields))}")
+        found = fields[match[1]]
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+    return _NAME.sub(value, template)
+
+
+def read_score(text: str, settings: JudgeSettings) -> float:
+    """The score that ``text`` states, within the scale. Raises ValueError."""
+    text = text[-READ_CHARACTERS:]
+    if settings.json_field is not None:
+        value = _last_object(text).get(settings.json_field)
+    else:
+        matches = list(re.finditer(settings.pattern, text))
+        value = matches[-1][1] if matches else None
+    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"it states no score: {text[-80:]!r}")
+    score, (low, high) = float(value), settings.scale
+    if not math.isfinite(score) or not low <= score <= high:
+        raise ValueError(f"the score {score:g} is not between {low:g} and {high:g}")
+    return score
+
+
+def _last_object(text: str) -> dict[str, Any]:
+    """The last JSON object in ``text``; empty if there is none."""
+    decoder, found, at = json.JSONDecoder(), dict[str, Any](), text.find("{")
+    while at >= 0:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            end = at + 1
+        else:
+            found = value
+        at = text.find("{", end)
+    return found

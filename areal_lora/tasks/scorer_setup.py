@@ -1,0 +1,94 @@
+"""From a configured reward to the `Setup` of its scorer processes, and the command that starts one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from areal_lora.config.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.box import PARENT_PID, boxed
+from areal_lora.tasks.scorer_child import Setup
+from areal_lora.tasks.seccomp import Processes
+
+CACHE_BYTES = 1 << 36
+PROGRAM_BYTES = 1 << 24
+
+log = logging.getLogger(__name__)
+
+
+def setup_of(reward: RewardConfig, hidden: Path | None) -> Setup:
+    """What a scorer process of ``reward`` needs and may do."""
+    setup = Setup(
+        kind=reward.kind,
+        path=None,
+        correct_threshold=None,
+        timeout_s=reward.timeout_s,
+        memory_bytes=reward.memory_mib << 20,
+        hidden=None if hidden is None else str(hidden),
+        scratch=None,
+        scratch_bytes=0,
+        network=False,
+        parent_pid=os.getpid(),
+        search_path=tuple(folder or os.getcwd() for folder in sys.path),
+    )
+    match reward:
+        case FunctionReward():
+            return msgspec.structs.replace(
+                setup,
+                path=reward.path,
+                correct_threshold=reward.correct_threshold,
+                scratch_bytes=reward.scratch_mib << 20,
+                network=reward.network,
+                processes=Processes.MANY if reward.allow_subprocess else Processes.NONE,
+            )
+        case JudgeReward():
+            kept = None
+            if hidden is not None and reward.cache:
+                kept = RunFolder(hidden).judge
+                kept.mkdir(mode=0o700, exist_ok=True)
+            return msgspec.structs.replace(
+                setup,
+                correct_threshold=reward.correct_threshold,
+                scratch_bytes=CACHE_BYTES,
+                network=True,
+                settings=reward.model_dump(),
+                kept=None if kept is None else str(kept),
+            )
+        case CodeReward():
+            return msgspec.structs.replace(
+                setup,
+                scratch_bytes=max(PROGRAM_BYTES, reward.test_output_kib << 10),
+                processes=Processes.MANY,
+                settings=reward.model_dump(),
+            )
+        case _:
+            return setup
+
+
+def in_a_box(argv: list[str], setup: Setup) -> tuple[list[str], Setup]:
+    """Both for a process inside bubblewrap, where it is usable; a line in the log says which way it is."""
+    hidden = None if setup.hidden is None else Path(setup.hidden)
+    scratch = None if setup.scratch is None else Path(setup.scratch)
+    inside = boxed(argv, network=setup.network, hidden=hidden, scratch=scratch)
+    _report_processes(setup.path or setup.kind, inside is not None)
+    if inside is None:
+        return argv, setup
+    return inside, msgspec.structs.replace(setup, processes=Processes.BOX, parent_pid=PARENT_PID)
+
+
+@cache
+def _report_processes(reward: str, in_box: bool) -> None:
+    if in_box:
+        log.info("the reward %s may start processes: inside bubblewrap", reward)
+    else:
+        log.warning(
+            "the reward %s may start processes, without bubblewrap (not installed, not usable, or for root): "
+            "seccomp, Landlock and limits hold; it sees the machine's processes, and memory is limited per process",
+            reward,
+        )

@@ -1,0 +1,126 @@
+"""What is resident beside an adapter while it trains: its critic, and the version that is its KL reference.
+
+::
+
+    math             trained, published
+    math/critic      trained beside it: value head, rank, moments and clock of its own; never published
+    math/reference   a frozen copy of an earlier version of math
+
+Both are adapters of the same base, which is held once. Their state is in the checkpoints of the adapter that they
+belong to. A ``/`` is in no name that a configuration can give.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal_lora.checkpoint.state import AdapterState, Companion, Manifest, files_of, read_files
+from areal_lora.config.models import AdapterConfig, OptimizerConfig
+from areal_lora.engine.base import TrainEngine
+from areal_lora.errors import ConfigError
+from areal_lora.processes.log import get_logger
+from areal_lora.trainer.adapter import Adapter
+from areal_lora.types import AdapterSpec
+
+CRITIC, REFERENCE = "critic", "reference"
+RATE = 10.0
+"""Learning rate of a critic over that of its policy, where none is configured: usual values are 5 to 20."""
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """The adapter that gives values. Its learning rate is ``rate`` times that of the policy."""
+
+    spec: AdapterSpec
+    optimizer: OptimizerConfig
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+def critic_of(adapter: Adapter) -> Critic | None:
+    """The critic that the adapter's algorithm asks for; None if it asks for none.
+
+    One of another rank has it, and the scale of the adapter, at all modules: patterns are for the adapter's own rank.
+    """
+    if adapter.algorithm.critic is None:
+        return None
+    config: AdapterConfig = adapter.config
+    lr = config.algorithm.critic_lr
+    spec = replace(adapter.spec, name=f"{adapter.name}/{CRITIC}", value_head=True)
+    if rank := config.algorithm.critic_rank:
+        larger = rank / spec.rank
+        alpha = spec.alpha * (math.sqrt(larger) if spec.rslora else larger)
+        spec = replace(spec, rank=rank, alpha=alpha, rank_pattern=(), alpha_pattern=())
+    return Critic(spec=spec, optimizer=config.optimizer, rate=lr / config.optimizer.lr if lr else RATE)
+
+
+def reference_of(adapter: Adapter) -> str | None:
+    """The name of the resident reference; None where the reference is the base."""
+    return f"{adapter.name}/{REFERENCE}" if adapter.algorithm.reference else None
+
+
+def begin(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
+    """Make the companions of ``adapter`` resident: a new critic, its present weights as the reference."""
+    if critic := critic_of(adapter):
+        engine.add_adapter(critic.spec, critic.optimizer, seed)
+    if reference := reference_of(adapter):
+        engine.freeze_copy(adapter.name, reference)
+
+
+def renew(engine: TrainEngine, adapter: Adapter, version: int) -> None:
+    """Make ``version``, which the adapter's weights are now, the reference if it is its turn."""
+    terms, reference = adapter.algorithm.reference, reference_of(adapter)
+    if terms and reference and terms.renewed_at(version):
+        engine.freeze_copy(adapter.name, reference)
+
+
+def resident(adapter: Adapter) -> dict[str, str]:
+    """The names of the companions in the engine, by role."""
+    critic, reference = critic_of(adapter), reference_of(adapter)
+    return ({CRITIC: critic.name} if critic else {}) | ({REFERENCE: reference} if reference else {})
+
+
+def states(engine: TrainEngine, adapter: Adapter) -> dict[str, AdapterState]:
+    """Host copies of the companions' tensors, by role. Collective."""
+    return {role: engine.export_state(name) for role, name in resident(adapter).items()}
+
+
+def described(engine: TrainEngine, adapter: Adapter, found: dict[str, AdapterState]) -> dict[str, Companion]:
+    """The companions as a manifest has them."""
+    specs = {role: engine.adapter_spec(name) for role, name in resident(adapter).items()}
+    return {role: Companion(spec=specs[role], step=state.step) for role, state in found.items()}
+
+
+def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path) -> None:
+    """Restore the companions, which are resident, from a checkpoint.
+
+    A critic that the checkpoint does not have begins as a new one. Raises ConfigError for one of another shape, and
+    for a reference that the checkpoint does not have: its version cannot be known any more.
+    """
+    for role, name in resident(adapter).items():
+        kept = manifest.companions.get(role)
+        if kept is None and role == REFERENCE:
+            raise ConfigError(
+                "algorithm.reference",
+                f"{folder} was written without a reference, and the version that the run began with is gone",
+                "set it to base, choose another run.name, or start over with --fresh",
+            )
+        if kept is None:
+            log.warning("%s has no critic: %s gets a new one", folder, adapter.name)
+            continue
+        spec = engine.adapter_spec(name)
+        if replace(kept.spec, base_model=spec.base_model) != spec:
+            raise ConfigError(
+                f"algorithm.{role}_rank",
+                f"the {role} in {folder} has rank {kept.spec.rank} and alpha {kept.spec.alpha:g}, not {spec.rank} and "
+                f"{spec.alpha:g}",
+                "set it back, choose another run.name, or start over with --fresh",
+            )
+        engine.load_state(name, read_files([folder / entry.name for entry in files_of(manifest, role)]), kept.step)

@@ -1,0 +1,114 @@
+"""Peak memory of an FSDP rank against its shard and one layer: a random Llama of 24 layers on two gloo ranks.
+
+    python benchmarks/fsdp_memory.py [--layers 24] [--ranks 2]
+
+Private memory (anonymous pages) is sampled every millisecond: while the base is loaded, and in a forward and backward
+pass of a batch so small that activations do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# glibc would keep freed tensors: the question is what is alive.
+os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+MIB = 2**20
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 512}
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def private_bytes() -> int:
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(resident) - int(shared)) * PAGE
+
+
+class Peak:
+    """The highest private memory while the block runs."""
+
+    def __enter__(self) -> Peak:
+        self.value, self._over = private_bytes(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.001):
+            self.value = max(self.value, private_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def one_rank(path: str, ranks: int) -> dict[str, float]:
+    from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+    from areal_lora.data.collate import scoring_batch
+    from areal_lora.engine.base import LossSums
+    from areal_lora.engine.fsdp_engine import FsdpEngine
+    from areal_lora.engine.fsdp_utils import fsdp_model  # noqa: F401  before the first figure
+    from areal_lora.types import AdapterSpec
+
+    before = private_bytes()
+    trainer = TrainerConfig(engine="fsdp", world_size=ranks, recompute=True)
+    with Peak() as loading:
+        engine = FsdpEngine(ModelConfig(path=path, dtype="float32"), trainer, torch.device("cpu"))
+    spec = AdapterSpec(name="a", base_model=path, rank=1, alpha=1.0, target_modules=("linear_proj",))
+    engine.add_adapter(spec, OptimizerConfig(lr=0.1), seed=1)
+    batch = scoring_batch([[1, 2, 3, 4]] * ranks, "a")
+    with Peak() as training:
+        for _ in range(3):
+            engine.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
+    return {"loading": loading.value - before, "training": training.value - before}
+
+
+def write_model(folder: Path, layers: int) -> str:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**SIZES, num_hidden_layers=layers, max_position_embeddings=64, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--ranks", type=int, default=2)
+    chosen = parser.parse_args()
+    from tests.support.distributed.spawn import run_ranks
+
+    h, f, v = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["vocab_size"]
+    layer = 4 * (4 * h * h + 3 * h * f + 2 * h)
+    shard = (chosen.layers * layer + 4 * (2 * v * h + h)) / chosen.ranks
+    with tempfile.TemporaryDirectory() as name:
+        path = write_model(Path(name), chosen.layers)
+        began = time.monotonic()
+        seen: list[Any] = run_ranks(one_rank, chosen.ranks, Path(name), (path, chosen.ranks), timeout_s=300.0)
+        took = time.monotonic() - began
+    table = Table(
+        "MiB of a rank", "bytes", "of shard + one layer", title=f"{chosen.layers} layers, {chosen.ranks} ranks"
+    )
+    rows = {"shard": shard, "shard + one layer": shard + layer}
+    for phase in ("loading", "training"):
+        rows[f"peak, {phase}"] = max(rank[phase] for rank in seen)
+    for what, value in rows.items():
+        table.add_row(what, f"{value / MIB:,.0f}", f"{value / (shard + layer):.3f}")
+    Console().print(table, f"{took:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A short run of PPO with a critic and a reference that is renewed; a trainer rank dies on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from areal_lora.checkpoint.recover import find
+from areal_lora.checkpoint.state import files_of
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.e2e.kills import kill_after
+from tests.support.e2e.metrics import records
+from tests.support.launcher.command import configs, embedded_run
+
+STEPS = 4
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("critic run")
+    command = embedded_run(
+        *configs("ppo"),
+        f"run.root={root}",
+        "run.name=ppo",
+        f"run.steps={STEPS}",
+        "eval.every_steps=0",
+        "adapters.gsm8k.minibatches=2",
+        "adapters.gsm8k.sampling.prompts_per_step=4",
+        "adapters.gsm8k.task.n_eval=8",
+        "adapters.gsm8k.algorithm.critic_rank=4",
+        "adapters.gsm8k.algorithm.kl_coef=0.01",
+        "adapters.gsm8k.algorithm.reference=initial",
+        "adapters.gsm8k.algorithm.reference_refresh_steps=2",
+    )
+    log = root / "log"
+    with log.open("w") as out:
+        launcher = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            kill_after(launcher, root / "ppo", 1, "areal_lora.trainer.main")
+            code = launcher.wait(280)
+        finally:
+            launcher.terminate()
+            launcher.wait(15)
+    assert code == 0, log.read_text()
+    return root / "ppo"
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in records(folder) if record["kind"] == "step"]
+
+
+def test_every_step_trains_the_critic_also_after_the_resume(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["restarts"]["trainer"]) == (STEPS, 1)
+    for step in steps(folder):
+        assert step["value_loss"] > 0
+        assert step["explained_variance"] is None or step["explained_variance"] <= 1
+        assert step["extra"]["value_grad_norm"] > 0
+        assert step["extra"]["value_skipped"] == 0
+        assert step["kl"] is not None
+    assert "value loss" in (folder / "report.html").read_text()
+
+
+def test_the_checkpoint_holds_the_critic_and_the_export_does_not(folder: Path) -> None:
+    newest = find(RunFolder(folder), "gsm8k").newest
+    assert newest is not None
+    manifest = newest.manifest
+    assert manifest.version == STEPS
+    critic = manifest.companions["critic"]
+    assert (critic.step, manifest.clock.step) == (2 * STEPS, 2 * STEPS), "two minibatches a step"
+    assert (critic.spec.rank, critic.spec.value_head) == (4, True)
+    names = {name for entry in files_of(manifest, "critic") for name in tensors(newest.path / entry.name)}
+    assert {"weight/value_head.weight", "exp_avg/value_head.bias"} < names
+    assert files_of(manifest, "reference")
+    [exported] = (folder / "adapters" / "gsm8k").glob("*.safetensors")
+    assert [name for name in tensors(exported) if "value" in name and "v_proj" not in name] == []
+
+
+def tensors(path: Path) -> list[str]:
+    with safe_open(path, framework="np") as file:
+        return list(file.keys())
+
+
+def test_servers_get_the_policy_alone(folder: Path) -> None:
+    published = [record for record in records(folder) if record["kind"] == "publish"]
+    assert {record["adapter"] for record in published} == {"gsm8k"}
+    assert {record["version"] for record in published} == set(range(STEPS + 1))

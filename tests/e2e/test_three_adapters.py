@@ -1,0 +1,128 @@
+"""Three adapters on one base: each ends by itself, and none changes another one's numbers. With a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_lora.checkpoint.state import MANIFEST_FILE, decode_manifest
+from areal_lora.checkpoint.store import version_folder, versions_in
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.e2e.metrics import records
+from tests.support.paths import EXAMPLES, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = {"attention": 10, "experts": 3, "shared": 10}
+REPEATABLE = (
+    "rollout.deterministic=true",
+    "rollout.max_staleness=0",
+    "checkpoint.keep_every=1",
+    "eval.every_steps=0",
+    "run.max_restarts=0",
+)
+RAISES = """
+def reward(completion, answer):
+    raise ValueError("this reward is broken")
+"""
+
+
+def entries(*names: str, **changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries of the example, small, with ``changes`` by name."""
+    example = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
+    chosen = []
+    for entry in example["adapters"]:
+        if entry["name"] not in names:
+            continue
+        entry["task"] = {"kind": "word_problems", "n_eval": 4}
+        entry["sampling"] |= {"prompts_per_step": 4, "n_samples": 4, "max_new_tokens": 16}
+        entry.pop("max_staleness", None)
+        entry |= {"steps": STEPS[entry["name"]]} | changes.get(entry["name"], {})
+        chosen.append(entry)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended. ``states`` are bytes of weights and moments by adapter and version, as digests."""
+
+    code: int
+    output: str
+    folder: RunFolder
+    states: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in records(self.folder.path) if record["kind"] == "step"]
+
+
+def run(root: Path, name: str, adapters: list[dict[str, Any]]) -> Ended:
+    base = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
+    base["model"]["path"] = str(EXAMPLES / "tiny_model")
+    base |= {"adapters": adapters, "run": {"name": name, "root": str(root), "steps": 10, "seed": 1}}
+    (root / f"{name}.yaml").write_text(json.dumps(base))
+    command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    folder = RunFolder(root / name)
+    states = {}
+    for adapter in adapters:
+        versions = folder.adapter_checkpoints(adapter["name"])
+        manifests = {
+            v: decode_manifest((version_folder(versions, v) / MANIFEST_FILE).read_bytes())
+            for v in versions_in(versions)
+        }
+        states[adapter["name"]] = {v: [entry.blake2b for entry in m.files] for v, m in manifests.items()}
+    return Ended(done.returncode, done.stdout + done.stderr, folder, states)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(tmp_path_factory.mktemp("three adapters"), "together", entries(*STEPS))
+
+
+def test_each_adapter_ends_by_itself_and_is_exported(together: Ended) -> None:
+    assert together.code == 0, together.output
+    for name, steps in STEPS.items():
+        mine = [record for record in together.steps if record["adapter"] == name]
+        assert [record["step"] for record in mine] == list(range(steps))
+        assert (together.folder.adapter_export(name) / "adapter_model.safetensors").exists()
+        evals = [r["version"] for r in records(together.folder.path) if r["kind"] == "eval" and r["adapter"] == name]
+        assert sorted(evals) == [0, steps]
+        assert sorted(together.states[name]) == list(range(steps + 1))
+    order = [record["adapter"] for record in together.steps]
+    assert order.index("experts") < 6, "no adapter waits for another one to end"
+
+
+def test_an_adapter_alone_has_the_same_numbers(together: Ended, tmp_path: Path) -> None:
+    """Weights and both moments of every version, bit for bit; one of the others has left after its third step."""
+    alone = run(tmp_path, "alone", entries("attention"))
+    assert alone.code == 0, alone.output
+    assert len(alone.states["attention"]) == 11
+    assert alone.states["attention"] == together.states["attention"]
+    digests = [tuple(digest) for digest in alone.states["attention"].values()]
+    assert len(set(digests)) == 11, "the comparison can fail: versions differ"
+
+
+def test_faults_of_two_adapters_leave_the_third_as_it_is(together: Ended, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(RAISES)
+    broken = {
+        "reward": {"kind": "function", "path": f"{tmp_path / 'broken.py'}:reward", "workers": 1},
+        "sampling": {"prompts_per_step": 16, "n_samples": 2, "max_new_tokens": 16},  # groups wait for retries together
+    }
+    faulty = run(tmp_path, "faulty", entries(*STEPS, experts=broken, shared={"optimizer": {"lr": 2e37}}))
+    assert faulty.code not in (0, 1), faulty.output
+    assert faulty.states["attention"] == together.states["attention"]
+    assert (faulty.folder.adapter_export("attention") / "adapter_model.safetensors").exists()
+    log = (faulty.folder.logs / "trainer-0.log").read_text()
+    assert "experts has failed at version 0: " in log
+    assert "this reward is broken" in log
+    assert "shared has failed at version 1: shared@v1 on server server-0" in log
+    assert "the probe has logprobs that are not finite" in log
+    assert not (faulty.folder.adapter_export("experts")).exists()

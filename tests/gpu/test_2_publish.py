@@ -1,0 +1,103 @@
+"""Packing from device memory, and transfers between processes on one device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from areal_lora.errors import PublishError
+from areal_lora.families.published import known_config
+from areal_lora.weight_sync.link.backends import Seat, backend_of, delta
+from areal_lora.weight_sync.link.groups import BroadcastGroup
+from areal_lora.weight_sync.messages import SourceEndpoint
+from tests.support.gpu.cases import Pair, pack
+
+MB = 2**20
+TIMEOUT_S = 10.0
+
+
+def test_pack_from_device_memory(device: torch.device, record: Any) -> None:
+    hf = {**(known_config("Qwen/Qwen3-30B-A3B") or {}), "num_hidden_layers": 4}
+    figures = pack(device, hf, rank=32)
+    record("0 differing bytes", figures)
+    assert figures["differing_bytes"] == 0
+
+
+def test_two_processes_on_one_device_over_gloo(device: torch.device, record: Any) -> None:
+    figures: dict[str, float | str | bool] = {}
+    for how in ("whole", "killed", "stopped"):
+        pair = Pair(device, "gloo", 256 * MB, 16 * MB, TIMEOUT_S)
+        try:
+            pair.meet()
+            began = time.monotonic()
+            sent = pair.send(seed=3)
+            assert pair.pipe.poll(TIMEOUT_S)
+            figures["equal_digest"] = pair.pipe.recv() == sent
+            figures["seconds"] = time.monotonic() - began
+            if how != "whole":
+                assert pair.receiver.pid is not None
+                os.kill(pair.receiver.pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+                figures[f"seconds_until_error_{how}"] = pair.fail(3.0)
+        finally:
+            pair.close()
+    record("equal digests; an error at most 1 s after the deadline of 3 s", figures)
+    assert figures["equal_digest"]
+    assert max(float(figures["seconds_until_error_killed"]), float(figures["seconds_until_error_stopped"])) <= 4.0
+
+
+def test_nccl_refuses_two_members_on_one_device(device: torch.device, record: Any) -> None:
+    pair = Pair(device, "nccl", 16 * MB, 16 * MB, TIMEOUT_S)
+    began = time.monotonic()
+    try:
+        with pytest.raises(PublishError) as caught:
+            pair.meet()
+    finally:
+        pair.close()
+    took = time.monotonic() - began
+    record("a clear error, no hang: at most 11 s", {"error": str(caught.value), "seconds": took})
+    assert took <= TIMEOUT_S + 1.0
+
+
+def test_a_group_of_one_over_nccl(device: torch.device, record: Any) -> None:
+    """What a communicator costs, and from when NCCL counts the time-out of a wait."""
+    endpoint = SourceEndpoint(source=0, host="127.0.0.1", port=1, world=1, token="t", bucket_bytes=MB, backend="nccl")
+    free, _ = torch.cuda.mem_get_info(device)
+    began = time.monotonic()
+    seat = Seat(store=dist.HashStore(), rank=0, world=1, bind="127.0.0.1", timeout_s=TIMEOUT_S, device=device)
+    group = BroadcastGroup(endpoint, 0, backend_of("nccl")(seat), device, leave=lambda: None)
+    group.agree(False, time.monotonic() + TIMEOUT_S)
+    initialised = time.monotonic() - began
+    taken = free - torch.cuda.mem_get_info(device)[0]
+    data = torch.arange(4 * MB, dtype=torch.uint8).pin_memory()
+    before = data.clone()
+    group.start(data, time.monotonic() + TIMEOUT_S).wait()
+    same = torch.equal(data, before)
+    assert group._twins is not None
+    clock_hz = 1e3 * torch.cuda.get_device_properties(device).clock_rate
+    with group._twins.queue():
+        torch.cuda._sleep(int(4 * clock_hz))  # the next broadcast cannot begin for about 4 s
+    issued = time.monotonic()
+    late = group.start(data, issued + 1.5)
+    time.sleep(1.0)
+    waited_for = ""
+    try:
+        late._work.wait(delta(1.5))
+    except RuntimeError as e:
+        waited_for = str(e).splitlines()[0]
+    failed_after = time.monotonic() - issued
+    figures = {
+        "bytes_equal": same,
+        "initialisation_s": initialised,
+        "device_mib": taken / MB,
+        "wait_failed_s_after_issue": failed_after,
+        "error": waited_for,
+    }
+    record("bytes equal; a wait of 1.5 s begun 1 s after the issue fails 1.5 s after it, not 2.5 s", figures)
+    assert same
+    assert failed_after == pytest.approx(1.5, abs=0.3), "else Backend.timed_from_issue is wrong for this torch"

@@ -1,0 +1,82 @@
+"""vLLM's kernels on our slots, the trainer in bfloat16, and a whole run on one card."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.gpu.engines import alone
+from tests.support.launcher.command import configs
+from tests.support.paths import EXAMPLES
+
+RUN_S = 560
+
+
+def test_vllms_triton_kernels_read_our_slots(device: torch.device, record: Any) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM with CUDA")
+    from tests.support.gpu.kernels import worst_error
+
+    figures = worst_error(device)
+    record("relative error at most 1e-2, base tokens equal bit for bit", figures)
+    assert figures["relative_error"] <= 1e-2
+    assert figures["base_tokens_changed"] == 0
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_bfloat16_training_against_float32(engine: str, recompute: bool, record: Any, tmp_path: Path) -> None:
+    if engine == "megatron":
+        pytest.importorskip("megatron.bridge", reason="needs Megatron-core, Megatron-Bridge and Transformer Engine")
+    logp, grad = alone(tmp_path, engine, "bfloat16", recompute, "cuda")
+    exact, truth = alone(tmp_path, engine, "float32", recompute, "cuda")
+    cosine = float(np.dot(grad, truth) / np.linalg.norm(grad) / np.linalg.norm(truth))
+    figures = {"logprob_mean_abs": float(np.abs(logp - exact).mean()), "gradient_cosine": cosine}
+    record("mean difference of log-probabilities at most 0.02, cosine of gradients at least 0.999", figures)
+    assert figures["logprob_mean_abs"] <= 0.02
+    assert cosine >= 0.999
+
+
+@pytest.mark.timeout(600)
+def test_a_whole_run_on_one_card(record: Any, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM with CUDA")
+    overrides = [
+        f"run.root={tmp_path}",
+        "run.steps=20",
+        "eval.every_steps=0",
+        f"model.path={EXAMPLES / 'tiny_model'}",
+        "adapters.0.task.kind=word_problems",
+        "adapters.0.optimizer.lr=1e-3",
+        "adapters.0.sampling.max_new_tokens=32",
+        "rollout.max_model_len=256",
+        "cluster.device_memory_gib=null",
+    ]
+    command = [sys.executable, "-m", "areal_lora.launch", *configs("one_gpu"), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    folder = tmp_path / "gsm8k-grpo-one-gpu"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    publishes = [line for line in lines if line["kind"] == "publish"]
+    rewards = [step["reward_mean"] for step in steps]
+    figures = {
+        "exit_code": done.returncode,
+        "steps": len(steps),
+        "probe_mean_abs": max(p["probe_mean_abs"] or 0.0 for p in publishes),
+        "commit_ms": max(p["phases_ms"].get("commit") or 0.0 for p in publishes),
+        "lost_servers": sum(len(p["lost"]) for p in publishes),
+        "dropped_groups": sum(sum(step["dropped"].values()) for step in steps),
+        "reward_first_quarter": float(np.mean(rewards[:5])),
+        "reward_last_quarter": float(np.mean(rewards[-5:])),
+    }
+    record("exit code 0, served - trainer <= 0.05, commit < 2 ms, no server lost, reward rises", figures)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert figures["probe_mean_abs"] <= 0.05
+    assert figures["commit_ms"] < 2.0
+    assert figures["lost_servers"] == 0
+    assert figures["reward_last_quarter"] > figures["reward_first_quarter"]

@@ -1,0 +1,79 @@
+"""Status, stop and resume of a run that works: the launcher is real, its roles are small programs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli.command import areal_lora
+from tests.support.clocks import wait_until
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def started(root: Path, name: str, stop_s: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.support.cli.held_run", str(root), name, str(stop_s)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = root / name / "logs" / "server-0.log"
+    wait_until(lambda: log.exists() and "up" in log.read_text(), 30.0)
+    return process
+
+
+def status(folder: Path) -> dict[str, object]:
+    return json.loads(areal_lora("status", folder, "--json").stdout)
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["in order", "now"])
+def test_a_run_is_seen_refused_a_second_start_and_stopped(tmp_path: Path, now: bool) -> None:
+    root, folder = tmp_path / "my runs", tmp_path / "my runs" / "x"
+    with started(root, "x", stop_s=3.0) as process:
+        try:
+            seen = status(folder)
+            assert (seen["state"], seen["launcher_pid"]) == ("running", process.pid)
+            assert {p["name"]: p["alive"] for p in seen["processes"]} == {
+                "trainer-0": True,
+                "trainer-1": True,
+                "controller-0": True,
+                "server-0": True,
+            }
+            refused = areal_lora("resume", folder)
+            assert (refused.returncode, refused.stdout) == (64, "")
+            assert "is still going" in refused.stderr
+            stopped = areal_lora("stop", folder, *(["--now"] if now else []))
+            assert stopped.returncode == 0, stopped.stderr
+            printed = (
+                stopped.stdout.splitlines()[-1]
+                .removeprefix("Stopped. ")
+                .removesuffix(" continues from the newest checkpoint.")
+            )
+            program, *words = shlex.split(printed)
+            assert program == "areal-lora"
+            assert ("waiting for " in stopped.stdout) is not now, stopped.stdout
+            assert process.wait(1.0) == 130
+        finally:
+            process.kill()
+    seen = status(folder)
+    assert seen["state"] == "stopped"
+    assert not any(p["alive"] for p in seen["processes"])
+    assert printed in str(seen["why"]), "both print the same command"
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace("tiny_model", "moved"))
+    done = areal_lora(*words)
+    assert (done.returncode, "model.path" in done.stderr) == (64, True), "the command as printed begins a start"
+    again = areal_lora("stop", folder)
+    assert (again.returncode, again.stdout) == (0, f"No launcher works in {folder}: nothing to stop.\n")
+
+
+def test_a_killed_launcher_leaves_a_run_that_status_and_stop_understand(tmp_path: Path) -> None:
+    with started(tmp_path, "x", stop_s=2.0) as process:
+        process.kill()
+        process.wait()
+        assert status(tmp_path / "x")["state"] == "ending"
+        done = areal_lora("stop", tmp_path / "x")
+        assert done.returncode == 0, done.stderr
+    assert status(tmp_path / "x")["state"] == "stopped"

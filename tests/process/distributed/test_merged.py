@@ -1,0 +1,73 @@
+"""Merged weights are base + alpha / rank * B @ A in every layout, of the version at the call; the base stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support.distributed.engine_ranks import Case
+from tests.support.distributed.merged_ranks import SEEDS, publish_many
+from tests.support.distributed.oracle import ALPHA, EXPERTS, LAYERS, RANK, SHARED, make_model
+from tests.support.distributed.spawn import run_ranks
+
+pytestmark = pytest.mark.slow
+
+VERSIONS = 200
+CASES = [
+    Case("tp2 ep2", 2, "moe", tp=2, ep=2),
+    Case("tp2 ep2, one adapter for all experts", 2, f"moe{SHARED}", tp=2, ep=2),
+    Case("fsdp2", 2, "moe", engine="fsdp"),
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    tmp = tmp_path_factory.mktemp("merged")
+    path = make_model(tmp, "moe")
+    (tmp / "ranks").mkdir()
+    seen = run_ranks(publish_many, 2, tmp / "ranks", (path, CASES, VERSIONS), timeout_s=200.0)
+    return load_file(Path(path) / "model.safetensors"), seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_weight_is_what_a_float64_oracle_says(world: Any, case: Case) -> None:
+    base, ranks = world
+    found = [rank[case.name] for rank in ranks]
+    names = found[0]["names"]
+    assert len(names) == len(set(names)) == LAYERS * (4 + 3 * EXPERTS)
+    for seed in range(SEEDS):
+        weights = {n: w for rank in found for n, w in rank["weights"][seed].items()}
+        assert sorted(weights) == sorted(names), "every weight is sent, by one rank"
+        assert sum(len(rank["weights"][seed]) for rank in found) == len(names)
+        adapter, aliases = found[0]["adapters"][seed], found[0]["aliases"]
+        for name, weight in weights.items():
+            module = name.removesuffix(".weight")
+            a, b = (adapter[aliases.get(n, n)] for n in (f"{module}.lora_A.weight", f"{module}.lora_B.weight"))
+            delta = ALPHA / RANK * b.astype(np.float64) @ a.astype(np.float64)
+            assert np.abs(delta).max() > 0.01
+            assert np.abs(weight - (base[name].astype(np.float64) + delta)).max() < 1e-6, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_200_versions_leave_the_base_and_do_not_drift(world: Any, case: Case) -> None:
+    for rank in world[1]:
+        found = rank[case.name]
+        assert found["base"], "the model that trains is the same, bit for bit"
+        assert found["digests"] == dict.fromkeys(range(SEEDS), 1), "equal adapters give equal bytes in every version"
+        assert found["survives"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_a_late_reader_gets_the_version_of_the_call(world: Any, case: Case) -> None:
+    assert [rank[case.name]["late"] for rank in world[1]] == [[True] * SEEDS] * 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_an_error_in_the_middle_names_the_tensor(world: Any, case: Case) -> None:
+    """What was broken off before left the base and the next versions alone: see the tests above."""
+    reasons = [rank[case.name]["broken"] for rank in world[1]]
+    assert any("down_proj.weight is in no safetensors file" in reason for reason in reasons)

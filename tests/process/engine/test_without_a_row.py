@@ -1,0 +1,137 @@
+"""Families without a row: the FSDP engine against stock PEFT on stock transformers, and a real vLLM server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal_lora.checkpoint.adapter_io import save_peft
+from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.data.collate import scoring_batch
+from areal_lora.engine.base import LossSums, MicroBatch
+from areal_lora.engine.fsdp_engine import FsdpEngine
+from areal_lora.families.shape import read_shape
+from areal_lora.families.targets import resolve
+from areal_lora.types import AdapterSpec
+from tests.support.engine.vllm_ext.serving import PROMPT, RANK, connect, make_tokenizer, start
+from tests.support.families.rowless import ROWLESS, save_rowless
+
+pytestmark = pytest.mark.slow
+ALPHA = 12.0
+ROWS = [[3, 5, 7, 9, 11, 13, 2, 40, 41, 42], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3]]
+CPU = torch.device("cpu")
+PREFIX = "base_model.model."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def targets_of(folder: Path) -> tuple[str, ...]:
+    return resolve(["all-linear"], [], read_shape(folder))
+
+
+def make_engine(folder: Path) -> FsdpEngine:
+    """With a random adapter on every linear layer."""
+    trainer = TrainerConfig(engine="fsdp", world_size=1, max_tokens_per_microbatch=256)
+    engine = FsdpEngine(ModelConfig(path=str(folder), dtype="float32"), trainer, CPU)
+    spec = AdapterSpec(name="a", base_model="m", rank=RANK, alpha=ALPHA, target_modules=targets_of(folder))
+    engine.add_adapter(spec, OptimizerConfig(lr=0.1), seed=1)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {t.name: t.shape for shard in engine.adapter_layout("a").shards for t in shard.tensors}
+    engine.load_adapter("a", {n: torch.randn(shape, generator=generator) * 0.1 for n, shape in shapes.items()})
+    return engine
+
+
+def export(engine: FsdpEngine, folder: Path) -> dict[str, Tensor]:
+    """The wire tensors, which are also written as a PEFT folder."""
+    spec, wire = engine._residents["a"].spec, dict(engine.export_adapter("a"))
+    save_peft(folder, spec, wire, "m", engine.adapter_layout("a").aliases)
+    return wire
+
+
+def stock(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def scores(model: Any, rows: list[list[int]]) -> Tensor:
+    """Log-probabilities of all rows in a row, 0 for the first token of each. [T]"""
+    found = []
+    for row in rows:
+        logp = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)[:-1]
+        found += [torch.zeros(1), logp.gather(1, torch.tensor(row)[1:, None])[:, 0]]
+    return torch.cat(found)
+
+
+def weighted(_: MicroBatch, logprobs: Tensor, __: Tensor | None) -> LossSums:
+    return LossSums(loss=-logprobs.square().sum())
+
+
+@pytest.mark.parametrize("kind", list(ROWLESS))
+def test_scores_and_exports_like_stock_peft(kind: str, tmp_path: Path) -> None:
+    engine, base = make_engine(save_rowless(kind, tmp_path / "model")), stock(tmp_path / "model")
+    batch = scoring_batch(ROWS, "a")
+    export(engine, tmp_path / "adapter")
+    with torch.no_grad():
+        plain = scores(base, ROWS)
+        adapted = scores(PeftModel.from_pretrained(base, tmp_path / "adapter"), ROWS)
+    assert (adapted - plain).abs().max() > 0.1, "the adapter does something"
+    torch.testing.assert_close(engine.logprobs(batch, adapter=None), plain, atol=1e-4, rtol=0)
+    torch.testing.assert_close(engine.logprobs(batch, adapter="a"), adapted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "starcoder2"])
+def test_loss_and_gradients_equal_those_of_stock_peft(kind: str, tmp_path: Path) -> None:
+    """PEFT's own all-linear: the same modules under the same names."""
+    engine = make_engine(save_rowless(kind, tmp_path / "model"))
+    wire = export(engine, tmp_path / "adapter")
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(stock(tmp_path / "model"), config)
+    own = {name.replace(".default", "").removeprefix(PREFIX): p for name, p in model.named_parameters()}
+    own = {name: p for name, p in own.items() if "lora_" in name}
+    assert own.keys() == wire.keys()
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(wire[name])
+    expected = -scores(model, ROWS).square().sum()
+    expected.backward()
+    found = engine.forward_backward(scoring_batch(ROWS, "a"), weighted)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-4)
+    memory = engine._residents["a"].memory
+    memory.weights.copy_(memory.grads)
+    gradients = dict(engine.export_adapter("a"))
+    for name, parameter in own.items():
+        assert parameter.grad is not None
+        assert (gradients[name] - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
+
+
+def test_a_real_server_scores_a_published_adapter_alike(tmp_path: Path) -> None:
+    folder = save_rowless("phi3", tmp_path / "model")
+    make_tokenizer(folder)
+    engine = make_engine(folder)
+    differing = {"target_modules": list(targets_of(folder)), "alpha": ALPHA}
+    process = start(tmp_path / "run", folder, differing=differing)
+    try:
+        server = connect(tmp_path / "run", folder, process)
+        wire = dict(engine.export_adapter("a"))
+        base, adapted = (server.score(ref) for ref in (None, server.publish(wire)))
+        server.source.close()
+    finally:
+        process.terminate()
+        process.wait(20)
+    batch = scoring_batch([PROMPT], "a")
+    for found, name in ((base, None), (adapted, "a")):
+        torch.testing.assert_close(torch.tensor(found), engine.logprobs(batch, adapter=name), atol=1e-4, rtol=0)
+    assert max(abs(a - b) for a, b in zip(adapted, base, strict=True)) > 0.1, "the adapter does something"

@@ -1,0 +1,47 @@
+"""The cases of the GPU suite run on CPUs at small sizes: what fails on a GPU is then the GPU's path."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lora.families.published import known_config
+from areal_lora.weight_sync.testing import SOCKETS
+from tests.support.gpu.cases import Experts, Pair, pack, write_slot
+from tests.support.gpu.engines import alone
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+CPU = torch.device("cpu")
+
+
+def test_slots_and_packing() -> None:
+    small = Experts(layers=1, experts=4, hidden=64, ffn=32, rank=4)
+    assert write_slot(CPU, small, repeats=1)["differing_bytes"] == 0
+    hf = {**(known_config("Qwen/Qwen3-30B-A3B") or {}), "num_hidden_layers": 1, "num_experts": 4, "hidden_size": 256}
+    assert pack(CPU, hf, rank=4)["differing_bytes"] == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_two_processes(how: signal.Signals) -> None:
+    pair = Pair(CPU, SOCKETS, 2**22, 2**19, 30.0)
+    try:
+        pair.meet()
+        sent = pair.send(seed=3)
+        assert pair.pipe.poll(30.0)
+        assert pair.pipe.recv() == sent
+        assert pair.receiver.pid is not None
+        os.kill(pair.receiver.pid, how)
+        assert pair.fail(1.0) <= 4.0
+    finally:
+        pair.close()
+
+
+def test_an_engine_alone(tmp_path: Path) -> None:
+    logp, gradient = alone(tmp_path, "fsdp", "float32", False, "cpu")
+    assert np.isfinite(logp).all()
+    assert np.abs(gradient).max() > 0

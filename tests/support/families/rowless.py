@@ -1,0 +1,40 @@
+"""Tiny random models of families without a row in the table: fused projections, biases and no gate, experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+ROWLESS: dict[str, dict[str, Any]] = {
+    "phi3": {},  # qkv_proj and gate_up_proj are one projection each
+    "starcoder2": {"use_bias": True, "sliding_window": 6, "tie_word_embeddings": True},  # no gate
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def save_rowless(kind: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | ROWLESS[kind])), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,59 @@
+"""One trainer rank scores and differentiates the tiny model: ``python -m tests.support.gpu.engines ... FILE``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.engine.engines import build_engine
+from areal_lora.platforms.device import own_device
+from areal_lora.types import AdapterSpec
+from tests.support.distributed.engine_ranks import TARGETS, TEMPERATURE, loss_fn, make_batch, make_rows
+from tests.support.paths import EXAMPLES
+
+RANK = 8
+
+
+def alone(folder: Path, engine: str, dtype: str, recompute: bool, device: str) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and gradient of a random adapter, from a process of its own: engines keep global state."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    file = folder / f"{engine}-{dtype}-{recompute}.npz"
+    command = [sys.executable, "-m", __name__, engine, dtype, str(recompute), device, str(file)]
+    subprocess.run(command, env=os.environ | world, check=True, timeout=280)
+    with np.load(file) as found:
+        return found["logprobs"], found["gradient"]
+
+
+def main(engine_name: str, dtype: str, recompute: str, kind: str, file: str) -> None:
+    device = own_device(kind, 0)
+    trainer = TrainerConfig(
+        engine=engine_name, world_size=1, max_tokens_per_microbatch=256, recompute=recompute == "True"
+    )
+    engine = build_engine(ModelConfig(path=str(EXAMPLES / "tiny_model"), dtype=dtype), trainer, device)
+    spec = AdapterSpec(name="a", base_model="tiny", rank=RANK, alpha=RANK, target_modules=TARGETS)
+    engine.add_adapter(spec, OptimizerConfig(lr=1e-3), 1)
+    generator = torch.Generator().manual_seed(7)
+    tensors = dict(engine.export_adapter("a"))
+    for name, tensor in tensors.items():
+        tensors[name] = 0.05 * torch.randn(tensor.shape, generator=generator)
+    engine.load_adapter("a", tensors)
+    vocabulary = 40  # of the tiny model's characters
+    batch = make_batch([[token % vocabulary for token in row] for row in make_rows()])
+    logprobs = engine.logprobs(batch, temperature=TEMPERATURE, adapter="a")
+    engine.forward_backward(batch, loss_fn, temperature=TEMPERATURE, need_entropy=True)
+    gradient = engine._residents["a"].memory.grads
+    np.savez(file, logprobs=logprobs.cpu().numpy(), gradient=gradient.cpu().numpy())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,154 @@
+"""The command line: quick to start, one line for every failure, exit codes as documented."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from areal_lora.cli import app
+from areal_lora.errors import ExitCode
+from tests.support.cli.command import areal_lora
+from tests.support.obs.fake_run import make_run
+from tests.support.obs.three_adapters import make_three
+from tests.support.paths import ROOT
+
+START_S = 0.5
+
+
+def test_help_names_every_verb_and_loads_nothing_heavy() -> None:
+    heavy = ("torch", "vllm", "megatron", "transformers", "numpy", "pydantic")
+    code = f"import sys, areal_lora.cli.app as a; a.build(); print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout == "[]\n", done.stderr
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        done = areal_lora("--help")
+        times.append(time.monotonic() - began)
+    assert done.returncode == 0
+    assert all(f"\n  {verb} " in done.stdout for verb in app.VERBS)
+    assert min(times) < START_S
+
+
+def test_the_console_script_is_this_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert scripts == {"areal-lora": "areal_lora.cli.app:main"}
+    assert "\ntyper==" in (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("sta", ["status"]), ("status mi", ["mine"]), ("add-s", ["add-servers"]), ("status --js", ["--json"])],
+)
+def test_bash_completes_verbs_runs_and_options(tmp_path: Path, typed: str, offered: list[str]) -> None:
+    """By the function that the printed script defines, as bash calls it."""
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
+    words = ["areal-lora", *typed.split()]
+    ask = f"""
+        eval "$(areal-lora --show-completion)"
+        function=$(complete -p areal-lora | sed -E 's/.* -F ([^ ]+) .*/\\1/')
+        COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
+        $function areal-lora "${{COMP_WORDS[COMP_CWORD]}}" x
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", ask], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout.split() == offered, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["statsu", "x"], ["No such command 'statsu'", "status"]),
+        (["status"], ["Missing argument"]),
+        (["status", "--jsn", "x"], ["--jsn"]),
+        (["logs", "x", "-n", "many"], ["-n", "valid integer"]),
+        (["status", "no-such-run"], ["no-such-run: there is no such run", "runs"]),
+        (["status", "pyproject.toml"], ["pyproject.toml", "it is a file"]),
+        (["stop", "docs"], ["docs", "no config.json"]),
+        (["plan"], ["nothing was given", "name one run"]),
+        (["plan", "--config", "nowhere.yaml"], ["nowhere.yaml", "no such configuration file"]),
+        (["plan", "--config", "examples/math/embedded.yaml", "somewhere"], ["was given", "name one run"]),
+    ],
+)
+def test_a_failure_is_one_line(
+    words: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert app.main(words) == 64
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1), err
+    assert err.startswith("error: ")
+    assert all(text in err for text in texts), err
+
+
+VERBS_OF_A_RUN = ("status", "logs", "stop", "resume", "plan", "report")
+
+
+def broken(folder: Path, how: str) -> tuple[Path, str]:
+    """A run folder that is broken in one way, and a part of the line that it gets."""
+    make_run(folder, steps=2)
+    config = folder / "config.json"
+    if how == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+        return folder, "it is empty: no run has begun in it"
+    if how == "half-written":
+        config.write_text(config.read_text()[:200])
+        return folder, f"{config}: it is not JSON"
+    config.write_text(config.read_text().replace('"alpha"', '"alhpa"'))
+    return folder, f"{config}: this version cannot read it"
+
+
+@pytest.mark.parametrize("how", ["empty", "half-written", "old"])
+def test_a_broken_run_folder_is_one_line_for_every_verb(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = broken(tmp_path / "a run", how)
+    for verb in VERBS_OF_A_RUN:
+        if verb == "logs" and how != "empty":
+            continue  # reads no configuration
+        assert app.main([verb, str(folder)]) == 64, verb
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1), (verb, err)
+        assert text in err, (verb, err)
+
+
+def test_a_read_only_run_folder_can_be_looked_at_and_refuses_a_report(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "x", steps=3)
+    command = f'mount --bind "{folder}" "{folder}" && mount -o remount,bind,ro "{folder}" && exec "$@"'
+    inside = ["unshare", "-m", "bash", "-c", command, "-", sys.executable, "-m", "areal_lora"]
+    if subprocess.run([*inside[:6], "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounts need privileges")
+    done = subprocess.run([*inside, "status", str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step        3/40" in done.stdout
+    done = subprocess.run([*inside, "report", str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (74, 1), done.stderr
+    assert "Read-only file system" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["chat"], ["serve"], ["eval"], ["export", "out"], ["merge", "out"], ["push", "org/name"]],
+    ids=lambda w: w[0],
+)
+def test_a_verb_for_one_adapter_refuses_to_choose_among_several(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_three(tmp_path / "x")
+    verb, *rest = words
+    assert app.main([verb, str(folder), *rest]) == ExitCode.WRONG_INPUT
+    assert "the run has several: alpha, beta, gamma (fix: name one of them)" in capsys.readouterr().err
+    assert app.main([verb, str(folder), *rest, "--adapter", "delta"]) == ExitCode.WRONG_INPUT
+    assert "no adapter 'delta'" in capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""``areal-lora merge`` of a run and of an adapter folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_lora.checkpoint.versions import pick_version
+from areal_lora.cli.app import main
+from tests.support.checkpoint.trained_run import make_run
+from tests.support.paths import TINY_MODEL
+
+
+def test_a_run_and_its_export_merge_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, config = make_run(tmp_path)
+    assert main(["merge", str(run), str(tmp_path / "of run"), "--version", "v2"]) == 0
+    printed = capsys.readouterr().out
+    assert "gsm8k@v2 merged into " in printed
+    assert "% of the adapter survives" in printed
+    chosen = pick_version(run, config, "2")
+    chosen.export(tmp_path / "adapter")
+    arguments = ["merge", str(tmp_path / "adapter"), str(tmp_path / "of adapter")]
+    assert main(arguments) == 64
+    assert "org/base: its base model is not on this machine" in capsys.readouterr().err
+    assert main([*arguments, "--base", str(TINY_MODEL), "--dtype", "float32"]) == 0
+    base, first, second = (
+        load_file(folder / "model.safetensors") for folder in (TINY_MODEL, tmp_path / "of run", tmp_path / "of adapter")
+    )
+    assert base.keys() == first.keys() == second.keys()
+    scaling, tensors = 2.0, chosen.tensors()
+    for name, weight in second.items():
+        module = name.removesuffix(".weight")
+        want = base[name].double()
+        if f"{module}.lora_A.weight" in tensors:
+            a, b = (tensors[f"{module}.lora_{side}.weight"].double() for side in "AB")
+            want = want + scaling * b @ a
+        assert torch.allclose(weight.double(), want, atol=1e-4)
+        assert torch.equal(first[name], weight.to(base[name].dtype))
+    assert (tmp_path / "of run" / "tokenizer.json").read_bytes() == (TINY_MODEL / "tokenizer.json").read_bytes()
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", str(tmp_path / "x"), str(tmp_path / "out")]) == 64
+    assert main(["merge", str(tmp_path), str(tmp_path / "out"), "--dtype", "int4"]) == 64
+    assert "it is no type of weights" in capsys.readouterr().err

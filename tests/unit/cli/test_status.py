@@ -1,0 +1,90 @@
+"""The text of a status."""
+
+from __future__ import annotations
+
+import msgspec
+
+from areal_lora.cli.look import AdapterStatus, JobStatus, ProcessStatus, Status
+from areal_lora.cli.status import render
+from areal_lora.types import AdapterPhase
+
+SEEN = Status(
+    run="moe",
+    folder="/runs/moe",
+    kind="slurm",
+    state="waiting",
+    why="the job waits: jobs of higher priority are before it",
+    launcher_pid=None,
+    launcher_host=None,
+    steps_done=12,
+    steps=60,
+    eta_s=75.0,
+    step_s=1.5,
+    reward=0.5,
+    accuracy=0.25,
+    accuracy_version=10,
+    staleness={0: 30, 1: 10},
+    staleness_mean=0.25,
+    checkpoints={"gsm8k": 12},
+    checkpoint_age_s=3.2,
+    restarts={"server-0": 1},
+    requeues=2,
+    starts=3,
+    job=JobStatus(id="7", state="PENDING", reason="Priority", phase="waiting", nodes="", restarts=2, text=""),
+    processes=[
+        ProcessStatus(name="trainer-0", node="n1", pid=12, alive=True, beat_s=0.5, doing="step 12: training gsm8k"),
+        ProcessStatus(name="server-0", node="", pid=None, alive=None, beat_s=4.2, doing=""),
+    ],
+)
+
+
+def test_the_text_has_every_figure_in_one_line_each() -> None:
+    assert render(SEEN).splitlines() == [
+        "run         moe in /runs/moe",
+        "state       waiting: the job waits: jobs of higher priority are before it",
+        "job         7 PENDING (Priority)",
+        "step        12/60   1.50 s a step   ETA 1:15",
+        "reward      0.500   accuracy 0.250 (v10)",
+        "staleness   0:75% 1:25%   mean 0.25",
+        "checkpoint  gsm8k@v12, 0:03 ago",
+        "restarts    server-0 1, requeued 2, started 3",
+        "",
+        "process    node  pid  state              doing",
+        "trainer-0  n1    12   alive              step 12: training gsm8k",
+        "server-0   -     -    heartbeat 4 s ago  -",
+    ]
+
+
+def test_several_adapters_are_a_table_between_rows_and_processes() -> None:
+    math = AdapterStatus(
+        name="math",
+        state=AdapterPhase.ACTIVE,
+        reason="",
+        steps_done=9,
+        steps=40,
+        reward=0.5,
+        accuracy=0.25,
+        accuracy_version=8,
+        lag=0.75,
+        share=0.625,
+        checkpoint=8,
+    )
+    code = msgspec.structs.replace(
+        math, name="code", state=AdapterPhase.FAILED, reason="the disk is full", steps_done=3, steps=20, lag=None
+    )
+    new = msgspec.structs.replace(
+        math, name="new", state=AdapterPhase.PENDING, steps_done=0, reward=None, accuracy=None, accuracy_version=None
+    )
+    new = msgspec.structs.replace(new, lag=None, share=0.0, checkpoint=None)
+    text = render(msgspec.structs.replace(SEEN, reward=None, accuracy=None, adapters=[math, code, new]))
+    assert text.splitlines()[4:13] == [
+        "staleness   0:75% 1:25%   mean 0.25",
+        "checkpoint  gsm8k@v12, 0:03 ago",
+        "restarts    server-0 1, requeued 2, started 3",
+        "",
+        "adapter  state    step  reward  accuracy    lag   share  checkpoint  why",
+        "math     active   9/40  0.500   0.250 (v8)  0.75  62%    v8          -",
+        "code     failed   3/20  0.500   0.250 (v8)  -     62%    v8          the disk is full",
+        "new      pending  0/40  -       -           -     0%     -           -",
+        "",
+    ]

@@ -1,0 +1,45 @@
+"""The schema for editors is up to date, accepts the shipped examples and marks mistakes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from areal_lora.config import json_schema
+from tests.support.paths import ROOT
+
+FILES = sorted((ROOT / "examples").glob("*/*.yaml"))
+SCHEMA = json.loads(json_schema.render())
+
+
+def problems(data: Any) -> list[str]:
+    return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(data)]
+
+
+def test_the_shipped_file_is_up_to_date() -> None:
+    assert (ROOT / json_schema.TARGET).read_text(encoding="utf-8") == json_schema.render(), "run make docs"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_examples_name_the_schema_and_fit_it(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    first = text.splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    assert (file.parent / first.partition("=")[2]).resolve() == ROOT / json_schema.TARGET
+    assert problems(yaml.safe_load(text)) == []
+
+
+def test_mistakes_are_marked() -> None:
+    data = yaml.safe_load((ROOT / "examples" / "math" / "embedded.yaml").read_text(encoding="utf-8"))
+    assert problems(data) == []
+    for path, value in (("rollout.serverz", 1), ("run.steps", "many"), ("cluster.device", "tpu")):
+        wrong = copy.deepcopy(data)
+        section, key = path.split(".")
+        wrong[section][key] = value
+        assert problems(wrong), path

@@ -1,0 +1,91 @@
+"""The FSDP engine on one rank in this process; tests/process/distributed compares it with Megatron's on several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from areal_lora.config.models import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_lora.data.collate import scoring_batch
+from areal_lora.engine.base import LossSums
+from areal_lora.engine.fsdp_engine import FsdpEngine
+from areal_lora.errors import ConfigError
+from areal_lora.types import AdapterSpec
+from tests.support.families.tiny_families import save
+
+CPU = torch.device("cpu")
+ROWS = [list(range(3, 40)), list(range(3, 20)) + list(range(50, 60)), [5, 9, 5]]
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def engine_of(folder: Path, dtype: Any = "float32", **trainer: Any) -> FsdpEngine:
+    config = TrainerConfig(engine="fsdp", world_size=1, **trainer)
+    return FsdpEngine(ModelConfig(path=str(folder), dtype=dtype), config, CPU)
+
+
+def one_by_one(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    """transformers, a sequence at a time: [T] log-probabilities, 0 for first tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    found = []
+    with torch.no_grad():
+        for row in ROWS:
+            ids = torch.tensor([row])
+            scores = model(ids).logits[0].float().log_softmax(-1)[:-1]
+            found.append(torch.cat([torch.zeros(1), scores.gather(1, ids[0, 1:, None])[:, 0]]))
+    return torch.cat(found)
+
+
+def change(folder: Path, **keys: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+    return folder
+
+
+def test_a_sliding_window_is_that_of_transformers(world: None, tmp_path: Path) -> None:
+    folder = change(save("mixtral", tmp_path), sliding_window=6)
+    found = engine_of(folder).logprobs(scoring_batch(ROWS, "a"), adapter=None)
+    torch.testing.assert_close(found, one_by_one(folder, torch.float32), atol=1e-4, rtol=0)
+    plain = one_by_one(change(folder, sliding_window=None), torch.float32)
+    assert (found - plain).abs().max() > 0.01, "the window does something"
+
+
+def test_positions_stay_fp32_beside_a_bf16_base(world: None, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path)
+    engine = engine_of(folder, "bfloat16")
+    model: Any = engine._model
+    assert {b.dtype for b in model.module.buffers()} == {torch.float32}
+    assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
+    found = engine.logprobs(scoring_batch(ROWS, "a"), adapter=None)
+    assert (found - one_by_one(folder, torch.bfloat16)).abs().mean() < 0.03
+
+
+def test_offloaded_shards_train_alike(world: None, tmp_path: Path) -> None:
+    folder = save("qwen3_moe", tmp_path)
+    targets = ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv")
+    spec = AdapterSpec(name="a", base_model="m", rank=2, alpha=4.0, target_modules=targets)
+    batch, norms = scoring_batch(ROWS, "a"), []
+    for offload in (False, True):
+        engine = engine_of(folder, cpu_offload=offload)
+        engine.add_adapter(spec, OptimizerConfig(lr=0.1), seed=1)
+        engine.forward_backward(batch, lambda _, logprobs, __: LossSums(loss=logprobs.sum()))
+        norms.append(engine.optim_step("a", 1.0, 0.1).values["grad_norm"])
+    assert norms[0] == norms[1] > 0.1
+
+
+@pytest.mark.parametrize("key", ["tp", "pp", "ep", "etp"])
+def test_other_parallel_sizes_are_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.{key}: 2 with trainer.engine = fsdp"):
+        FsdpEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(engine="fsdp", world_size=2, **{key: 2}), CPU)

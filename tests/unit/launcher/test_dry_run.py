@@ -1,0 +1,51 @@
+"""What ``--dry-run`` says of several adapters."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from areal_lora.config.facts import Facts
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.families.published import known_config
+from areal_lora.launcher.dry_run import print_plan
+from areal_lora.launcher.plan import make_plan
+from tests.support.paths import EXAMPLES
+
+FACTS = Facts(hf_config=known_config("Qwen/Qwen3-30B-A3B"))
+
+
+def printed(config: Config) -> list[str]:
+    out = io.StringIO()
+    print_plan(config, make_plan(config, FACTS), Console(file=out, width=200))
+    return out.getvalue().splitlines()
+
+
+def several() -> Config:
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["run.steps=100"])
+    [only] = config.adapters
+    light = {"target_modules": ["linear_qkv"], "steps": 10, "weight": 3.0, "wire_dtype": "float32"}
+    adapters = [only, only.model_copy(update={"name": "light", **light})]
+    return config.model_copy(update={"adapters": adapters})
+
+
+def test_each_of_several_adapters_has_a_line_and_the_steps_are_their_sum() -> None:
+    lines = printed(several())
+    assert "110 steps of 2 adapters on Slurm" in lines[0]
+    heavy, light = (line for line in lines if line.startswith("Adapter "))
+    assert heavy.startswith("Adapter gsm8k: 100 steps, weight 1, 25% of the trained tokens while all train, ")
+    # q, k, v of 48 layers at rank 32: lora_A is sent once; 2048 inputs, (32 + 2 * 4) * 128 outputs.
+    nbytes = 48 * 32 * (2048 + 40 * 128) * 4
+    assert light == (
+        f"Adapter light: 10 steps, weight 3, 75% of the trained tokens while all train, "
+        f"{nbytes / 1e6:.2f} MB (float32) a version"
+    )
+
+
+def test_one_adapter_has_no_such_line() -> None:
+    config = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["run.steps=100"])
+    lines = printed(config)
+    assert ": 100 steps on Slurm" in lines[0]
+    assert not [line for line in lines if line.startswith("Adapter ")]

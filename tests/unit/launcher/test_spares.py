@@ -1,0 +1,200 @@
+"""Spare servers of a run: when they are started, restarted and ended. Their processes are small programs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.errors import ConfigError, ExitCode
+from areal_lora.launcher import spares
+from areal_lora.launcher.run_lock import RunLock, is_locked
+from areal_lora.launcher.slurm.states import JobRecord
+from areal_lora.launcher.spares import Going, RunState, job_going, own_devices, run_spares
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import create_secret
+from tests.support.clocks import wait_until
+from tests.support.paths import EXAMPLES
+
+GOING, OVER = (RunState(going=g, session="", secret_ns=1) for g in (Going.GOING, Going.OVER))
+SERVER = """\
+import os, pathlib, signal, sys, time
+run, index = sys.argv[sys.argv.index("--run-folder") + 1], sys.argv[sys.argv.index("--index") + 1]
+log = pathlib.Path(run, "seen")
+def note(what):
+    with log.open("a") as f: f.write(f"{{index}}{{os.environ['AREAL_LORA_SESSION']}} {{what}}\\n")
+terms = []
+def term(*_):
+    terms.append(0); note("TERM")
+    if len(terms) == 2: os._exit(0)
+signal.signal(signal.SIGTERM, term)
+pathlib.Path(run, "heartbeats").mkdir(exist_ok=True)
+pathlib.Path(run, "heartbeats", f"server-{{index}}").touch()
+note("start")
+end = time.monotonic() + 30
+while time.monotonic() < end and not terms:
+    time.sleep(0.02)
+    if pathlib.Path(run, "crash").exists():
+        pathlib.Path(run, "crash").unlink(); os._exit(75)
+time.sleep(0.5); note("left"); os._exit(0)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    python = tmp_path / "python"
+    (tmp_path / "server.py").write_text(SERVER.format())
+    program = shlex.join([sys.executable, str(tmp_path / "server.py")])
+    python.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setitem(spares.LOOK_S, "local", 0.1)
+    monkeypatch.setattr(spares, "END_S", 2.0)
+    return load_config(
+        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
+        [f"rollout.python={python}", "rollout.servers=2", f"run.root={tmp_path}"],
+    )
+
+
+class Spares(threading.Thread):
+    """``run_spares`` in a thread; ``states`` is what it sees of the run."""
+
+    def __init__(self, config: Config, folder: Path, n: int) -> None:
+        super().__init__(daemon=True)
+        self.state, self.code = GOING, -1
+        self._work = (config, RunFolder(folder, ""), n)
+
+    def run(self) -> None:
+        config, folder, n = self._work
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spares, "Interrupts", Quiet)  # signals are for main threads
+            self.code = run_spares(
+                config, folder, n, grace_s=5.0, console=Console(quiet=True), state=lambda: self.state
+            )
+
+
+class Quiet:
+    count = 0
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+def seen(folder: Path) -> list[str]:
+    return (folder / "seen").read_text().splitlines() if (folder / "seen").exists() else []
+
+
+def test_servers_end_with_the_run_at_once_and_are_restarted_before(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    work = Spares(config, folder, 2)
+    work.start()
+    wait_until(lambda: sorted(seen(folder)) == ["2 start", "3 start"], 10.0)
+    (folder / "crash").touch()
+    wait_until(lambda: len([s for s in seen(folder) if s.endswith("start")]) == 3, 10.0)
+    work.state = OVER
+    work.join(10)
+    assert work.code == ExitCode.DONE
+    said = seen(folder)
+    assert said.count("2 TERM") == said.count("3 TERM") == 2, "no grace for a run that is over"
+    assert not any("left" in s for s in said)
+    assert not list((folder / "spares").glob("local-*"))
+
+
+def test_servers_follow_the_run_into_its_next_session(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    work = Spares(config, folder, 1)
+    work.start()
+    wait_until(lambda: seen(folder) == ["2 start"], 10.0)
+    work.state = RunState(going=Going.WAITING, session="", secret_ns=1)  # the job is requeued
+    wait_until(lambda: seen(folder).count("2 TERM") == 2, 10.0)
+    time.sleep(0.5)
+    assert not any(s.startswith("3") for s in seen(folder))
+    work.state = RunState(going=Going.GOING, session="9-1", secret_ns=2)
+    wait_until(lambda: "39-1 start" in seen(folder), 10.0)
+    work.state = OVER
+    work.join(10)
+
+
+def test_servers_that_left_by_themselves_are_not_restarted(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    work = Spares(config, folder, 1)
+    work.start()
+    wait_until(lambda: seen(folder) == ["2 start"], 10.0)
+    Quiet.count = 1
+    try:
+        work.join(10)
+    finally:
+        Quiet.count = 0
+    assert work.code == ExitCode.DONE
+    assert seen(folder)[-1] == "2 left", "in order: one TERM and a grace"
+
+
+def test_a_run_that_is_over_gets_none(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run is in progress"):
+        run_spares(config, RunFolder(tmp_path / "run", ""), 1, grace_s=1.0, console=Console(quiet=True))
+    assert not (tmp_path / "run" / "spares").exists()
+
+
+def test_a_launcher_holds_its_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    folder.path.mkdir()
+    assert not is_locked(folder)
+    lock = RunLock(folder)
+    lock.take()
+    assert is_locked(folder)
+    lock.release()
+    assert not is_locked(folder)
+
+
+def test_each_start_of_a_run_is_another_state(config: Config, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "")
+    lock = RunLock(folder)
+    lock.take()
+    try:
+        create_secret(folder)
+        first = spares.run_state(config, folder)
+        assert first.going is Going.GOING
+        create_secret(folder)
+        assert spares.run_state(config, folder) != first
+    finally:
+        lock.release()
+
+
+@pytest.mark.parametrize(
+    ("state", "going"),
+    [
+        ("RUNNING", Going.GOING),
+        ("RESIZING", Going.GOING),
+        ("PENDING", Going.WAITING),
+        ("COMPLETING", Going.WAITING),
+        ("SUSPENDED", Going.WAITING),
+        ("CONFIGURING", Going.WAITING),
+        ("FAILED", Going.OVER),
+    ],
+)
+def test_states_of_a_job(state: str, going: Going) -> None:
+    assert job_going(JobRecord(id="7", state=state)) is going
+
+
+def test_a_job_of_unknown_state_may_be_running_and_a_forgotten_one_is_over() -> None:
+    assert job_going(JobRecord(id="7", why="scontrol is not on this machine")) is Going.GOING
+    assert job_going(JobRecord(id="7", why="it ended", forgotten=True)) is Going.OVER
+
+
+def test_devices_are_those_given(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_devices(config, 2) == [(), ()]
+    gpu = load_config([EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"], ["rollout.tp=2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert own_devices(gpu, 2) == [("4", "5"), ("6", "7")]
+    with pytest.raises(ConfigError, match="need 6, 4 are given"):
+        own_devices(gpu, 3)

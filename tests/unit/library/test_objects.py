@@ -1,0 +1,117 @@
+"""How an object reaches the processes of a run: by the path of its module's file, its package, or a saved file."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.config.reward import FunctionReward
+from areal_lora.errors import ConfigError
+from areal_lora.library.objects import user_code
+from areal_lora.tasks.word_problems import draw_problem
+from tests.support.paths import EXAMPLES
+
+FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module and a package that only this process finds."""
+    (tmp_path / "own_rewards.py").write_text("def reward(completion, answer):\n    return 0.5\n")
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").touch()
+    (tmp_path / "own_package" / "half.py").write_text("HALF = 0.5\n")
+    text = "from .half import HALF\n\ndef reward(completion, answer):\n    return HALF\n"
+    (tmp_path / "own_package" / "rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def called_elsewhere(path: str, folder: Path) -> Any:
+    """What the reward at ``path`` returns in a process that has neither this working folder nor this path."""
+    code = (
+        "import json; from areal_lora.tasks.loading import load_import_path; "
+        f"print(json.dumps(load_import_path({path!r})('', '')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("module", ["own_rewards", "own_package.rewards"])
+def test_an_object_of_a_module_is_imported_where_the_module_is_unknown(
+    modules: Path, tmp_path: Path, module: str
+) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    reward = importlib.import_module(module).reward
+    try:
+        code = user_code(load_config(FILES), {"reward": reward})
+        code.write(away)
+        found = code.put_into(load_config(FILES), away).adapters[0].reward
+        assert isinstance(found, FunctionReward)
+        assert called_elsewhere(found.path, away) == 0.5
+        assert ("own_rewards.py" in found.path) == (not code.files), "a file that is there is not copied"
+    finally:
+        for name in [name for name in sys.modules if name.startswith("own_")]:
+            del sys.modules[name]
+
+
+def test_an_object_of_an_installed_package_keeps_its_name() -> None:
+    config = load_config(FILES)
+    put = user_code(config, {"environment": json.JSONDecoder, "reward": json.dumps}).put_into(config, Path("/x"))
+    assert put.adapters[0].workflow.model_dump() == {
+        "kind": "multi_turn",
+        "environment": "json.decoder:JSONDecoder",
+        "arguments": {},
+        "max_turns": 8,
+        "stop": [],
+    }
+    assert user_code(config, {"agent": draw_problem}).files.keys() == {"agent.py"}
+
+
+def test_what_is_configured_besides_remains() -> None:
+    given = {"adapters": [{"name": "gsm8k", "reward": {"kind": "function", "path": "a.py:b", "network": True}}]}
+    config = load_config([*FILES, given], ["adapters.gsm8k.reward.timeout_s=7"])
+    reward = user_code(config, {"reward": json.dumps}).put_into(config, Path("/x")).adapters[0].reward
+    assert reward.model_dump(include={"path", "network", "timeout_s"}) == {
+        "path": "json:dumps",
+        "network": True,
+        "timeout_s": 7.0,
+    }
+    config = load_config(FILES, ["adapters.gsm8k.reward.workers=2"])
+    reward = user_code(config, {"reward": json.dumps}).put_into(config, Path("/x")).adapters[0].reward
+    assert (reward.kind, reward.workers) == ("function", 2)
+
+
+def inner() -> Any:
+    def reward(completion: str, answer: str) -> float:
+        return 1.0
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (functools.partial(json.dumps), "reward: a partial cannot be imported"),
+        (3, "reward: a int cannot be imported"),
+        (inner(), "is not a name of a module"),
+    ],
+)
+def test_an_object_without_a_name_is_refused(value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        user_code(load_config(FILES), {"reward": value})
+
+
+def test_two_kinds_of_workflow_are_refused() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        user_code(load_config(FILES), {"agent": json.dumps, "workflow": json.dumps})

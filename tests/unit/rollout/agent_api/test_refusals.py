@@ -1,0 +1,182 @@
+"""Each field of a request over real HTTP; a fake server samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_lora.rollout.agents import AgentTask
+from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, asked, episode, saying
+from tests.support.rollout.texts import EOS
+
+RESPONSES, CHAT, TEXT = "/responses", "/chat/completions", "/completions"
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, RESPONSES: {"input": "hi"}, TEXT: {"prompt": "hi"}}
+
+
+def ask(path: str, **body: Any) -> tuple[int, Any, dict[str, Any]]:
+    """Status and body of one request, and what the server was asked."""
+    got: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        got.extend(await asked(task, path, **(BODIES[path] | body)))
+        if got[0] != 200:
+            await asked(task, **BODIES[CHAT])
+        return 1.0
+
+    server = saying(["hey"] * 9)
+    episode(agent, server)
+    return got[0], got[1], server.requests[0]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, TEXT])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.3),
+        ("top_p", 0.5),
+        ("top_k", 3),
+        ("min_p", 0.1),
+        ("min_tokens", 4),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
+        ("repetition_penalty", 1.2),
+        ("logit_bias", {"5": 2.0}),
+        ("bad_words", ["x"]),
+        ("stop_token_ids", [5]),
+        ("ignore_eos", True),
+        ("best_of", 4),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+        ("guided_json", {"type": "object"}),
+        ("structured_outputs", {"json": {}}),
+        ("chat_template", "{{ messages }}"),
+        ("functions", [FUNCTION]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}),
+        ("modalities", ["text", "audio"]),
+    ],
+)
+def test_what_would_change_the_policy_is_refused_by_name(path: str, field: str, value: Any) -> None:
+    status, reply, _ = ask(path, **{field: value})
+    assert status == 400
+    assert reply["error"]["param"] == field
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert field in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, TEXT])
+def test_what_asks_for_nothing_is_ignored(path: str) -> None:
+    nothing = {
+        "temperature": 1.0,
+        "top_p": 1,
+        "top_k": -1,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "no_such_field": 5,
+    }
+    plain = ask(path)
+    status, _, request = ask(path, **nothing)
+    assert (plain[0], status) == (200, 200)
+    assert request == plain[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        (RESPONSES, {"previous_response_id": "resp_7"}, "previous_response_id"),
+        (RESPONSES, {"background": True}, "background"),
+        (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0]"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        (RESPONSES, {"prompt": {"id": "x"}}, "prompt"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        (CHAT, {"n": 129}, "n is 1 to 128"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        (CHAT, {"messages": [{"content": "no role"}]}, "role"),
+        (CHAT, {"messages": []}, "messages"),
+        (TEXT, {"prompt": ["a", "b"]}, "one prompt"),
+        (TEXT, {"echo": True}, "echo"),
+        (TEXT, {"suffix": "x"}, "suffix"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(path: str, body: dict[str, Any], words: str) -> None:
+    status, reply, _ = ask(path, **body)
+    assert status == 400
+    assert words in reply["error"]["message"]
+
+
+def test_tools_need_a_parser_and_a_template_that_writes_them() -> None:
+    from areal_lora.data.formatting import Formatter
+    from tests.support.rollout.texts import CharTokenizer
+
+    replies: list[Any] = []
+
+    async def agent(task: AgentTask) -> float:
+        replies.append(await asked(task, messages=MESSAGES, tools=[TOOL]))
+        await asked(task, messages=MESSAGES)
+        return 1.0
+
+    episode(agent, saying(["hey"]), parser=None)
+    episode(agent, saying(["hey"]), formatter=Formatter(tokenizer=CharTokenizer()))
+    assert [status for status, _ in replies] == [400, 400]
+    assert "workflow.tool_parser" in replies[0][1]["error"]["message"]
+    assert "chat template does not write tools" in replies[1][1]["error"]["message"]
+
+
+def test_limits_and_stop_texts_reach_the_server() -> None:
+    _, _, request = ask(CHAT, max_tokens=7, max_completion_tokens=3, stop=["x", "y"], n=1)
+    assert (request["max_tokens"], request["stop"]) == (3, ["x", "y"])
+    _, reply, request = ask(RESPONSES, max_output_tokens=5)
+    assert request["max_tokens"] == 5
+    assert reply["max_output_tokens"] == 5
+
+
+def test_content_parts_names_and_roles_reach_the_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "name": "Ann", "content": parts}]
+    _, _, request = ask(CHAT, messages=messages)
+    assert "".join(map(chr, request["prompt"])) == "<system:be brief><user(Ann):ab>"
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "ab"}]}]
+    _, _, request = ask(RESPONSES, input=items, instructions="be brief")
+    assert "".join(map(chr, request["prompt"])) == "<system:be brief><user:ab>"
+
+
+def test_a_seed_repeats_an_answer_within_a_run_of_the_agent() -> None:
+    async def agent(task: AgentTask) -> float:
+        for seed in (5, 5, 6, None, None):
+            await asked(task, messages=MESSAGES, seed=seed)
+        return 1.0
+
+    server = saying(["hey"] * 5)
+    episode(agent, server)
+    seeds = [request["seed"] for request in server.requests]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 4
+
+
+def test_log_probabilities_are_those_of_the_server() -> None:
+    _, reply, request = ask(CHAT, logprobs=True, top_logprobs=1)
+    rows = reply["choices"][0]["logprobs"]["content"]
+    assert request["logprobs"] == 1
+    assert [(row["token"], row["logprob"]) for row in rows] == [("h", -0.5), ("e", -1.0), ("y", -1.5), (chr(EOS), -2.0)]
+    assert rows[0]["bytes"] == [ord("h")]
+    assert [row["top_logprobs"] for row in rows][:1] == [[{"token": "h", "bytes": [104], "logprob": -0.5}]]
+    _, reply, _ = ask(CHAT)
+    assert reply["choices"][0]["logprobs"] is None
+    _, reply, _ = ask(TEXT, logprobs=2)
+    found = reply["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [-0.5, -1.0, -1.5, -2.0]
+    assert found["text_offset"] == [0, 1, 2, 3]
+    assert found["top_logprobs"][0] == {"h": -0.5, "A": -1.5}
+    _, reply, _ = ask(RESPONSES, include=["message.output_text.logprobs"], top_logprobs=1)
+    assert reply["output"][0]["content"][0]["logprobs"][1]["logprob"] == -1.0

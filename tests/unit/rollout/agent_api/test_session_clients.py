@@ -1,0 +1,202 @@
+"""OpenAI's own client against the real endpoint: tools, streams, responses. Tokens as the chat template writes them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from areal_lora.rollout.agents import AgentTask
+from areal_lora.rollout.testing import FakeServer, Fault
+from areal_lora.rollout.workflow import Episode
+from tests.support.rollout.agent_endpoint import FUNCTION, MESSAGES, TOOL, ToolTokenizer, episode, saying
+from tests.support.rollout.texts import EOS
+
+CALL = 'ok{add {"a": 1, "b": 2}}'
+ODD = 'ok{add {"a":1,  "b":2}}'  # not how the template writes it
+FLAT = {"type": "function", "strict": True} | FUNCTION
+
+
+def run(agent: Callable[[openai.AsyncOpenAI, str], Any], server: FakeServer) -> Episode:
+    async def called(task: AgentTask) -> float:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            await agent(client, task.model)
+        return 1.0
+
+    return episode(called, server)
+
+
+def oracle(*parts: tuple[str, str]) -> tuple[list[int], list[int]]:
+    """Token ids and mask of what was told and what was sampled in turn."""
+    ids: list[int] = []
+    mask: list[int] = []
+    for kind, text in parts:
+        new = [*map(ord, text)] + [EOS] * (kind == "sampled")
+        ids += new
+        mask += [int(kind == "sampled")] * len(new)
+    return ids, mask
+
+
+@pytest.mark.parametrize("first", [CALL, ODD])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_with_tools_is_one_trajectory_of_the_sampled_tokens(first: str, stream: bool) -> None:
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        messages: list[Any] = list(MESSAGES)
+        for turn in range(2):
+            asked = {"model": model, "messages": messages, "tools": [TOOL]}
+            if stream:
+                async with client.chat.completions.stream(**asked) as events:
+                    seen = [event.type async for event in events]
+                    choice = (await events.get_final_completion()).choices[0]
+                assert ("tool_calls.function.arguments.done" in seen) is (turn == 0)
+            else:
+                choice = (await client.chat.completions.create(**asked)).choices[0]
+            messages.append(choice.message.model_dump(exclude_none=True))
+            if turn == 0:
+                (call,) = choice.message.tool_calls
+                assert (choice.finish_reason, choice.message.content) == ("tool_calls", "ok")
+                assert call.function.name == "add"
+                assert len(call.id) == 9
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+            else:
+                assert (choice.finish_reason, choice.message.content) == ("stop", "it is 3")
+
+    (made,) = run(agent, saying([first, "it is 3"])).group.trajectories
+    want = oracle(("told", "[add]<user:hi>"), ("sampled", first), ("told", "<tool:3>"), ("sampled", "it is 3"))
+    assert (made.token_ids, made.loss_mask) == want
+    if first == CALL:  # what the template itself writes of the whole conversation
+        call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        turns: list[Any] = [*MESSAGES, {"role": "assistant", "content": "ok", "tool_calls": [call]}]
+        turns += [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "it is 3"}]
+        text = ToolTokenizer().apply_chat_template(turns, tokenize=False, add_generation_prompt=False, tools=[TOOL])
+        assert made.token_ids == [ord(c) for c in text]
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_responses_with_tools_are_one_trajectory_of_the_sampled_tokens(by_id: bool) -> None:
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        asked: dict[str, Any] = {"model": model, "tools": [FLAT], "instructions": "be brief"}
+        first = await client.responses.create(input="hi", **asked)
+        said, call = first.output
+        assert (said.type, first.status, first.output_text) == ("message", "completed", "ok")
+        assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a":1,  "b":2}')
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        if by_id:
+            last = await client.responses.create(input=[result], previous_response_id=first.id, **asked)
+        else:
+            items: list[Any] = [{"role": "user", "content": "hi"}]
+            items += [item.model_dump(exclude_none=True) for item in first.output]
+            last = await client.responses.create(input=[*items, result], **asked)
+        assert last.output_text == "it is 3"
+        assert last.usage is not None
+        assert last.usage.total_tokens == last.usage.input_tokens + len("it is 3") + 1
+
+    (made,) = run(agent, saying([ODD, "it is 3"])).group.trajectories
+    begin = "[add]<system:be brief><user:hi>"
+    want = oracle(("told", begin), ("sampled", ODD), ("told", "<tool:3>"), ("sampled", "it is 3"))
+    assert (made.token_ids, made.loss_mask) == want
+
+
+def test_a_streamed_response_has_the_events_of_openai() -> None:
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        async with client.responses.stream(model=model, input="hi", tools=[FLAT]) as events:
+            seen = [event.type.removeprefix("response.") async for event in events]
+            final = await events.get_final_response()
+        text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+        call = ["function_call_arguments.delta", "function_call_arguments.done"]
+        items = [name for body in (text, call) for name in ("output_item.added", *body, "output_item.done")]
+        assert seen == ["created", "in_progress", *items, "completed"]
+        assert (final.output_text, final.output[1].name) == ("ok", "add")
+
+    run(agent, saying([CALL]))
+
+
+def test_a_streamed_chat_ends_with_its_usage() -> None:
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        stream = await client.chat.completions.create(
+            model=model, messages=MESSAGES, stream=True, stream_options={"include_usage": True}, logprobs=True, n=2
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].usage.completion_tokens == 2 * 4
+        assert chunks[-1].choices == []
+        text = ["".join(c.delta.content or "" for k in chunks for c in k.choices if c.index == i) for i in (0, 1)]
+        assert text == ["hey", "you"]
+        values = [c.logprobs.content[0].logprob for k in chunks for c in k.choices if c.logprobs]
+        assert values == [-0.5, -0.5]
+        assert [e.content async for e in _events(client, model) if e.type == "content.done"] == ["now"]
+        texts = [t async for t in await client.completions.create(model=model, prompt="a", stream=True)]
+        assert [c.choices[0].text for c in texts] == ["end"]
+
+    run(agent, saying(["hey", "you", "now", "end"]))
+
+
+async def _events(client: openai.AsyncOpenAI, model: str) -> AsyncIterator[Any]:
+    async with client.chat.completions.stream(model=model, messages=MESSAGES) as stream:
+        async for event in stream:
+            yield event
+
+
+def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    def cut(body: dict[str, Any]) -> None:
+        body["choices"][0]["finish_reason"] = "length"
+
+    server = saying(["abc"] * 2)
+    server.fault = lambda _: Fault(edit=cut)
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        reply = await client.chat.completions.create(model=model, messages=MESSAGES, tools=[TOOL])
+        assert reply.choices[0].finish_reason == "length"
+        cut = await client.responses.create(model=model, input="hi")
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+    run(agent, server)
+
+
+def test_parallel_calls_can_be_declined_and_tools_not_told() -> None:
+    both = 'x{add {"a": 1}}{add {"a": 2}}'
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        for parallel, n in ((True, 2), (False, 1)):
+            reply = await client.chat.completions.create(
+                model=model, messages=MESSAGES, tools=[TOOL], parallel_tool_calls=parallel
+            )
+            assert len(reply.choices[0].message.tool_calls) == n
+        reply = await client.chat.completions.create(model=model, messages=MESSAGES, tools=[TOOL], tool_choice="none")
+        assert reply.choices[0].message.content == both
+
+    made = run(agent, saying([both] * 3)).group.trajectories
+    assert all(sum(t.loss_mask) == len(both) + 1 for t in made), "all of it was sampled, and is trained on"
+    assert "".join(map(chr, made[-1].token_ids)).startswith("<user:hi>")
+
+
+def test_a_call_that_a_stop_text_ends_is_parsed_without_it() -> None:
+    texts: list[str] = []
+
+    def parse(body: dict[str, Any]) -> list[dict[str, Any]]:
+        texts.extend(body["texts"])
+        return [{"content": "", "calls": []} for _ in body["texts"]]
+
+    server = saying(["12=x"])
+    server.parse = parse
+
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        await client.chat.completions.create(model=model, messages=MESSAGES, tools=[TOOL], stop="=")
+
+    run(agent, server)
+    assert texts == ["12"]
+
+
+def test_the_keys_model_is_listed_and_errors_name_their_field() -> None:
+    async def agent(client: openai.AsyncOpenAI, model: str) -> None:
+        assert [m.id async for m in client.models.list()] == [model]
+        assert (await client.models.retrieve(model)).id == model
+        with pytest.raises(openai.NotFoundError, match="only 'math'"):
+            await client.models.retrieve("gpt-4o")
+        with pytest.raises(openai.BadRequestError, match="temperature") as caught:
+            await client.responses.create(model=model, input="hi", temperature=0.0)
+        assert caught.value.param == "temperature"
+        await client.chat.completions.create(model=model, messages=MESSAGES)
+
+    run(agent, saying(["hey"]))

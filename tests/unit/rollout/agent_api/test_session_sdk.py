@@ -1,0 +1,146 @@
+"""The OpenAI Agents SDK in a conversation of three answers and three calls, read by vLLM's hermes parser.
+
+A fake server says what a model that can call tools would say. The oracle is `apply_chat_template` of the tokenizer with
+the conversation as a user of OpenAI's API would write it down.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from areal_lora.data.formatting import Formatter
+from areal_lora.engine.vllm_ext.openai_api import ToolCallsBody
+from areal_lora.engine.vllm_ext.tool_calls import ToolCallParsers
+from areal_lora.rollout.agents import AgentTask
+from areal_lora.rollout.conversations import ConversationFile, read_conversations
+from areal_lora.rollout.testing import FakeServer
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.paths import EXAMPLES
+from tests.support.rollout.agent_endpoint import episode
+from tests.support.rollout.texts import V1
+
+TEMPLATE = """\
+{%- if tools %}Tools:{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}<assistant>{{ message.content }}
+{%- for call in message.tool_calls or () %}{{ '' if loop.first else '\\n' }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{{ eos_token }}
+{% else %}<{{ message.role }}>{{ message.content }}
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+SAID: list[tuple[str, list[tuple[str, dict[str, int]]]]] = [
+    ("First both products.", [("multiply", {"a": 3, "b": 4}), ("multiply", {"a": 5, "b": 6})]),
+    ("", [("add", {"a": 12, "b": 30})]),
+    ("It is 42.", []),
+]
+RESULTS = [["12", "30"], ["42"]]
+
+
+@function_tool
+def multiply(a: int, b: int) -> str:
+    """The product."""
+    return str(a * b)
+
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """The sum."""
+    return str(a + b)
+
+
+def spelt(content: str, calls: list[tuple[str, dict[str, int]]], separators: tuple[str, str]) -> str:
+    parts = [content] if content else []
+    for name, arguments in calls:
+        body = json.dumps({"name": name, "arguments": arguments}, separators=separators)
+        parts.append(f"<tool_call>\n{body}\n</tool_call>")
+    return "\n".join(parts)
+
+
+def answers(separators: tuple[str, str]) -> list[str]:
+    return [spelt(content, calls, separators) for content, calls in SAID]
+
+
+def written(turns: int) -> list[dict[str, Any]]:
+    """The conversation up to so many answers, in the format of chat templates."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Calculate."},
+        {"role": "user", "content": "3*4+5*6?"},
+    ]
+    for (content, calls), results in zip(SAID[:turns], RESULTS[:turns], strict=True):
+        functions = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
+        messages.append({"role": "assistant", "content": f"{content}\n" if content else "", "tool_calls": functions})
+        messages += [{"role": "tool", "content": result} for result in results]
+    return messages
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
+@pytest.mark.parametrize(
+    ("api", "streamed"),
+    [(OpenAIResponsesModel, False), (OpenAIResponsesModel, True), (OpenAIChatCompletionsModel, False)],
+)
+def test_the_sdk_calls_three_tools(api: Any, streamed: bool, separators: tuple[str, str], tmp_path: Any) -> None:
+    set_tracing_disabled(True)
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "tiny_model")
+    tokenizer.chat_template = TEMPLATE
+    parsers, left = ToolCallParsers(tokenizer, ["hermes"]), iter(answers(separators))
+    told: list[Any] = []
+
+    def answer(prompt: list[int], sample: int) -> tuple[list[int], str]:
+        text = next(left)
+        return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id], text
+
+    def parse(body: dict[str, Any]) -> list[dict[str, Any]]:
+        told.append(body["tools"])
+        return [msgspec.to_builtins(found) for found in parsers.parse(msgspec.convert(body, ToolCallsBody))]
+
+    async def agent(task: AgentTask) -> float:
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+            assistant = Agent(
+                name="Calculator", instructions="Calculate.", model=api(task.model, client), tools=[multiply, add]
+            )
+            if streamed:
+                result: Any = Runner.run_streamed(assistant, "3*4+5*6?")
+                async for _ in result.stream_events():
+                    pass
+            else:
+                result = await Runner.run(assistant, "3*4+5*6?")
+        return float(result.final_output == "It is 42.")
+
+    server = FakeServer(models={str(V1)}, answer=answer, parse=parse)
+    kept = ConversationFile(RunFolder(tmp_path), 1 << 20)
+    made = episode(
+        agent, server, parser="hermes", formatter=Formatter(tokenizer=tokenizer), max_model_len=4096, kept=kept
+    )
+    (trajectory,) = made.group.trajectories
+    assert trajectory.reward == 1.0
+    sampled = [[*tokenizer.encode(text, add_special_tokens=False), 1] for text in answers(separators)]
+    if separators == (", ", ": "):  # as the template writes calls: every prompt is what it makes of the messages
+        for turns, request in enumerate(server.requests):
+            want = tokenizer.apply_chat_template(
+                written(turns), tools=told[0], add_generation_prompt=True, return_dict=False
+            )
+            assert tokenizer.decode(request["prompt"]) == tokenizer.decode(want)
+            assert request["prompt"] == want
+    at = 0
+    for request, ids in zip(server.requests, sampled, strict=True):
+        begin = len(request["prompt"])
+        assert trajectory.token_ids[:begin] == request["prompt"]
+        assert trajectory.token_ids[begin : begin + len(ids)] == ids, "sampled tokens stay as they were"
+        assert not any(trajectory.loss_mask[at:begin])
+        assert all(trajectory.loss_mask[begin : begin + len(ids)])
+        at = begin + len(ids)
+    assert len(trajectory.token_ids) == at
+    (conversation,) = read_conversations(kept.folder)
+    assert [len(request.turns) for request in conversation.requests] == [2, 2, 1]
+    assert [turn.content for request in conversation.requests[1:] for turn in request.turns] == ["12", "30", "42"]

@@ -1,0 +1,72 @@
+"""What agents said stays in the run folder, within its bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import RecordError
+from areal_lora.rollout.agents import AgentTask
+from areal_lora.rollout.client import GenerationFault
+from areal_lora.rollout.conversations import Conversation, ConversationFile, read_conversations
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.rollout.agent_endpoint import MESSAGES, asked, episode, saying
+
+
+def said(uid: str, text: str = "") -> Conversation:
+    return Conversation(
+        time=0.0, adapter="math", uid=uid, sample=0, evaluation=False, reward=1.0, detail=text, requests=[], tokens=[]
+    )
+
+
+def test_the_newest_ones_are_kept_within_the_bound(tmp_path: Path) -> None:
+    folder, bound = RunFolder(tmp_path), 4000
+    kept = ConversationFile(folder, bound)
+    for i in range(200):
+        kept.write(said(str(i)))
+        size = sum(p.stat().st_size for p in tmp_path.iterdir())
+        assert size <= bound
+    found = [int(c.uid) for c in read_conversations(folder)]
+    assert found == list(range(found[0], 200))
+    assert len(found) > 10
+    kept.write(said("too long", "x" * bound))
+    assert [int(c.uid) for c in read_conversations(folder)] == found
+
+
+def test_nothing_is_written_with_a_bound_of_zero(tmp_path: Path) -> None:
+    ConversationFile(RunFolder(tmp_path), 0).write(said("a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_in_progress_is_left_out_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    ConversationFile(folder, 1000).write(said("a"))
+    with folder.conversations.open("ab") as file:
+        file.write(b'{"time"')
+    assert [c.uid for c in read_conversations(folder)] == ["a"]
+    folder.conversations.write_text("{}\n")
+    with pytest.raises(RecordError, match="line 1: Object missing required field"):
+        list(read_conversations(folder))
+
+
+def test_a_run_of_an_agent_that_fails_is_kept_with_its_reason(tmp_path: Path) -> None:
+    async def agent(task: AgentTask) -> float:
+        await asked(task, messages=MESSAGES, n=2)
+        await asked(task, "/completions", prompt="ab")
+        raise ValueError("no idea")
+
+    kept = ConversationFile(RunFolder(tmp_path), 1 << 20)
+    with pytest.raises(GenerationFault):
+        episode(agent, saying(["hey", "you", "so"]), kept=kept)
+    (found,) = read_conversations(kept.folder)
+    assert (found.reward, found.uid) == (None, "0:s")
+    assert "ValueError: no idea" in found.detail
+    chat, text = found.requests
+    assert [(a.turn.content, a.conversation) for a in chat.answers] == [("hey", 0), ("you", 1)]
+    assert (text.prompt, text.answers[0].conversation) == ("ab", 2)
+    for answer in (*chat.answers, *text.answers):
+        tokens = found.tokens[answer.conversation]
+        assert bytes(tokens.token_ids[answer.begin : answer.end - 1]).decode() == answer.turn.content
+        assert set(tokens.versions[answer.begin : answer.end]) == {1}
+        assert set(tokens.versions[: answer.begin]) == {-1}

@@ -1,0 +1,148 @@
+"""Programs of answers, right and hostile, in their fences: inside bubblewrap where it works, and without it."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from areal_lora.config.reward import CodeReward
+from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_tests
+from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
+from areal_lora.types import Outcome
+
+ADD = "print(sum(map(int, input().split())))"
+PAIRS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7\n"]}
+
+
+def code(**keys) -> CodeReward:
+    return CodeReward(**{"inputs": "inputs", "outputs": "outputs", "timeout_s": 60, **keys})
+
+
+def answer(program: str, **columns) -> ScoreItem:
+    return ScoreItem(completion=f"Here:\n```python\n{program}\n```\nDone.", columns=columns or PAIRS)
+
+
+def score(reward: CodeReward, *items: ScoreItem, hidden: Path | None = None) -> list[Score]:
+    async def run() -> list[Score]:
+        async with ScorerPool(reward, hidden=hidden) as pool:
+            return await pool.score(items)
+
+    before = set(psutil.Process().children(recursive=True))  # servers of other tests
+    found = asyncio.run(run())
+    more = set(psutil.Process().children(recursive=True)) - before
+    assert [p for p in more if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    return found
+
+
+def test_a_right_and_a_wrong_program(fence):
+    wrong = "a, b = map(int, input().split())\nprint(a + b if a < 2 else 0)"
+    right, half, none = score(code(), answer(ADD), answer(wrong), ScoreItem(completion="7", columns=PAIRS))
+    assert (right.reward, right.correct, dict(right.components)) == (1.0, True, {"passed": 1.0})
+    assert (half.reward, half.correct, dict(half.components)) == (0.0, False, {"passed": 0.5, "wrong": 0.5})
+    assert (none.reward, dict(none.components)) == (0.0, {"passed": 0.0, "no_code": 1.0})
+    [partly] = score(code(credit="partial"), answer(wrong))
+    assert (partly.reward, partly.correct) == (0.5, False)
+
+
+def test_asserts_continue_the_program_and_cannot_be_left_out(fence):
+    reward = CodeReward(asserts="checks", credit="partial")
+    checks = ["assert f(2) == 4", "assert f(-1) == 1\nassert f(0) == 0"]
+    programs = ["def f(x): return x * x", "def f(x): return 2 * x", "import os\nos._exit(0)", "raise SystemExit", "f("]
+    scores = score(reward, *(answer(program, checks=checks) for program in programs))
+    assert [s.reward for s in scores] == [1.0, 0.5, 0.0, 0.0, 0.0]
+    assert [set(s.components) - {"passed"} for s in scores[1:]] == [{"wrong"}, {"wrong"}, {"wrong"}, {"crashed"}]
+
+
+HOSTILE = {
+    # At most 300 processes, should the fence not hold.
+    "fork_bomb": ("import os, time\nfor _ in range(300):\n if not os.fork(): time.sleep(5); os._exit(0)", "crashed"),
+    "thread_bomb": (
+        "import threading, time\nfor _ in range(9999): threading.Thread(target=time.sleep, args=(9,)).start()",
+        "crashed memory time",
+    ),
+    "subprocess": ("import subprocess\nsubprocess.run(['/bin/true'], check=True)", "crashed"),
+    "write_outside": ("open(OUTSIDE, 'w').write('x')", "crashed"),
+    "delete_outside": ("import os\nos.remove(PRECIOUS)", "crashed"),
+    "endless_output": ("while True: print('x' * 1000)", "output"),
+    "endless_file": ("f = open('f', 'wb')\nwhile True: f.write(b'x' * 65536)", "output"),
+    "read_the_secret": ("print(open(SECRET).read())", "crashed"),
+    "read_the_secret_by_exec": ("import os\nos.execv('/bin/cat', ['cat', SECRET])", "crashed"),
+    "kill_the_parent": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "crashed"),
+    "kill_the_controller": ("import os, signal\nos.kill(CONTROLLER, signal.SIGKILL)", "crashed"),
+    "kill_all": ("import os, signal\nos.kill(-1, signal.SIGKILL)", "crashed"),
+    "read_the_parent": ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb').read(1)", "crashed"),
+    "sleep": ("import time\ntime.sleep(600)", "time"),
+    "spin": ("while True: pass", "time"),
+    "deaf": ("import signal\nfor s in (2, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass", "time"),
+    "memory": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
+    "connect": ("import socket\nsocket.create_connection(('127.0.0.1', 9))", "crashed"),
+    "raise_limits": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "crashed"),
+}
+
+
+def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path):
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    (run / "secret").write_text("the secret")
+    precious.write_text("p")
+    before = set(tmp_path.iterdir())
+    names = {"OUTSIDE": tmp_path / "new", "PRECIOUS": precious, "SECRET": run / "secret"}
+    head = "".join(f"{name} = {str(path)!r}\n" for name, path in names.items()) + f"CONTROLLER = {os.getpid()}\n"
+    reward = code(test_cpu_s=1, test_s=4.0, test_memory_mib=128, test_output_kib=64, timeout_s=60)
+    row = {"inputs": [""], "outputs": ["the secret"]}
+    items = [answer(head + program, **row) for program, _ in HOSTILE.values()]
+    began = time.monotonic()
+    *scores, after = score(reward, *items, answer(ADD), hidden=run)
+    found = {name: "".join(set(s.components) - {"passed"}) for name, s in zip(HOSTILE, scores, strict=True)}
+    assert {n: v for n, v in found.items() if v not in HOSTILE[n][1].split()} == {}
+    assert {s.outcome for s in scores} == {Outcome.OK}
+    assert {s.reward for s in scores} == {0.0}
+    assert after.reward == 1.0, "the scorer process works on"
+    assert set(tmp_path.iterdir()) == before
+    assert precious.read_text() == "p"
+    assert time.monotonic() - began < 120
+
+
+def test_a_programs_folder_is_empty_and_its_own(fence):
+    program = (
+        "import os\nopen('f', 'w').write('x')\nprint(sorted(os.listdir('.')), os.environ['TMPDIR'] == os.getcwd())"
+    )
+    row = {"inputs": ["", ""], "outputs": ["['f'] True"] * 2}
+    assert score(code(), answer(program, **row))[0].reward == 1.0
+
+
+def test_the_time_of_an_answer_bounds_all_its_tests():
+    row = {"inputs": [""] * 20, "outputs": ["x"] * 20}
+    reward = code(credit="partial", timeout_s=4.0, test_s=1.0)
+    [scored] = score(reward, answer("import time\ntime.sleep(9)", **row))
+    assert (scored.outcome, dict(scored.components)) == (Outcome.OK, {"passed": 0.0, "time": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```\na\n```\n```sh\nls\n```", "a\n"),
+        ("```python\na", None),
+        ("x", None),
+        ("```Python title\n  a\n  ```", "  a\n"),
+    ],
+)
+def test_the_last_block_of_python(text, program):
+    assert extract_program(text) == program
+
+
+def test_rows_without_tests_are_refused():
+    settings = msgspec.convert(code(asserts="checks").model_dump(), CodeSettings)
+    assert len(row_tests({"inputs": [1, 2.5], "outputs": ["1", "2"], "checks": "assert f()"}, settings)) == 3
+    for row, words in [
+        ({}, "no tests"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs in 'inputs', 0 outputs"),
+        ({"inputs": [], "outputs": [], "checks": [{}]}, "of type dict"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            row_tests(row, settings)

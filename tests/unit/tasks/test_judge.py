@@ -1,0 +1,191 @@
+"""The judge against a stub server, in its fenced scorer process."""
+
+import asyncio
+import math
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_lora.config.reward import JudgeReward
+from areal_lora.errors import ConfigError
+from areal_lora.tasks.judge import JudgeFault, JudgeSettings, fill, read_score
+from areal_lora.tasks.reward_sum import RewardSum
+from areal_lora.tasks.scorer import ScoreItem
+from areal_lora.types import Outcome
+from tests.support.tasks.judge_stub import JudgeStub, hang, said
+
+KEY = "sk-0123456789abcdef"
+
+
+def judge(url: str, **keys) -> JudgeReward:
+    first = {"model": "j", "prompt": "Q: {prompt} A: {completion} ({level})", "backoff_s": 0.01, "workers": 1}
+    return JudgeReward(url=url, **{**first, "attempts": 3, "attempt_s": 5.0, "timeout_s": 20.0, **keys})
+
+
+def item(completion: str) -> ScoreItem:
+    return ScoreItem(completion=completion, answer="7", prompt="3+4?", columns={"level": 2})
+
+
+def score(reward: JudgeReward, *batches: list[ScoreItem], hidden: Path | None = None):
+    async def run():
+        async with RewardSum([reward], hidden=hidden) as rewards:
+            return [await rewards.score(batch) for batch in batches], rewards.take_costs()
+
+    return asyncio.run(run())
+
+
+def by_length(_: int, body: dict) -> tuple:
+    text = body["messages"][-1]["content"]
+    return said(f"Well. Score: 3. After all, score: {5 if 'good' in text else 0}")
+
+
+def test_it_asks_with_the_columns_and_scales_what_it_reads(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with JudgeStub(by_length) as stub:
+        reward = judge(stub.url, key_env="JUDGE_KEY", system_prompt="Be fair.", correct_threshold=0.5, price_prompt=2.0)
+        [[good, bad]], costs = score(reward, [item("good {answer}"), item("bad")])
+    assert (good.reward, good.correct, bad.reward, bad.correct) == (0.5, True, 0.0, False)
+    assert {tuple(m["role"] for m in body["messages"]) for body in stub.bodies} == {("system", "user")}
+    assert "Q: 3+4? A: good {answer} (2)" in [body["messages"][1]["content"] for body in stub.bodies]
+    assert set(stub.keys) == {f"Bearer {KEY}"}
+    assert costs.pop("judge/ms") > 0
+    assert costs.pop("judge/price") == pytest.approx(2 * 100 * 2.0 / 1e6)
+    counted = {"answers": 2, "calls": 2, "prompt_tokens": 200, "completion_tokens": 20, "cached_share": 0}
+    assert costs == {f"judge/{name}": value for name, value in counted.items()}
+
+
+PASSING = [
+    (429, {"Retry-After": "0"}, b"slow down"),
+    (503, {}, b"busy"),
+    (200, {}, b"<html>nonsense"),
+    (200, {}, {"choices": []}),
+    said("I would rather not say"),
+    said("Score: 11"),
+]
+
+
+def test_it_asks_again_after_what_may_pass():
+    asked = Counter()
+
+    def behave(_: int, body: dict) -> tuple:
+        which = int(body["messages"][0]["content"].split()[3])
+        asked[which] += 1
+        return PASSING[which] if asked[which] == 1 else said("Score: 10")
+
+    with JudgeStub(behave) as stub:
+        [scores], costs = score(judge(stub.url), [item(str(i)) for i in range(len(PASSING))])
+    assert [(s.outcome, s.reward) for s in scores] == [(Outcome.OK, 1.0)] * len(PASSING)
+    assert asked == dict.fromkeys(range(len(PASSING)), 2)
+    assert (costs["judge/calls"], costs["judge/retries"]) == (2 * len(PASSING), len(PASSING))
+
+
+FATAL = [
+    (lambda: (500, {}, b"no"), 3, "no score in 3 attempts, the last: HTTP 500"),
+    (lambda: said("Score: high"), 3, "it states no score"),
+    (lambda: (401, {}, f"wrong key {KEY}".encode()), 1, "HTTP 401: wrong key ***"),
+    (lambda: (302, {"Location": "http://127.0.0.1:9/"}, b""), 1, "HTTP 302"),
+    (lambda: (200, {}, b"x" * (2 << 20)), 3, "more than 1 MiB"),
+    (lambda: hang(6.0), 3, "no reply within 2 s"),
+]
+
+
+def test_what_it_cannot_score_is_an_error_of_that_answer_and_never_reward_0(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    asked = Counter()
+
+    def behave(_: int, body: dict) -> tuple:
+        which = body["messages"][0]["content"].split()[3]
+        asked[which] += 1
+        return said("Score: 5") if which == "fine" else FATAL[int(which)][0]()
+
+    with JudgeStub(behave) as stub:
+        reward = judge(stub.url, key_env="JUDGE_KEY", attempt_s=2.0)
+        [[fine, *scores]], _ = score(reward, [item("fine"), *(item(str(i)) for i in range(len(FATAL)))])
+    assert (fine.outcome, fine.reward) == (Outcome.OK, 0.5)
+    for i, (scored, (_, calls, words)) in enumerate(zip(scores, FATAL, strict=True)):
+        assert scored.outcome is Outcome.ERROR
+        assert math.isnan(scored.reward)
+        assert words in scored.detail
+        assert KEY not in scored.detail
+        assert asked[str(i)] == calls
+
+
+def test_an_answer_out_of_time_is_a_timeout():
+    with JudgeStub(lambda n, b: hang(5.0) if "slow" in str(b) else said("Score: 5")) as stub:
+        [[slow, fine]], _ = score(judge(stub.url, timeout_s=1.0), [item("slow"), item("fine")])
+    assert (slow.outcome, fine.outcome) == (Outcome.TIMEOUT, Outcome.OK)
+
+
+def test_equal_questions_are_asked_once_also_in_a_later_run(tmp_path):
+    with JudgeStub(by_length) as stub:
+        again = [item("good"), item("good"), item("bad")]
+        first, costs = score(judge(stub.url), again, again, hidden=tmp_path)
+        assert len(stub.bodies) == 2
+        assert costs["judge/cached_share"] == pytest.approx(4 / 6)
+        later, costs = score(judge(stub.url), again, hidden=tmp_path)
+        assert [s.reward for s in later[0]] == [s.reward for s in first[0]] == [0.5, 0.5, 0.0]
+        assert len(stub.bodies) == 2
+        assert (costs["judge/cached_share"], costs.get("judge/calls")) == (1.0, None)
+        # Another scale reads the same reply; anything else that was sent is asked again.
+        assert score(judge(stub.url, scale=(0, 5)), [item("good")], hidden=tmp_path)[0][0][0].reward == 1.0
+        assert len(stub.bodies) == 2
+        score(judge(stub.url, parameters={"seed": 1}), [item("good")], hidden=tmp_path)
+        assert len(stub.bodies) == 3
+    assert KEY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "judge").iterdir())
+
+
+def test_no_more_requests_are_open_than_allowed():
+    with JudgeStub(lambda n, _: hang(0.1)) as stub:
+        score(judge(stub.url, concurrency=3), [item(str(i)) for i in range(12)])
+    assert (stub.most_open, len(stub.bodies)) == (3, 12)
+
+
+def test_a_key_that_is_not_set_is_one_line(monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ConfigError, match="JUDGE_KEY is not set"):
+        score(judge("http://127.0.0.1:9/v1", key_env="JUDGE_KEY"), [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"url": "http://judge.example/v1", "key_env": "K"}, "unencrypted"),
+        ({"scale": (1, 1)}, "empty"),
+        ({"pattern": "score"}, "no group"),
+        ({"pattern": "("}, "no regular expression"),
+        ({"concurrency": 1, "workers": 2}, "less than workers"),
+    ],
+)
+def test_what_the_configuration_refuses(keys, words):
+    with pytest.raises(ValueError, match=words):
+        judge(**{"url": "https://judge.example/v1", **keys})
+
+
+def settings(**keys) -> JudgeSettings:
+    return msgspec.convert(judge("https://x/v1", **keys).model_dump(), JudgeSettings)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"score": 4}', 4.0),
+        ('bad {"score": 1} or {"why": {"score": 9}, "score": "7"} }', 7.0),
+        ('```{"score":0}```', 0),
+    ],
+)
+def test_the_last_json_object(text, score):
+    assert read_score(text, settings(json_field="score")) == score
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"score": true}', '{"score": NaN}', '{"other": 3}', "{" * 5000, "[4]"])
+def test_no_score_in_json(text):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_score(text, settings(json_field="score"))
+
+
+def test_a_template_is_filled_once():
+    assert fill("{a}{b} {", {"a": "{b}", "b": [1]}) == "{b}[1] {"
+    with pytest.raises(JudgeFault, match=r"names \{c\}, the columns are: a"):
+        fill("{c}", {"a": 1})
