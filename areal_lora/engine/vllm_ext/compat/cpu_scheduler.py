@@ -57,7 +57,7 @@ class GroupScheduler(Scheduler):
 
     Of requests with the same prompt and adapter the first computes the prompt. The others wait for that step and
     begin with copies of its KV cache: they compute the last prompt token only, which gives them their own first
-    distribution. Outputs of a request with ``WHOLE`` are sent when it ends.
+    distribution. While they wait they keep their places: a request behind them does not start instead. Outputs of a request with ``WHOLE`` are sent when it ends.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,10 +67,20 @@ class GroupScheduler(Scheduler):
 
     # ------------------------------------------------------------ one computation of a prompt
 
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        places = self.max_num_active_reqs
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_active_reqs = places
+
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready = super()._handle_blocked_waiting_request(request)
         first = self._first(request)
-        return ready and (first is None or first.num_computed_tokens >= first.num_prompt_tokens)
+        if first is not None and first.num_computed_tokens < first.num_prompt_tokens:
+            self.max_num_active_reqs -= 1  # its place, for the rest of this step
+            return False
+        return ready
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         first = self._first(request)

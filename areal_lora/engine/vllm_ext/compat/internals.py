@@ -243,8 +243,9 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler",
-        members=("kv_cache_manager", "block_size"),
+        members=("kv_cache_manager", "block_size", "max_num_active_reqs"),
         calls=(
+            ("schedule", ("throttle_prefills",)),
             ("_handle_blocked_waiting_request", ("request",)),
             ("_get_local_prefix_cache_hit", ("request",)),
             ("add_request", ("request",)),

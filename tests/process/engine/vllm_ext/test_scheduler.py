@@ -50,3 +50,8 @@ def test_an_answer_leaves_the_engine_whole(results: dict[str, Any], length: int)
 
 def test_a_group_survives_the_abort_of_the_sample_that_computed_the_prompt(results: dict[str, Any]) -> None:
     assert results["aborted"] == {"done": 2, "unsent": 0, "free": results["free"]}
+
+
+def test_a_request_that_waits_for_the_prompt_keeps_its_place(results: dict[str, Any]) -> None:
+    """With places for one group: no request of the second group takes one while the first waits for its prompt."""
+    assert [name[0] for name in results["order"]] == ["a"] * N + ["b"] * N

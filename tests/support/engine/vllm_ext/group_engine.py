@@ -113,6 +113,23 @@ def aborted(engine: Watched, prompt: list[int]) -> dict[str, Any]:
     }
 
 
+def order_of_ends(engine: Watched, prompts: list[list[int]]) -> list[str]:
+    """Two groups of N with places for N: the requests in the order in which they ended."""
+    from vllm import SamplingParams
+
+    places, engine.scheduler.max_num_active_reqs = engine.scheduler.max_num_active_reqs, N
+    for i, prompt in enumerate(prompts):
+        for k in range(N):
+            params = SamplingParams(seed=k, max_tokens=6, ignore_eos=True, detokenize=False)
+            arrived = {"arrival_time": float(N * i + k), "priority": 0}
+            engine.engine.add_request(f"{'ab'[i]}{k}", {"prompt_token_ids": prompt}, params, **arrived)
+    ended = list[str]()
+    while engine.engine.has_unfinished_requests():
+        ended += [output.request_id for output in engine.engine.step() if output.finished]
+    engine.scheduler.max_num_active_reqs = places
+    return ended
+
+
 def _aborted() -> Any:
     from vllm.v1.request import RequestStatus
 
@@ -133,6 +150,7 @@ def main(examples: Path) -> None:
             "group": engine.run([(prompts[0], 3, N, True), (prompts[1], 90, 1, False)]),
         }
         engine.scheduler.reset_prefix_cache()
+    results["order"] = order_of_ends(engine, [[5 + (k + j) % 90 for j in range(20)] for k in (1, 50)])
     results["aborted"] = aborted(engine, [5 + (11 * j) % 90 for j in range(40)])
     print(json.dumps(results), flush=True)
     os._exit(0)  # the teardown of torch and vLLM would take seconds

@@ -166,7 +166,7 @@ class Source:
         self.secret = secret
         self.admin, self.run, self.bucket_bytes, self.backend = admin, run, bucket_bytes, backend
         self._group: BroadcastGroup | None = None
-        self._told: set[str] = set()  # layouts the server was sent
+        self._told: str | None = None  # the layout that the server was sent last
 
     def connect(self, timeout_s: float = 20.0) -> BroadcastGroup:
         if self._group is None:
@@ -194,7 +194,7 @@ class Source:
         if self._group is not None:
             self._group.close()
             self._group = None
-        self._told = set()
+        self._told = None
 
     def publish(
         self,
@@ -209,7 +209,10 @@ class Source:
         timeout_s: float = 10.0,
         pace_s: float = 0.0,
     ) -> PublishReply:
-        """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers."""
+        """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers.
+
+        A layout other than the last one goes along: the server keeps only as many as it has adapters.
+        """
         group = self.connect()
         shard = PackedShard(layout, 0)
         shard.pack(ref, pack_of(layout, 0, tensors))
@@ -219,7 +222,7 @@ class Source:
         body = encode(
             Announcement(
                 manifest=manifest,
-                layout=None if layout.digest in self._told else layout,
+                layout=None if layout.digest == self._told else layout,
                 timeout_s=timeout_s,
                 pace_s=pace_s,
             )
@@ -245,7 +248,7 @@ class Source:
             self.close()
             raise failed
         assert isinstance(answer[0], PublishReply)
-        self._told.add(layout.digest)
+        self._told = layout.digest
         return answer[0]
 
 
