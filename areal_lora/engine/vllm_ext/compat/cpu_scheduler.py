@@ -57,8 +57,11 @@ class GroupScheduler(Scheduler):
 
     Of requests with the same prompt and adapter the first computes the prompt. The others wait for that step and
     begin with copies of its KV cache: they compute the last prompt token only, which gives them their own first
-    distribution. While they wait they keep their places: a request behind them does not start instead. Outputs of a request with ``WHOLE`` are sent when it ends.
+    distribution. While they wait they keep their places: a request behind them does not start instead.
+    Outputs of a request with ``WHOLE`` are sent when it ends.
     """
+
+    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
