@@ -129,6 +129,7 @@ class AdapterPhase(StrEnum):
 
     ``pending`` until its first version is published, ``active`` while it is trained, ``draining`` after its last step
     until its last evaluation and export. ``failed`` has a reason; only what all adapters share ends the run.
+    ``paused`` and ``deleted`` are what a desired state asks for (`run_folder.desired`).
     """
 
     PENDING = "pending"
@@ -137,11 +138,12 @@ class AdapterPhase(StrEnum):
     DONE = "done"
     FAILED = "failed"
     DELETED = "deleted"
+    PAUSED = "paused"
 
     @property
     def trains(self) -> bool:
         """Whether further steps can come."""
-        return self in (AdapterPhase.PENDING, AdapterPhase.ACTIVE)
+        return self in (AdapterPhase.PENDING, AdapterPhase.ACTIVE, AdapterPhase.PAUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,11 @@ class RunFolder:
         return self.path / "code"
 
     @property
+    def desired(self) -> Path:
+        """The adapters that a service wants the run to have (``run_folder.desired``)."""
+        return self.path / "desired.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
