@@ -23,6 +23,7 @@ from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics, mean_lag
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
+EMBEDDED = (EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml")
 MODEL_LEN, LONGEST = 512, 440
 WARM_UP, WIND_DOWN = 3, 2
 """Steps not measured: kernels and buffers fill at the start; the last steps have nothing to roll out beside them."""
@@ -114,13 +115,13 @@ def run(variant: Variant, load: Load, steps: int, n_eval: int, root: Path, name:
     return measure(variant.name, execute(variant, settings(variant, load, steps, n_eval, root, name), root, name))
 
 
-def execute(variant: Variant, overlaid: dict[str, Any], root: Path, name: str) -> RunMetrics:
-    """Run the embedded example with ``overlaid`` on the variant's cores. Raises as :func:`run`."""
+def execute(
+    variant: Variant, overlaid: dict[str, Any], root: Path, name: str, base: tuple[Path, ...] = EMBEDDED
+) -> RunMetrics:
+    """Run ``base`` with ``overlaid`` on the variant's cores. Raises as :func:`run`."""
     overlay = root / f"{name}.yaml"
     overlay.write_text(json.dumps(overlaid), encoding="utf-8")
-    config = load_config(
-        [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml", overlay], variant.overrides
-    )
+    config = load_config([*base, overlay], variant.overrides)
     facts = gather_facts(config, runs_here=True)
     for finding in check(config, facts):
         if finding.severity is Severity.ERROR:
