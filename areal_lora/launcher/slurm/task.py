@@ -55,6 +55,9 @@ def _setup(lines: Sequence[str]) -> list[str]:
     return [f"trap {shlex.quote(failed)} ERR", *lines, "trap - ERR"]
 
 
+# Names that Python, torch and vLLM give what they share; a user's own files in /dev/shm stay.
+_SHARED = " -o ".join(f"-name '{pattern}'" for pattern in ("sem.*", "psm_*", "torch_*", "vllm*"))
+
 # The link is made once, by the first that fails: no two nodes' clocks are compared.
 _RECORD = f"""\
 record() {{
@@ -68,9 +71,15 @@ record() {{
     FOUND=${{FOUND#/proc/}}
     kill -KILL "${{FOUND%/environ}}" 2>/dev/null
   done
+  # And their shared memory: this user's, made since this task began, mapped and open nowhere.
+  find /dev/shm -maxdepth 1 -type f -user "$(id -u)" -newermt "@$SINCE" \\( {_SHARED} \\) | while read -r FOUND; do
+    grep -qs " $(stat -c %i "$FOUND") */dev/shm/" /proc/[0-9]*/maps && continue
+    [ -z "$(find /proc/[0-9]*/fd -lname "$FOUND" -print -quit 2>/dev/null)" ] && rm -f "$FOUND"
+  done
   exit "$1"
 }}
 export AREAL_LORA_TASK="$EXITS/$NAME"
+SINCE=$(date +%s)
 hostname > "$EXITS/$NAME{BEGAN}"
 HEARD=
 trap '' TERM

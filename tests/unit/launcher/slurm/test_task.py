@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,3 +125,37 @@ def test_setup_lines_prepare_the_process(tmp_path: Path) -> None:
     task = Folder(tmp_path).start(specs('echo "$A"; false; exit 0'), 0, *lines)
     assert task.communicate(timeout=10)[0] == "it works\n"
     assert task.returncode == 0
+
+
+def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    """And nothing else: not what a living process holds, mapped or open, nor a user's own file, nor an older one."""
+    shared, unique = Path("/dev/shm"), f"areal-task-{os.getpid()}"
+    older, mapped, opened, own, left = (
+        shared / name.format(unique) for name in ("sem.{}-0", "sem.{}-1", "psm_{}-2", "model-{}", "sem.{}-3")
+    )
+    hold = (
+        "import mmap, sys, time\n"
+        f"f = open('{mapped}', 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); f.close()\n"
+        f"g = open('{opened}', 'wb+'); print(flush=True); time.sleep(60)"
+    )
+    older.touch()
+    os.utime(older, (time.time() - 60, time.time() - 60))
+    holder: subprocess.Popen[str] | None = None
+    try:
+        folder = Folder(tmp_path)
+        task = folder.start(specs(f"touch {left} {own}; echo up; sleep 60 & wait; kill -9 $$"), 0)
+        assert task.stdout is not None
+        assert task.stdout.readline() == "up\n"
+        holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        for child in psutil.Process(task.pid).children(recursive=True):
+            child.kill()
+        assert task.wait(30) == 137
+        assert [path.exists() for path in (older, mapped, opened, own, left)] == [True, True, True, True, False]
+    finally:
+        if holder is not None:
+            holder.kill()
+            holder.wait()
+        for path in (older, mapped, opened, own, left):
+            path.unlink(missing_ok=True)
