@@ -120,7 +120,7 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
 
 def test_evaluations_come_one_after_the_other_and_hold_up_no_rollouts(controller: Callable[..., Running]) -> None:
     """Each holds its version on the servers, which have room for one beside those that are rolled out."""
-    slow_s = 0.4
+    slow_s = 1.0  # training that waited for the first three would take three of them
     begun: list[tuple[float, str]] = []
 
     def delay(k: int) -> float:
