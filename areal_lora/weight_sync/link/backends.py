@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lora.errors import ConfigError
+from areal_lora.platforms.lane import Lane, StreamLane
 
 MOST_CTAS = 2  # blocks of a broadcast's kernel on the device: enough for a link, few beside a model
 _MIN_TIMEOUT_S = 0.001  # zero and negative timeouts mean "default" or are rejected by torch
@@ -30,7 +31,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A process group, and the device ``through`` which it sends; None if it sends host memory.
+    """A process group, and the lane of the device ``through`` which it sends; None if it sends host memory.
 
     ``same_host``: receivers on the source's machine may read its memory instead. A backend that
     sends through a device has its own way inside a machine. ``timed_from_issue``: the time-out of ``Work.wait``
@@ -38,7 +39,7 @@ class Backend:
     """
 
     group: dist.ProcessGroup
-    through: torch.device | None
+    through: Lane | None
     same_host: bool = False
     timed_from_issue: bool = False
 
@@ -70,7 +71,7 @@ def _nccl(seat: Seat) -> Backend:
         del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         if before is not None:
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-    return Backend(group, seat.device, timed_from_issue=True)
+    return Backend(group, StreamLane(seat.device), timed_from_issue=True)
 
 
 def _nccl_version() -> str:

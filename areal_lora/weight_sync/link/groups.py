@@ -14,7 +14,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,7 @@ from areal_lora.distributed.store_server import StoreServer
 from areal_lora.errors import ConfigError, PublishError
 from areal_lora.processes.log import get_logger
 from areal_lora.weight_sync.link.backends import Backend, Seat, backend_of, delta, library_of
+from areal_lora.weight_sync.link.device_side import DeviceSide, Issued
 from areal_lora.weight_sync.link.inbox import Inbox, Part, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import NO_CARD, SharedSegment, readable
 from areal_lora.weight_sync.messages import SourceEndpoint
@@ -41,18 +43,23 @@ class Broadcast:
 
     def __init__(self, group: BroadcastGroup, flat: torch.Tensor, deadline: float) -> None:
         self._group, self._flat, self._deadline = group, flat, deadline
-        self._issued = time.monotonic()
         with _named(group):
-            self._work = group.issue(flat, deadline)
+            self._issued = group.issue(flat, deadline)
 
     def wait(self) -> None:
         """Block until all bytes are received (or handed over). Raises PublishError at the deadline, for a dead peer."""
         with _named(self._group):
-            self._group.land(self._work, self._flat, self._deadline, self._issued)
+            try:
+                issued = self._issued.result(max(self._deadline - time.monotonic(), 0.0))
+            except TimeoutError:
+                raise RuntimeError("the library did not begin it in time") from None
+            self._group.land(issued, self._flat, self._deadline)
 
     def done(self) -> bool:
         """Whether ``wait`` would return or raise at once, apart from copies of a device."""
-        return bool(self._work.is_completed())
+        if not self._issued.done():
+            return False
+        return self._issued.exception() is not None or bool(self._issued.result().work.is_completed())
 
 
 class BroadcastGroup:
@@ -76,7 +83,7 @@ class BroadcastGroup:
         self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
         self._timed_from_issue = backend.timed_from_issue
-        self._twins = _Twins(backend.through) if backend.through is not None else None
+        self._device = DeviceSide(backend.through) if backend.through is not None else None
         self._ring, self._windows = Ring(device), Windows()
 
     def agree(self, willing: bool, deadline: float) -> None:
@@ -86,7 +93,7 @@ class BroadcastGroup:
         in the first broadcast: it takes place here, where the caller waits for members anyway, and not in a publish.
         Raises PublishError.
         """
-        if self._twins is not None:
+        if self._device is not None:
             self.start(torch.zeros(1, dtype=torch.uint8), deadline).wait()
             return
         if self._group is None:
@@ -119,34 +126,44 @@ class BroadcastGroup:
         """Send (rank 0) or receive (others) ``flat`` (uint8 [nbytes], host) by ``deadline`` (time.monotonic)."""
         return Broadcast(self, flat, deadline)
 
-    def issue(self, flat: torch.Tensor, deadline: float) -> dist.Work:
+    def issue(self, flat: torch.Tensor, deadline: float) -> Future[Issued]:
+        """Begin a broadcast; never waits for a library that works on a device."""
         if self._group is None:
             raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
-        if self._twins is None:
-            return self._group.broadcast([flat], self._options(deadline))
-        twin = self._twins.of(flat)
-        with self._twins.queue():
-            if self.rank == 0:
-                twin.copy_(flat, non_blocking=True)
-            return self._group.broadcast([twin], self._options(deadline))
+        if self._device is not None:
+            return self._device.issue(partial(self._through, self._group, flat, deadline))
+        made: Future[Issued] = Future()
+        made.set_result(Issued.now(self._group.broadcast([flat], self._options(deadline))))
+        return made
 
-    def land(self, work: dist.Work, flat: torch.Tensor, deadline: float, issued: float) -> None:
+    def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
+        assert self._device is not None
+        twin, lane = self._device.twin(flat), self._device.lane
+        if self.rank == 0:
+            lane.copy(twin, flat)
+        with lane.queue():
+            return group.broadcast([twin], self._options(deadline))
+
+    def land(self, issued: Issued, flat: torch.Tensor, deadline: float) -> None:
         """Wait for a broadcast; data received through a device is on the host afterwards."""
-        left = delta(deadline - (issued if self._timed_from_issue else time.monotonic()))
-        if self._twins is None:
-            work.wait(left)
+        left = delta(deadline - (issued.at if self._timed_from_issue else time.monotonic()))
+        if self._device is None:
+            issued.work.wait(left)
             return
-        with self._twins.queue():
-            work.wait(left)
-            if self.rank != 0:
-                flat.copy_(self._twins.of(flat), non_blocking=True)
-        self._twins.synchronize()
+        lane = self._device.lane
+        with lane.queue():
+            issued.work.wait(left)
+        if self.rank != 0:
+            lane.copy(flat, self._device.twin(flat))
+        lane.synchronize()
 
     def close(self) -> None:
         """Leave. Members that wait for this one fail at once; own transfers in progress end at their deadline first."""
         if self._group is not None:
             self._group.abort()
             self._group = None  # gloo's abort does nothing: its connections close with the last reference
+            if self._device is not None:
+                self._device.close()
             self._leave_store()
 
     @staticmethod
@@ -155,29 +172,6 @@ class BroadcastGroup:
         options.rootRank = 0
         options.timeout = delta(deadline - time.monotonic())
         return options
-
-
-class _Twins:
-    """Device memory for host buffers, allocated once for each, and a stream apart from the model's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._memory = device, dict[int, torch.Tensor]()
-        self._stream = torch.Stream(device=device) if device.type != "cpu" else None
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Device memory as long as ``flat``, the same memory for buffers that begin at the same address."""
-        held = self._memory.get(flat.data_ptr())
-        if held is None or held.numel() < flat.numel():
-            held = self._memory[flat.data_ptr()] = torch.empty_like(flat, device=self._device)
-        return held[: flat.numel()]
-
-    def queue(self) -> AbstractContextManager[object]:
-        """Context that issues work onto the stream."""
-        return nullcontext() if self._stream is None else self._stream
-
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class GroupListener:

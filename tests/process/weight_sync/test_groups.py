@@ -16,6 +16,7 @@ from areal_lora.weight_sync.link.backends import Backend
 from areal_lora.weight_sync.link.groups import GroupListener, join_group
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.testing import SOCKETS
+from areal_lora.weight_sync.testing.recorded_lane import RecordedLane
 from tests.support.weight_sync.helpers import SECRET
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def test_a_broadcast_reaches_everybody(nbytes):
 
 def test_a_backend_that_cannot_send_host_memory_goes_through_a_device(monkeypatch):
     def through(seat):
-        return Backend(backends.gloo(seat).group, seat.device)
+        return Backend(backends.gloo(seat).group, RecordedLane([], seat.device))
 
     monkeypatch.setitem(backends._BACKENDS, "through", through)
     members = meet(3, backend="through")

@@ -16,6 +16,7 @@ from areal_lora.engine.vllm_ext.matrix import Matrix
 from areal_lora.errors import AdapterError, ManifestError
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.registry import path_of
+from areal_lora.platforms.lane import LaneFactory, lane_of
 from areal_lora.processes.faults import renamed
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.blocks import ITEM_BYTES, Block, Marks, TensorBlocks
@@ -56,7 +57,7 @@ class StackedSlotWriter:
     mirror of one slot, and ``flush`` copies the mirror.
     """
 
-    def __init__(self, matrices: Iterable[Matrix], max_rank: int) -> None:
+    def __init__(self, matrices: Iterable[Matrix], max_rank: int, lane: LaneFactory = lane_of) -> None:
         self._matrices = {renamed("server.matrix", m.name): m for m in matrices if path_of(m.module) is not None}
         self._max_rank = max_rank
         stacks = {id(m.stacked): m.stacked for m in self._matrices.values() if m.stacked is not None}
@@ -70,10 +71,10 @@ class StackedSlotWriter:
         self._stacks = list(stacks.values())
         self._n_slots = self._stacks[0].shape[0]
         self.device = self._stacks[0].device
-        on_device = [t for t in self._stacks if t.device.type != "cpu"]
-        self._mirrors = {id(t): torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=True) for t in on_device}
-        # Copies must not queue behind the model's kernels, nor kernels behind copies.
-        self._streams = {device: torch.Stream(device=device) for device in {t.device for t in on_device}}
+        self._lane = lane(self.device)
+        self._mirrors: dict[int, torch.Tensor] = {}  # by id of the stack
+        if self._lane is not None:
+            self._mirrors = {id(t): self._lane.host(t.shape[1:], t.dtype) for t in self._stacks}
         self.slot_bytes = sum(t[0].numel() * t.element_size() for t in self._stacks)
         """Memory of one slot on this worker."""
         self._written: dict[int, str] = {}  # by memory (``_memory``): which cells may be non-zero
@@ -113,12 +114,11 @@ class StackedSlotWriter:
 
     def flush(self, slot: int) -> None:
         """Copy the mirror, if there is one, into the slot; the copy is complete on return."""
+        if self._lane is None:
+            return
         for stack in self._stacks:
-            if id(stack) in self._mirrors:
-                with self._streams[stack.device]:
-                    stack[slot].copy_(self._mirrors[id(stack)], non_blocking=True)
-        for stream in self._streams.values():
-            stream.synchronize()
+            self._lane.copy(stack[slot], self._mirrors[id(stack)])
+        self._lane.synchronize()
 
     def zero(self, slot: int) -> None:
         """Clear ``slot`` on this worker."""

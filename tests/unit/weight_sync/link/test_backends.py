@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -17,6 +18,7 @@ from areal_lora.weight_sync.link import backends
 from areal_lora.weight_sync.link.backends import Backend, Seat
 from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.messages import SourceEndpoint
+from areal_lora.weight_sync.testing.recorded_lane import RecordedLane
 
 ENDPOINT = SourceEndpoint(source=0, host="127.0.0.1", port=1, world=2, token="t", bucket_bytes=64, backend="recorder")
 
@@ -28,6 +30,7 @@ class Recorder:
         self.sizes: list[int] = []
         self.issued: list[timedelta] = []
         self.waited: list[timedelta] = []
+        self.abort = lambda: None
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> SimpleNamespace:
         self.sizes.append(tensors[0].numel())
@@ -49,11 +52,12 @@ def test_a_late_wait_gets_the_time_until_the_deadline_as_its_backend_counts_it(f
 
 def test_a_group_through_a_device_connects_while_it_is_joined() -> None:
     recorder = Recorder()
-    group = BroadcastGroup(ENDPOINT, 1, Backend(recorder, CPU), CPU, leave=lambda: None)
+    group = BroadcastGroup(ENDPOINT, 1, Backend(recorder, RecordedLane([], CPU)), CPU, leave=lambda: None)
     group.agree(True, time.monotonic() + 3.0)
     assert recorder.sizes == [1]
     assert len(recorder.waited) == 1
     assert not group.same_host
+    group.close()
 
 
 def test_nccl_waits_on_the_host_and_takes_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +72,12 @@ def test_nccl_waits_on_the_host_and_takes_few_blocks(monkeypatch: pytest.MonkeyP
             made.update(options=options, blocking=os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
 
     monkeypatch.setattr(backends.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(backends, "StreamLane", partial(RecordedLane, []))
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     seat = Seat(store=dist.HashStore(), rank=0, world=2, bind="127.0.0.1", timeout_s=4.0, device=torch.device("meta"))
     backend = backends.backend_of("nccl")(seat)
-    assert (backend.through, backend.timed_from_issue, backend.same_host) == (torch.device("meta"), True, False)
+    assert backend.through is not None
+    assert (backend.through.device, backend.timed_from_issue, backend.same_host) == (seat.device, True, False)
     assert made["blocking"] == "1"
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     options = made["options"]
