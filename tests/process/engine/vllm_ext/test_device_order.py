@@ -166,10 +166,12 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
     async def answers_while_the_library_waits() -> None:
         await asyncio.to_thread(gate.reached.wait, LONG_S)
         assert gate.reached.is_set()
-        for _ in range(3):
-            await channel.ask(ch.Ping(), ch.CommandDone, LONG_S / 2)
-        assert not gate.open.is_set()
-        gate.open.set()
+        try:
+            for _ in range(3):
+                await channel.ask(ch.Ping(), ch.CommandDone, LONG_S / 3)
+            assert not gate.open.is_set()
+        finally:
+            gate.open.set()
 
     listener = GroupListener(
         source=0,
