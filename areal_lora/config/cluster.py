@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from areal_lora.config.section import NonNegInt, Section
+from areal_lora.config.section import TIME_LIMIT, NonNegInt, Section
 
 Role = Literal["trainer", "rollout", "controller"]
 Word = Annotated[str, Field(pattern=r"^\S+$")]
@@ -15,7 +15,7 @@ OwnWord = Annotated[str, Field(pattern=r"^\S*$")]
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Memory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?$")]
 """An amount of memory as Slurm reads it: MiB without a unit."""
-TimeLimit = Annotated[str, Field(pattern=r"^(\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$")]
+TimeLimit = Annotated[str, Field(pattern=TIME_LIMIT)]
 
 
 class RoleWords(Section):
@@ -33,14 +33,14 @@ class SlurmComponent(Section):
     """One component of a heterogeneous job. What is unset is that of ``cluster.slurm``; an empty text is none."""
 
     roles: list[Role] = Field(min_length=1, description="`trainer`, `rollout`, `controller`: what runs on its nodes.")
-    nodes: PositiveInt = 1
+    nodes: PositiveInt = Field(1, description="Nodes of the component.")
     devices_per_node: NonNegInt | None = Field(
         None, description="Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."
     )
     partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
-    constraint: OwnWord | None = None
-    gres_type: OwnWord | None = None
-    mem: Memory | None = None
+    constraint: OwnWord | None = Field(None, description="sbatch --constraint.")
+    gres_type: OwnWord | None = Field(None, description="Type of the GPUs.")
+    mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node.")
     extra: list[Line] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
 
 
@@ -79,8 +79,8 @@ class SlurmConfig(Section):
 
 
 class ClusterConfig(Section):
-    kind: Literal["local", "slurm"] = "local"
-    device: Literal["cpu", "cuda", "npu"] = "cuda"
+    kind: Literal["local", "slurm"] = Field("local", description="This machine, or a Slurm job.")
+    device: Literal["cpu", "cuda", "npu"] = Field("cuda", description="What trainer ranks and servers compute on.")
     nodes: PositiveInt = Field(1, description="Nodes of the job; with `slurm.components` leave it out.")
     devices_per_node: PositiveInt = Field(
         8, description="Devices of each node. On CPUs: trainer ranks on a node, if the job has enough nodes."

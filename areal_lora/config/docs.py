@@ -94,9 +94,9 @@ It reports each problem in one line. The exit code is then 64, or 69 if a requir
 | exit code | meaning |
 |---|---|
 | 0 | all steps are done |
-| 1 | an unexpected error; a traceback was printed |
+| 1 | an unexpected error; a traceback is in the log |
 | 64 | the input is wrong |
-| 65 | the data violate a contract: parity, staleness, alignment, a broken adapter |
+| 65 | the data violate a contract: parity, staleness, alignment, a broken adapter, gradients that are not finite |
 | 69 | a required program, package, device or model is not available |
 | 70 | a component failed and has no restarts remaining; its last log lines were printed |
 | 74 | checkpoints or records cannot be written, or none of the existing checkpoints can be read |
@@ -155,6 +155,11 @@ def _name(annotation: Any) -> str:
         return " or ".join(_name(option) for option in get_args(annotation))
     if origin is list:
         return f"list of {_name(get_args(annotation)[0])}"
+    if origin is dict:
+        value = get_args(annotation)[1]
+        return "map" if value is Any or get_origin(value) in (Union, UnionType) else f"map of text to {_name(value)}"
+    if origin is tuple:
+        return f"list of {' and '.join(map(_name, get_args(annotation)))}"
     if origin is not None:
         return _name(get_args(annotation)[0])
     if annotation is type(None):

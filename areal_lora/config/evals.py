@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from areal_lora.config.section import NonNegFloat, Section
+from areal_lora.config.section import NAME, NonNegFloat, Section
 from areal_lora.config.task import EvalTaskConfig
 
 DEFAULT_SET = "held-out"
@@ -14,9 +14,7 @@ DEFAULT_SET = "held-out"
 
 
 class EvalSetConfig(Section):
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the set in records, plots and TensorBoard tags."
-    )
+    name: str = Field(pattern=NAME, description="Name of the set in records, plots and TensorBoard tags.")
     task: EvalTaskConfig | None = Field(
         None, description="The set has the held-out split of this task; of the adapter's own task if unset."
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from areal_lora.errors import ConfigError
 
 SPELLING = "write package.module:name or file.py:name"
+LOOKED = "correct the path; a relative one begins at the configuration's folder or the working folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def check_import_path(text: str, config_key: str) -> None:
 
 def _file(path: Path, config_key: str) -> Path:
     if not path.is_file():
-        raise ConfigError(config_key, f"there is no file {path}", "correct the path")
+        raise ConfigError(config_key, f"there is no file {path}", LOOKED)
     return path
 
 

@@ -68,7 +68,7 @@ def apply_override(data: dict[str, Any], text: str) -> tuple[dict[str, Any], Sou
         return merged, Source(label=COMMAND_LINE, data=nested, lines={}, folder=Path.cwd())
     adapters = data.get("adapters")
     if not isinstance(adapters, list):
-        raise ConfigError(key, "no configuration file has a list `adapters`")
+        raise ConfigError(key, "no configuration file has a list `adapters`", "add one to a file")
     at, rest = _find_adapter(adapters, key)
     if not rest:
         raise ConfigError(key, "an adapter cannot be replaced as a whole", f"set one of its keys, {key}.rank=8")
@@ -91,7 +91,12 @@ def _find_adapter(adapters: list[Any], key: str) -> tuple[int, list[str]]:
     first, _, rest = address.partition(".")
     if first.isdecimal() and int(first) < len(adapters):
         return int(first), rest.split(".") if rest else []
-    raise ConfigError(key, f"there is no adapter {first!r}", f"use one of {', '.join(names)} or 0..{len(names) - 1}")
+    raise ConfigError(key, f"there is no adapter {first!r}", _addresses(names))
+
+
+def _addresses(names: list[str]) -> str:
+    numbers = "0" if len(names) == 1 else f"0 to {len(names) - 1}"
+    return f"use {' or '.join(names)}, or its number, {numbers}"
 
 
 def _nest(parts: list[str], value: Any) -> dict[str, Any]:

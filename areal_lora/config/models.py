@@ -15,14 +15,14 @@ from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.cluster import ClusterConfig
 from areal_lora.config.evals import DEFAULT_SET, EvalSetConfig
 from areal_lora.config.reward import NumericMatchReward, RewardConfig, RewardsConfig, labels
-from areal_lora.config.section import Arguments, NonNegFloat, NonNegInt, Section
+from areal_lora.config.section import NAME, Arguments, NonNegFloat, NonNegInt, Section
 from areal_lora.config.task import TaskConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterSpec, ExpertLayout
 
 
 class RunConfig(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Run name; also the folder below `root`.")
+    name: str = Field(pattern=NAME, description="Run name; also the folder below `root`.")
     root: Path = Field(Path("runs"), description="Folder that holds run folders.")
     seed: NonNegInt = Field(1, description="Seeds prompt order, adapter initialisation and sampling.")
     steps: PositiveInt = Field(
@@ -123,15 +123,17 @@ class SftConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: PositiveFloat
+    lr: PositiveFloat = Field(description="Learning rate after the warm-up; of lora_A where `lora_plus_ratio` is set.")
     lora_plus_ratio: PositiveFloat = Field(
         1.0, description="LoRA+: the learning rate of lora_B is `lr` times this, that of lora_A is `lr`."
     )
-    beta1: NonNegFloat = 0.9
-    beta2: NonNegFloat = 0.95
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegFloat = 0.0
-    max_grad_norm: PositiveFloat = 1.0
+    beta1: NonNegFloat = Field(0.9, description="Adam's decay of the first moment.")
+    beta2: NonNegFloat = Field(0.95, description="Adam's decay of the second moment.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the root of Adam's second moment.")
+    weight_decay: NonNegFloat = Field(0.0, description="Decoupled weight decay (AdamW).")
+    max_grad_norm: PositiveFloat = Field(
+        1.0, description="Largest norm of the adapter's gradient; a larger one is scaled down."
+    )
     warmup_steps: NonNegInt = Field(0, description="Training steps of linear learning-rate warm-up to `lr`.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="Learning-rate schedule from the end of the warm-up to `run.steps`."
@@ -142,7 +144,7 @@ class OptimizerConfig(Section):
 class SamplingConfig(Section):
     prompts_per_step: PositiveInt = Field(description="Prompt groups in one training step.")
     n_samples: PositiveInt = Field(description="Answers per prompt (the group size).")
-    max_new_tokens: PositiveInt
+    max_new_tokens: PositiveInt = Field(description="Longest answer, in tokens.")
     temperature: Annotated[float, Field(ge=0.01)] = Field(
         1.0, description="Divides the logits, on the servers and in the trainer; vLLM's minimum is 0.01."
     )
@@ -167,9 +169,7 @@ class SamplingConfig(Section):
 
 
 class AdapterConfig(Section):
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the adapter; versions are served as name@vN."
-    )
+    name: str = Field(pattern=NAME, description="Name of the adapter; versions are served as name@vN.")
     rank: PositiveInt = Field(description="Inner size of the low-rank product.")
     alpha: PositiveFloat = Field(description="The product is scaled by alpha / rank, or see `rslora`.")
     rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
@@ -316,21 +316,23 @@ class RolloutConfig(Section):
     max_adapters: PositiveInt | None = Field(
         None, description="Adapters that a server holds at a time; decides its slots. If unset, those of the list."
     )
-    max_model_len: PositiveInt = 4096
-    max_num_seqs: PositiveInt = 256
-    max_num_batched_tokens: PositiveInt = 8192
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    max_model_len: PositiveInt = Field(4096, description="Longest sequence, prompt and answers together, in tokens.")
+    max_num_seqs: PositiveInt = Field(256, description="Sequences that a replica samples at once.")
+    max_num_batched_tokens: PositiveInt = Field(8192, description="Tokens of one step of a replica, prompts included.")
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="Share of a device's memory that a server claims."
+    )
     kv_cache_gib: PositiveFloat | None = Field(
         None,
         description="KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves; "
         "`cluster.share_devices` requires it.",
     )
-    enforce_eager: bool = False
+    enforce_eager: bool = Field(False, description="Run vLLM without CUDA graphs: slower, and less memory.")
     threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
     port: NonNegInt = Field(
         0, description="Data-plane port of server 0; server i uses `port + i`. 0: the system chooses."
     )
-    max_restarts: NonNegInt = Field(3, description="Restarts of each server after a failure (`cluster.kind: local`).")
+    max_restarts: NonNegInt = Field(3, description="Restarts of each server after a failure.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
@@ -351,7 +353,7 @@ class WeightSyncConfig(Section):
         "`auto`: that of `cluster.device`, and gloo where a trainer rank and a server share a device.",
     )
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
-    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    wire_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type in which versions are sent.")
     timeout_s: PositiveFloat = Field(
         30.0, description="Seconds for a whole publish: transfer, exclusion of lost servers, second transfer."
     )

@@ -11,8 +11,26 @@ from pydantic_core import ErrorDetails
 
 from areal_lora.config import schema
 from areal_lora.config.reward import ONE, SEVERAL
+from areal_lora.config.section import described
 from areal_lora.config.sources import COMMAND_LINE, Source, local_path, origin_of, value_at
 from areal_lora.errors import ConfigError
+
+_TAG_FAULTS = ("union_tag_invalid", "union_tag_not_found")
+_NUMBERS = {
+    "greater_than": "greater than",
+    "greater_than_equal": "of at least",
+    "less_than": "less than",
+    "less_than_equal": "of at most",
+}
+_NOUNS = {
+    "int_": "an integer",
+    "float_": "a number",
+    "bool_": "true or false",
+    "string_": "a text",
+    "dict_": "keys with values below it",
+    "model_": "the keys of this section below it",
+}
+"""What to give, by the beginning of pydantic's type of error."""
 
 
 def to_config_error(error: ValidationError, data: Any, sources: Sequence[Source]) -> ConfigError:
@@ -25,6 +43,11 @@ def to_config_error(error: ValidationError, data: Any, sources: Sequence[Source]
     if first["type"] == "missing":
         labels = ", ".join(s.label for s in sources if s.label != COMMAND_LINE)
         return ConfigError(name, f"is required and set nowhere ({labels})", f"add {name}: <value>")
+    if first["type"] in _TAG_FAULTS:
+        path = (*path, "kind")
+        name = schema.dotted(path)
+    if first["type"] == "union_tag_not_found":
+        return ConfigError(name, "is required and set nowhere", f"add {name}, or give the file that this one overlays")
     source = origin_of(path, data, sources)
     where = ""
     if source is not None:
@@ -32,7 +55,11 @@ def to_config_error(error: ValidationError, data: Any, sources: Sequence[Source]
         where = f" in {source.where(local or path)}"
     if first["type"] == "extra_forbidden":
         return ConfigError(name, f"unknown key{where}", f"use {nearest_key(path, data)}")
-    return ConfigError(name, f"{first['input']!r} is not allowed{where}", _what_is_allowed(first))
+    if first["type"] == "value_error":
+        reason, _, fix = str(first["ctx"]["error"]).partition(": ")
+        return ConfigError(name, reason + (where and f" ({where.strip()})"), fix)
+    value = value_at(data, path) if first["type"] in _TAG_FAULTS else first["input"]
+    return ConfigError(name, f"{value!r} is not allowed{where}", _what_is_allowed(first))
 
 
 def _without_tags(loc: tuple[int | str, ...], data: Any) -> schema.Path:
@@ -57,13 +84,26 @@ def nearest_key(path: schema.Path, data: Any) -> str:
     for key in schema.leaf_keys():
         everywhere.setdefault(key.rpartition(".")[2], key)
     close = difflib.get_close_matches(str(path[-1]), list(everywhere), n=1, cutoff=0.75)
-    if close:
+    if close and len(close[0]) > 1:  # one letter is a coincidence
         return everywhere[close[0]]
-    return "one of " + ", ".join(schema.dotted((*path[:-1], sibling)) for sibling in siblings)
+    at = schema.dotted(path[:-1])
+    return f"one of {', '.join(siblings)}" + (f" below {at}" if at else "")
 
 
 def _what_is_allowed(detail: ErrorDetails) -> str:
-    if detail["type"] == "union_tag_invalid":
-        return f"give kind one of {detail['ctx']['expected_tags']}"
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "union_tag_invalid":
+        return f"give one of {context['expected_tags']}"
+    if kind in _NUMBERS:
+        return f"give a number {_NUMBERS[kind]} {next(iter(context.values()))}"
+    if kind == "string_pattern_mismatch":
+        return f"give {described(context['pattern'])}"
+    if kind == "string_type" and isinstance(detail["input"], int | float):
+        return "give a text: put the value into quotes"
+    if kind == "list_type":
+        return "give a list: [...], or one entry a line, each after `- `"
+    noun = next((_NOUNS[start] for start in _NOUNS if kind.startswith(start)), None)
+    if noun is not None:
+        return f"give {noun}"
     text = detail["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     return f"give {text}" if text != detail["msg"] else detail["msg"]

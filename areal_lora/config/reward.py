@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-from areal_lora.config.section import NonNegInt, Section
+from areal_lora.config.section import NAME, NonNegInt, Section
 
 ONE, SEVERAL = "(one)", "(several)"
 """Tags of the two spellings in pydantic's locations; no key is called so."""
@@ -23,9 +23,7 @@ class RewardSection(Section):
     """Settings of every kind of reward: it is computed in killable child processes."""
 
     name: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of its value and parts in the metrics; in a list the kind if unset.",
+        None, pattern=NAME, description="Name of its value and parts in the metrics; in a list the kind if unset."
     )
     weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this reward in the sum.")
     timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
@@ -81,7 +79,7 @@ class JudgeReward(RewardSection):
     scale: tuple[float, float] = Field(
         (0.0, 10.0), description="Lowest and highest score, which become reward 0 and 1; others are refused."
     )
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="Temperature of the judge's reply.")
     max_tokens: PositiveInt = Field(512, description="Longest reply, in tokens.")
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="Further fields of the request, such as `response_format` or `seed`."
@@ -110,11 +108,13 @@ class JudgeReward(RewardSection):
         if self.scale[0] >= self.scale[1]:
             raise ValueError(f"scale {list(self.scale)} is empty: give the lowest score, then the highest")
         if self.concurrency < self.workers:
-            raise ValueError(f"concurrency {self.concurrency} is less than workers {self.workers}")
+            raise ValueError(
+                f"concurrency {self.concurrency} is less than workers {self.workers}: raise it, or lower workers"
+            )
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise ValueError(f"pattern is no regular expression: {error}") from None
+            raise ValueError(f"pattern is no regular expression, {error}: correct it") from None
         if groups < 1:
             raise ValueError("pattern has no group: put the number into parentheses")
         if self.key_env is not None and self.url.startswith("http://") and not _is_loopback(self.url):

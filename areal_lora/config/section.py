@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 NonNegInt = Annotated[int, Field(ge=0)]
 NonNegFloat = Annotated[float, Field(ge=0)]
 Arguments = dict[str, str | int | float | bool]
+TIME_LIMIT = r"^(\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""A name that is also part of file names, URLs and tags."""
 Scalar = str | int | float | bool | None
 
 
@@ -16,3 +19,20 @@ class Section(BaseModel):
     """Immutable; unknown keys are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def described(pattern: str) -> str:
+    """The words for a pattern, for the line that refuses a value."""
+    return _PATTERNS.get(pattern, f"a text that matches {pattern}")
+
+
+_PATTERNS = {
+    NAME: "letters, digits, dots, underscores and hyphens, with a letter or digit first",
+    TIME_LIMIT: "minutes, or HH:MM:SS or D-HH:MM:SS in quotes, or UNLIMITED",
+    r"^\d+[KMGTkmgt]?$": "a size such as 800G",
+    r"^\S+$": "a text without spaces",
+    r"^\S*$": "a text without spaces",
+    r"^[^\r\n]+$": "one line of text",
+    r"^[A-Za-z_]\w*$": "the name of an environment variable",
+    r"^https?://": "a URL that begins with https:// or http://",
+}

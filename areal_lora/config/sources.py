@@ -36,20 +36,30 @@ def read_source(path: Path) -> Source:
     except FileNotFoundError:
         raise ConfigError(str(path), "no such configuration file", "check the path given to --config") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}") from None
+        raise ConfigError(str(path), f"cannot be read: {error}", "give a YAML file to --config") from None
     try:
         data = yaml.safe_load(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(str(path), "is not valid YAML: " + " ".join(str(error).split())) from None
+        raise _not_yaml(path, error) from None
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ConfigError(str(path), f"holds a {type(data).__name__}, not key: value pairs")
+        raise ConfigError(
+            str(path), f"holds a {type(data).__name__}, not key: value pairs", "begin with a section such as `run:`"
+        )
     lines: dict[schema.Path, int] = {}
     if root is not None:
         _index_lines(root, (), lines, str(path))
     return Source(label=str(path), data=data, lines=lines, folder=path.resolve().parent)
+
+
+def _not_yaml(path: Path, error: yaml.YAMLError) -> ConfigError:
+    """The parser's problem with its line, without its copy of the text."""
+    mark = getattr(error, "problem_mark", None)
+    at = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    return ConfigError(at, f"is not valid YAML: {problem}", "correct indentation, quotes, brackets; no tabs, no tags")
 
 
 def _index_lines(node: yaml.Node, path: schema.Path, lines: dict[schema.Path, int], label: str) -> None:

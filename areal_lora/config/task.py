@@ -53,7 +53,7 @@ class WordProblemsTask(Section):
     )
     n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
     n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
-    seed: NonNegInt = 0
+    seed: NonNegInt = Field(0, description="Chooses the problems.")
     format: PromptFormat = TemplateFormat()
 
 

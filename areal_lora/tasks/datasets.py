@@ -103,7 +103,7 @@ def _placed(task: DatasetTask, split: Split, prefix: str) -> Iterator[tuple[str,
     """Yield ``(place, sample)``; raises ConfigError where there is none."""
     source = _source(task, split)
     rows = list(enumerate(_kept(task, read_rows(source))))
-    if task.eval is None:
+    if task.eval is None and rows:
         held_out = _held_out(len(rows), task.n_eval)
         rows = [(index, row) for index, row in rows if (index in held_out) == (split == "eval")]
     most = task.n_train if split == "train" else task.n_eval

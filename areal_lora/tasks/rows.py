@@ -77,7 +77,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 try:
                     yield place, json.loads(line.decode("utf-8"))
                 except ValueError as error:
-                    raise ConfigError(place, f"not a line of JSON: {error}") from error
+                    raise ConfigError(place, f"not a line of JSON: {error}", "correct or remove the line") from error
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,8 @@ def algorithm(config: Config, facts: Facts) -> Iterator[Finding]:
             yield Finding(path=f"adapters.{i}.algorithm.{key}", reason=reason, fix=fix)
         for key, reason in _without_effect(chosen):
             if key in changed:
-                fix = f"leave it at {getattr(AlgorithmConfig(kind=chosen.kind), key)}"
+                default = getattr(AlgorithmConfig(kind=chosen.kind), key)
+                fix = "leave it out" if default is None else f"leave it at {default}"
                 yield Finding(path=f"adapters.{i}.algorithm.{key}", reason=reason, fix=fix)
 
 

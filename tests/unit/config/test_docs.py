@@ -23,6 +23,11 @@ def test_every_key_is_on_the_page() -> None:
         assert f"| `{key.rpartition('.')[2]}` |" in page
 
 
+def test_every_key_but_kind_has_a_meaning() -> None:
+    bare = re.findall(r"^\| `(\w+)` \|.*\|  \|$", docs.render(), re.M)
+    assert set(bare) == {"kind"}
+
+
 @pytest.mark.parametrize("page", ["configuration.md", "operations.md"])
 def test_every_exit_code_is_in_the_table(page: str) -> None:
     text = (ROOT / "docs" / "en" / page).read_text(encoding="utf-8")

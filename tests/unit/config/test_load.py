@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from areal_lora.config.algorithm import PRESETS
 from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.section import described
 from areal_lora.errors import ConfigError
 from tests.support.paths import EXAMPLES
 
@@ -123,6 +126,22 @@ def test_later_override_wins_over_files_and_earlier_ones() -> None:
         ("=3", ["is not an override"]),
         ("adapters.gsm8k=3", ["cannot be replaced as a whole"]),
         ("run.name=[", ["not valid YAML"]),
+        ("run.steps=ten", ["run.steps", "'ten'", "(fix: give an integer)"]),
+        ("adapters.0.rank=8.5", ["(fix: give an integer)"]),
+        ("adapters.0.optimizer.lr=1e-5x", ["(fix: give a number)"]),
+        ("trainer.tp=0", ["(fix: give a number greater than 0)"]),
+        ("checkpoint.keep_last=1", ["(fix: give a number of at least 2)"]),
+        ("trainer.recompute=maybe", ["(fix: give true or false)"]),
+        ("adapters.0.target_modules=all-linear", ["'all-linear'", "give a list: [...]"]),
+        ("adapters.0.algorithm=grpo", ["give the keys of this section below it"]),
+        ("adapters.0.reward={kind: exact}", ["adapters.0.reward.kind: 'exact'", "give one of 'numeric_match'"]),
+        ("adapters.0.reward={kind: code}", ["adapters.0.reward: there are no tests (in the command line)", "name a"]),
+        ("run.name=a/b", ["(fix: give letters, digits, dots, underscores and hyphens"]),
+        ("cluster.slurm.time_limit=forever", ["HH:MM:SS"]),
+        ("cluster.slurm.time_limit=24:00:00", ["86400", "put the value into quotes"]),
+        ("rollout.n=8", ["use one of servers, tp,", "below rollout"]),
+        ("adapters.0.algorithm.use_kl_loss=true", ["use one of kind, advantage,", "below adapters.0.algorithm"]),
+        ("adapters.math.rank=1", ["(fix: use gsm8k, or its number, 0)"]),
     ],
 )
 def test_wrong_override_is_one_line_with_the_fix(override: str, parts: list[str]) -> None:
@@ -145,6 +164,27 @@ def test_unknown_key_of_an_adapter_names_the_right_file(tmp_path: Path) -> None:
     overlay = write(tmp_path, "o.yaml", "adapters:\n  - task:\n      n_evl: 3\n")
     with pytest.raises(ConfigError, match=r"adapters\.0\.task\.n_evl: unknown key in .*o\.yaml:3 .*task\.n_eval"):
         load_config([MOE, overlay])
+
+
+def test_every_pattern_of_the_configuration_has_words() -> None:
+    def patterns(schema: object) -> Iterator[str]:
+        if isinstance(schema, dict):
+            if isinstance(schema.get("pattern"), str):
+                yield schema["pattern"]
+            for value in schema.values():
+                yield from patterns(value)
+        elif isinstance(schema, list):
+            for value in schema:
+                yield from patterns(value)
+
+    found = set(patterns(Config.model_json_schema()))
+    assert len(found) > 5
+    assert [pattern for pattern in found if "matches" in described(pattern)] == []
+
+
+def test_an_overlay_alone_is_sent_to_the_file_below_it() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.kind: is required .*or give the file that this one overlays"):
+        load_config([EMBEDDED])
 
 
 def test_missing_key_is_named(tmp_path: Path) -> None:

@@ -169,6 +169,12 @@ def test_rows_are_chosen_by_value_and_by_a_function(tmp_path):
         load_samples(general(tmp_path, where={"level": 9}), "train")
 
 
+def test_an_empty_file_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no problems in this file"):
+        list(load_samples(DatasetTask(train=str(tmp_path / "rows.jsonl")), "train"))
+
+
 def test_without_a_held_out_file_rows_are_held_out_once_and_for_all(tmp_path):
     rows = [{"prompt": str(i), "answer": str(i)} for i in range(50)]
     task_of = lambda **more: general(tmp_path, rows, columns={}, eval=None, **more)  # noqa: E731
