@@ -101,7 +101,8 @@ def explain(run_folder: RunFolder, config: Config, *, base_is_here: bool = True)
     describes another adapter or base model than a checkpoint.
     """
     known = {adapter.name for adapter in config.adapters}
-    for folder in sorted(run_folder.checkpoints.glob("*")):
+    # Of a service, adapters that have left keep theirs.
+    for folder in sorted(run_folder.checkpoints.glob("*")) if config.service is None else ():
         if folder.is_dir() and folder.name not in known and versions_in(folder):
             raise ConfigError(
                 "adapters",

@@ -15,7 +15,7 @@ from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.buckets import largest_bucket
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.pools import seats_of
-from areal_lora.config.slots import adapter_slots
+from areal_lora.config.slots import adapter_slots, served_targets
 from areal_lora.families.adapter_size import adapter_size, distinct
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
@@ -296,8 +296,7 @@ def slot_parameters(config: Config, shape: ModelShape) -> int:
     vLLM keeps lora_A and lora_B of each projection of a fused layer (q, k, v; gate, up) and of each expert, wherever
     one of the adapters has a target: a slot fits all of them.
     """
-    targets = tuple(sorted({target for adapter in config.adapters for target in adapter.target_modules}))
-    largest = AdapterStructure(rank=config.rollout.max_lora_rank, alpha=1.0, target_modules=targets)
+    largest = AdapterStructure(rank=config.rollout.max_lora_rank, alpha=1.0, target_modules=served_targets(config))
     return adapter_size(shape, largest).file_parameters
 
 
@@ -369,7 +368,7 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
     largest = 0
     for layers in _stages(config, shape):
         shards = [_sent_bytes(config, shape, adapter, layers) for adapter in config.adapters]
-        largest += max(largest_bucket(nbytes, bucket) for nbytes in shards)
+        largest += max((largest_bucket(nbytes, bucket) for nbytes in shards), default=bucket)
     return STAGING_BUFFERS * sources * largest
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.cluster import ClusterConfig
@@ -420,18 +420,38 @@ class EvalConfig(Section):
     )
 
 
+class ServiceConfig(Section):
+    """Adapters join and leave while the run works (`run_folder.desired`); it does not end without any."""
+
+    target_modules: list[str] = Field(
+        ["all-linear"],
+        min_length=1,
+        description="Modules that servers can adapt beside those of the listed adapters; a newcomer with others fails.",
+    )
+
+
 class Config(Section):
     """The configuration of one run: YAML files merged in order, then dotted overrides."""
 
     run: RunConfig
     model: ModelConfig
-    adapters: list[AdapterConfig] = Field(min_length=1)
+    service: ServiceConfig | None = Field(
+        None, description="If present, even as `{}`, adapters join and leave while the run works."
+    )
+    adapters: list[AdapterConfig] = Field(default_factory=list, validate_default=True)
     trainer: TrainerConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @field_validator("adapters")
+    @classmethod
+    def _trains_something(cls, adapters: list[AdapterConfig], info: ValidationInfo) -> list[AdapterConfig]:
+        if not adapters and info.data.get("service") is None:
+            raise ValueError("a run without a service has at least one adapter")
+        return adapters
 
     @property
     def run_folder(self) -> RunFolder:

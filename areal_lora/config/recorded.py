@@ -7,6 +7,7 @@ import json
 
 from pydantic import ValidationError
 
+from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.paths import RunFolder
@@ -32,7 +33,7 @@ def read_config(run_folder: RunFolder) -> Config:
 
 
 def read_config_here(run_folder: RunFolder) -> Config:
-    """The configuration of the run, at the place where its folder is now.
+    """The configuration of the run, at the place where its folder is now, with the adapters that have joined.
 
     Raises ConfigError for a file that is half-written or of another version of areal_lora.
     """
@@ -41,7 +42,7 @@ def read_config_here(run_folder: RunFolder) -> Config:
     except ValueError as error:
         reason = f"it is not JSON ({error}): it was cut short or edited"
         raise ConfigError(str(run_folder.config), reason, "restore the file, or start over with --fresh") from None
-    return moved_here(read_config(run_folder), run_folder)
+    return moved_here(with_joined(read_config(run_folder), run_folder), run_folder)
 
 
 def moved_here(config: Config, run_folder: RunFolder) -> Config:

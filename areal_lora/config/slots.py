@@ -18,6 +18,12 @@ def adapter_capacity(config: Config) -> int:
     return config.rollout.max_adapters or len(config.adapters)
 
 
+def served_targets(config: Config) -> tuple[str, ...]:
+    """Targets that servers have room for, sorted: those of the listed adapters and of newcomers."""
+    of_service = config.service.target_modules if config.service else ()
+    return tuple(sorted({*of_service, *(t for adapter in config.adapters for t in adapter.target_modules)}))
+
+
 def adapter_slots(config: Config) -> int:
     """Slots of a server; on CPUs vLLM has one more, which stays empty. Merged weights are one version, and the next."""
     rollout, adapters = config.rollout, adapter_capacity(config)

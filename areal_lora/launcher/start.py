@@ -40,8 +40,13 @@ class PreviousRun:
         return sum(self.steps.values())
 
     def finished(self, config: Config) -> bool:
-        """Whether every adapter has made its own steps of ``config``. One that failed has not."""
-        return all(self.steps.get(name, 0) >= wanted for name, wanted in steps_of(config).items())
+        """Whether every adapter has made its own steps of ``config``. One that failed has not.
+
+        A run with a service is never finished: adapters may come.
+        """
+        return config.service is None and all(
+            self.steps.get(name, 0) >= wanted for name, wanted in steps_of(config).items()
+        )
 
 
 def previous_run(folder: RunFolder) -> PreviousRun | None:

@@ -175,7 +175,8 @@ class RunView:
 
     @property
     def total(self) -> int:
-        return sum(adapter.total for adapter in self.adapters.values())
+        """Training steps of all adapters; of one that has been deleted, those that it has made."""
+        return sum(max(adapter.total, adapter.steps_done) for adapter in self.adapters.values())
 
     def remaining_s(self) -> float | None:
         """Remaining seconds at the pace of the last steps since a resume; None before the second of these.

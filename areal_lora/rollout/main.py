@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.config.adapter_run import adapter_run
+from areal_lora.config.joined import alone
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
+from areal_lora.config.slots import adapter_capacity
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream
 from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer
@@ -33,7 +35,7 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.channel.control import ControlSocket
 from areal_lora.rollout.client import CompletionClient
-from areal_lora.rollout.controller.controller import Controller
+from areal_lora.rollout.controller.controller import Controller, Opened
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
@@ -115,6 +117,36 @@ def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenize
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the adapters of this process share."""
+
+    config: Config
+    run_folder: RunFolder
+    client: CompletionClient
+    sessions: Sessions
+    ledger: LedgerFile
+
+    async def runtime(self, part: AdapterData, stack: AsyncExitStack) -> AdapterRuntime:
+        """Start the scorers of an adapter, which end with ``stack``, and build what rolls out for it."""
+        scorer = await stack.enter_async_context(RewardSum(part.config.rewards, hidden=self.run_folder.path))
+        ledger = Ledger(self.ledger, part.config.name, part.prompts.digest)
+        made = build_runtime(self.config, part, self.client, scorer, self.sessions, ledger, self.run_folder)
+        made.take_costs = scorer.take_costs
+        return made
+
+    async def open(self, raw: bytes) -> Opened:
+        """Open an adapter that joins, from its entry of the configuration. Prompts are read in a thread."""
+        adapter = AdapterConfig.model_validate_json(raw)
+        # With a tokenizer of its own: that of the others is in use in the event loop.
+        [part] = await asyncio.to_thread(load_data, alone(self.config, adapter), self.run_folder)
+        async with AsyncExitStack() as stack:
+            made = await self.runtime(part, stack)
+            kept = stack.pop_all()
+        set_status(self.run_folder, ROLE, 0, "serving")
+        return Opened(runtime=made, weight=adapter.weight, close=kept.aclose)
+
+
 async def serve_until_signal(config: Config, run_folder: RunFolder, data: Sequence[AdapterData]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -131,28 +163,20 @@ async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterDat
         stack.callback(ledger.close)
         client = await stack.enter_async_context(CompletionClient(router, secret))
         gateway = None
-        if any(isinstance(part.config.workflow, AgentWorkflowConfig) for part in data):
+        if config.service or any(isinstance(part.config.workflow, AgentWorkflowConfig) for part in data):
             gateway = await stack.enter_async_context(AgentGateway())
-        runtimes = {}
-        for part in data:
-            scorer = await stack.enter_async_context(RewardSum(part.config.rewards, hidden=run_folder.path))
-            runtimes[part.config.name] = build_runtime(
-                config,
-                part,
-                client,
-                scorer,
-                gateway.sessions if gateway else Sessions(),
-                Ledger(ledger, part.config.name, part.prompts.digest),
-                run_folder,
-            )
-            runtimes[part.config.name].take_costs = scorer.take_costs
+        shared = Shared(config, run_folder, client, gateway.sessions if gateway else Sessions(), ledger)
+        runtimes = {part.config.name: await shared.runtime(part, stack) for part in data}
         host = own_place(config.cluster, run_folder).address
         socket = ControlSocket(host, secret)
         stack.callback(socket.close)
         try:
             async with asyncio.TaskGroup() as tasks:
                 weights = {adapter.name: adapter.weight for adapter in config.adapters}
-                controller = Controller(runtimes, router, weights=weights, tasks=tasks, stop=stop)
+                controller = Controller(
+                    runtimes, router, weights=weights, tasks=tasks, stop=stop, open_adapter=shared.open
+                )
+                stack.push_async_callback(controller.close)
                 watched_task("control-socket", partial(socket.serve, controller.handle, tasks), tasks)
                 watched_task("leases", controller.watch_leases, tasks)
                 watched_task("event-loop-ticks", partial(_tick, config, run_folder), tasks)
@@ -198,7 +222,7 @@ def build_runtime(
     capacity = Capacity(
         sequences=config.rollout.max_num_seqs,
         n_samples=sampling.n_samples + data.config.algorithm.has_baseline,
-        adapters=len(config.adapters),
+        adapters=adapter_capacity(config),
     )
     runtime: AdapterRuntime
 

@@ -67,18 +67,19 @@ class DesiredWatch:
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
         self._seen: tuple[int, int, int] | None = None
-        self._desired = Desired()
+        self.newest = Desired()
+        """What was read last."""
 
     def look(self) -> Desired:
         """The newest desired state; an empty one before the first. Raises ConfigError for a file that is none."""
         try:
             now = os.stat(self._run_folder.desired)
         except FileNotFoundError:
-            return self._desired
+            return self.newest
         mark = (now.st_ino, now.st_mtime_ns, now.st_size)
         if mark != self._seen:
-            self._desired, self._seen = read_desired(self._run_folder), mark
-        return self._desired
+            self.newest, self._seen = read_desired(self._run_folder), mark
+        return self.newest
 
 
 def read_desired(run_folder: RunFolder) -> Desired:

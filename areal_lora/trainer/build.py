@@ -31,6 +31,7 @@ from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
+from areal_lora.trainer.newcomers import newcomers
 from areal_lora.trainer.payload import outgoing_payload
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
@@ -145,6 +146,7 @@ def _rank_0(
         recorder=recorder,
         auditor=auditor,
         turns=Turns({name: state.adapter.run.weight for name, state in states.items()}),
+        newcomers=newcomers(config, run_folder) if config.service else None,
     )
 
 

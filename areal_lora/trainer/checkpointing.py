@@ -49,6 +49,10 @@ class Checkpointing:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
 
+    def resumed(self, adapter: str, version: int) -> None:
+        """An adapter has joined from its checkpoint of ``version``."""
+        self._newest[adapter] = version
+
     def save(self, state: TrainingState, controller: ControllerState) -> Save | None:
         """Copy the adapter's tensors and begin to write them, if its version is due for a checkpoint and has none.
 
@@ -130,22 +134,31 @@ def resume(
         CheckpointError: an adapter has checkpoints and none can be used, or the disk fails.
         ConfigError: they are of another adapter or base than is configured.
     """
-    chosen = None
+    mine = None
     if exchange.rank == 0:
-        plan = explain(run_folder, config)
-        _log(plan, config)
-        plan.check()
-        _tidy(plan)
-        chosen = msgspec.msgpack.encode([str(a.newest.path) if a.newest else "" for a in plan.adapters])
-    paths = msgspec.msgpack.decode(exchange.broadcast_bytes(chosen), type=list[str])
-    restored = {}
-    for adapter, path in zip(adapters, paths, strict=True):
-        if not path:
-            warm_start(engine, adapter, adapter.run.seed)
-        companions.begin(engine, adapter, adapter.run.seed)
-        if path:
-            restored[adapter.name] = _load(engine, adapter, Path(path))
-    return restored
+        mine = msgspec.msgpack.encode(chosen(explain(run_folder, config), config))
+    paths = msgspec.msgpack.decode(exchange.broadcast_bytes(mine), type=list[str])
+    found = {adapter.name: load(engine, adapter, path) for adapter, path in zip(adapters, paths, strict=True)}
+    return {name: restored for name, restored in found.items() if restored is not None}
+
+
+def chosen(plan: ResumePlan, config: Config) -> list[str]:
+    """Folders of the checkpoints to load, in the order of the adapters; empty for one that has none. On rank 0.
+
+    Removes what a crash left half-written. Raises CheckpointError as `resume` does.
+    """
+    _log(plan, config)
+    plan.check()
+    _tidy(plan)
+    return [str(a.newest.path) if a.newest else "" for a in plan.adapters]
+
+
+def load(engine: TrainEngine, adapter: Adapter, path: str) -> Restored | None:
+    """Load a resident adapter from the checkpoint at ``path``, or its first version if that is empty. Collective."""
+    if not path:
+        warm_start(engine, adapter, adapter.run.seed)
+    companions.begin(engine, adapter, adapter.run.seed)
+    return _load(engine, adapter, Path(path)) if path else None
 
 
 def _load(engine: TrainEngine, adapter: Adapter, folder: Path) -> Restored:

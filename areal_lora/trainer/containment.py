@@ -27,9 +27,10 @@ from areal_lora.errors import (
     StalenessError,
 )
 from areal_lora.processes.log import get_logger
-from areal_lora.trainer.adapter import TrainingState
+from areal_lora.trainer import companions
+from areal_lora.trainer.adapter import Adapter, TrainingState
+from areal_lora.trainer.roster import SERVED
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.waits import LIVE
 from areal_lora.types import AdapterPhase
 
 CONTAINED = (
@@ -47,14 +48,14 @@ log = get_logger(__name__)
 
 @contextmanager
 def contained(trainer: Trainer, state: TrainingState) -> Iterator[None]:
-    """A fault of the adapter inside the block ends the adapter. In a run of one adapter it is raised.
+    """A fault of the adapter inside the block ends the adapter. In a run of one adapter, and no service, it is raised.
 
     Collective over all ranks.
     """
     try:
         yield
     except CONTAINED as error:
-        if len(trainer.states) == 1:
+        if len(trainer.states) == 1 and trainer.config.service is None:
             raise
         fail(trainer, state, error)
 
@@ -63,10 +64,11 @@ def fail(trainer: Trainer, state: TrainingState, error: ArealLoraError) -> None:
     """End the training of an adapter; the others continue. Its newest checkpoint stays. Collective."""
     state.failure = error
     enter(trainer, state, AdapterPhase.FAILED, str(error))
-    rest = [other.name for other in trainer.states.values() if other.phase in LIVE]
+    rest = [other.name for other in trainer.states.values() if other.phase in SERVED]
     log.error("%s has failed at version %d: %s; %s", state.name, state.version, error, _continues(rest))
-    with suppress(*CONTAINED):  # the first error is the one that is reported
-        trainer.publishing.join(state.name)
+    for join in (trainer.publishing.join, trainer.checkpointing.join):
+        with suppress(*CONTAINED):  # the first error is the one that is reported
+            join(state.name)
     leave(trainer, state)
 
 
@@ -80,12 +82,23 @@ def enter(trainer: Trainer, state: TrainingState, phase: AdapterPhase, reason: s
 
 
 def leave(trainer: Trainer, state: TrainingState) -> None:
-    """Leave the adapter's part of trainer and servers to the others, once it is done or failed. On every rank."""
-    if any(other.phase in LIVE for other in trainer.states.values()):
+    """Leave the adapter's part of trainer and servers to the others, once it is done, failed or deleted.
+
+    On every rank. Its checkpoints and its exported folder stay.
+    """
+    others = (other for other in trainer.states.values() if other is not state)
+    if trainer.config.service is not None or any(other.phase in SERVED for other in others):
         trainer.publishing.drop(state.name)
+        release(trainer, state.adapter)
     if trainer.rank_0:
         trainer.rank_0.turns.leave(state.name)
         trainer.rank_0.controller.end(state.name)
+
+
+def release(trainer: Trainer, adapter: Adapter) -> None:
+    """Free the adapter's weights, gradients and moments on this rank, and those of its companions."""
+    for name in (adapter.name, *companions.resident(adapter).values()):
+        trainer.engine.remove_adapter(name)
 
 
 def first_failure(trainer: Trainer) -> ArealLoraError | None:

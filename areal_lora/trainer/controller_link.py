@@ -17,7 +17,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.client import ControllerClient, WaitingLines
 from areal_lora.rollout.channel.messages import EvalResult
-from areal_lora.trainer.adapter import ControllerState
+from areal_lora.trainer.adapter import Adapter, ControllerState
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.work import Drained, Faulted, TrainOn, Work
 from areal_lora.types import AdapterRef
@@ -116,6 +116,8 @@ class ControllerLink:
             return f"step {wanted[0].version}: waiting for rollouts of {wanted[0].name}"
         if wanted:
             return f"waiting for rollouts of {', '.join(f'{ref.name} (step {ref.version})' for ref in wanted)}"
+        if not draining:
+            return "no adapter trains"
         first = {name: min(self._evals[name].pending) for name in draining}
         refs = (AdapterRef(name=name, version=version) for name, version in first.items())
         return f"waiting for the evaluation of {', '.join(map(str, refs))}"
@@ -126,6 +128,18 @@ class ControllerLink:
         self._ledgers[ref.name] = batch.snapshot
         self._recorder.batch(ref, batch.stats, batch.samples, batch.reward_components, batch.reward_costs)
         return TrainOn(adapter=ref.name, groups=list(batch.groups))
+
+    def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:
+        """The controller begins to roll out for ``adapter`` at ``version``; returns why it cannot, or nothing."""
+        problem = self._client.join(adapter.name, adapter.config.model_dump_json().encode(), version, kept.ledger)
+        if not problem:
+            self._runs[adapter.name] = adapter.run
+            self._evals[adapter.name], self._ledgers[adapter.name] = EvalTracker.restored(kept), kept.ledger
+        return problem
+
+    def pause(self, adapter: str, paused: bool) -> None:
+        """No group of ``adapter`` is issued; or again."""
+        self._client.pause(adapter, paused)
 
     def end(self, adapter: str) -> None:
         """Nothing more is needed of ``adapter``: the controller stops its rollouts."""

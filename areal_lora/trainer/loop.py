@@ -11,17 +11,19 @@
 
 Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9). With several
 adapters the same line is run for whichever has a batch and whose turn it is (`turns`); a fault of one of them ends
-that one (`containment`).
+that one (`containment`). Between two steps adapters may join, pause and leave (`joining`).
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.containment import contained, enter, first_failure, leave
+from areal_lora.trainer.joining import delete, join, pause, roll
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.peft import export_adapter
 from areal_lora.trainer.state import Trainer
@@ -31,10 +33,11 @@ from areal_lora.trainer.waits import (
     collect_audit,
     controller_state,
     join_checkpoint,
+    join_last,
     join_publish,
     next_work,
 )
-from areal_lora.trainer.work import Drained, Faulted, TrainOn, Unpublished
+from areal_lora.trainer.work import Drained, Faulted, Joins, Leaves, Pauses, TrainOn, Unpublished
 from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
 
@@ -43,29 +46,47 @@ def train(trainer: Trainer) -> None:
 
     Raises the error of the first adapter that failed, once the others are done.
     """
-    for state in trainer.states.values():
-        with contained(trainer, state):
-            rerequest_evals(trainer, state)
-            save_and_publish(trainer, state)
-            enter(trainer, state, state.due_phase)
+    for state in list(trainer.states.values()):
+        begin(trainer, state)
     began_s = time.perf_counter()
-    while (work := next_work(trainer)) is not None:
-        state = trainer.states[work.adapter]
-        trainer.spans[state.name].add("wait_batch", time.perf_counter() - began_s)
-        with contained(trainer, state):
-            match work:
-                case TrainOn(groups=groups):
-                    train_step(trainer, state, groups)
-                case Drained():
-                    join_last(trainer, state)
-                case Unpublished():
-                    join_publish(trainer, state)
-                case Faulted(reason=reason):
-                    raise AdapterRolloutError(reason)
-        if isinstance(work, Drained) and state.phase is AdapterPhase.DRAINING:
-            finish(trainer, state)
+    while (work := next_work(trainer, partial(roll, trainer))) is not None:
+        match work:
+            case Joins():
+                if (newcomer := join(trainer, work)) is not None:
+                    begin(trainer, newcomer)
+            case Leaves(adapter=name):
+                delete(trainer, trainer.states[name])
+            case Pauses(adapter=name, paused=paused):
+                pause(trainer, trainer.states[name], paused)
+            case TrainOn() | Drained() | Unpublished() | Faulted():
+                trainer.spans[work.adapter].add("wait_batch", time.perf_counter() - began_s)
+                carry_out(trainer, trainer.states[work.adapter], work)
         began_s = time.perf_counter()
     end(trainer)
+
+
+def begin(trainer: Trainer, state: TrainingState) -> None:
+    """Publish the version that the adapter begins with; from then on it is active, or drains."""
+    with contained(trainer, state):
+        rerequest_evals(trainer, state)
+        save_and_publish(trainer, state)
+        enter(trainer, state, state.due_phase)
+
+
+def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Drained | Unpublished | Faulted) -> None:
+    """Do what is next for one adapter. A fault of its own ends it."""
+    with contained(trainer, state):
+        match work:
+            case TrainOn(groups=groups):
+                train_step(trainer, state, groups)
+            case Drained():
+                join_last(trainer, state)
+            case Unpublished():
+                join_publish(trainer, state)
+            case Faulted(reason=reason):
+                raise AdapterRolloutError(reason)
+    if isinstance(work, Drained) and state.phase is AdapterPhase.DRAINING:
+        finish(trainer, state)
 
 
 def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGroup]) -> None:
@@ -94,13 +115,6 @@ def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGr
     check_finite(state, report)
     save_and_publish(trainer, state)
     enter(trainer, state, state.due_phase)
-
-
-def join_last(trainer: Trainer, state: TrainingState) -> None:
-    """Wait for what is in progress of an adapter that has made its last step. Collective."""
-    collect_audit(trainer, state, wait=True)
-    join_checkpoint(trainer, state)
-    join_publish(trainer, state)
 
 
 def finish(trainer: Trainer, state: TrainingState) -> None:

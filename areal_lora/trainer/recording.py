@@ -60,6 +60,10 @@ class RateMeter:
     def __init__(self, fresh: Iterable[str], now_s: float) -> None:
         self._marks = {name: _Mark(at_s=now_s, tokens=0, idle_s=0.0) for name in fresh}
 
+    def begin(self, adapter: str, now_s: float) -> None:
+        """The counters of ``adapter`` begin at 0 now."""
+        self._marks[adapter] = _Mark(at_s=now_s, tokens=0, idle_s=0.0)
+
     def step(self, adapter: str, *, tokens: int, idle_s: float, now_s: float) -> Rates:
         """Rates since the adapter's previous step; unknown if a counter decreased."""
         before = self._marks.get(adapter)
@@ -92,6 +96,15 @@ class Recorder:
         self._components: dict[str, dict[str, float]] = {}
         self._costs: dict[str, dict[str, float]] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
+
+    def joined(self, ref: AdapterRef, *, resumed: bool) -> None:
+        """An adapter has joined at ``ref``; if it is ``resumed``, records of later versions are superseded."""
+        if resumed:
+            now_s = time.monotonic() - self._started_s
+            self._writer.write(ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
+        else:
+            self._meter.begin(ref.name, time.monotonic())
+        self.phase(ref, AdapterPhase.PENDING, "")
 
     def status(self, text: str) -> None:
         set_status(self._run_folder, "trainer", 0, text)

@@ -14,6 +14,7 @@ from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing
 from areal_lora.trainer.controller_link import ControllerLink
+from areal_lora.trainer.newcomers import Newcomers
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.turns import Turns
@@ -21,12 +22,16 @@ from areal_lora.trainer.turns import Turns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank0:
-    """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train."""
+    """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train.
+
+    ``newcomers`` is there where adapters join and leave.
+    """
 
     controller: ControllerLink
     recorder: Recorder
     auditor: Auditor
     turns: Turns
+    newcomers: Newcomers | None = None
 
     def close(self) -> None:
         self.controller.close()

@@ -5,18 +5,17 @@ Rank 0 asks the controller. The other ranks wait for rank 0 in the control excha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
+from areal_lora.trainer.roster import SERVED
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.work import Drained, Faulted, ServersChanged, TrainOn, Unpublished, share
+from areal_lora.trainer.work import Ended, Roll, ServersChanged, Unpublished, Work, share
 from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
-
-LIVE = (AdapterPhase.PENDING, AdapterPhase.ACTIVE, AdapterPhase.DRAINING)
-"""Phases of adapters that are served."""
 
 
 def catch_up(trainer: Trainer) -> None:
@@ -25,7 +24,7 @@ def catch_up(trainer: Trainer) -> None:
     Runs while rank 0 waits for the controller, which may need these servers for the next batch or evaluation.
     """
     for state in trainer.states.values():
-        if state.phase in LIVE:
+        if state.phase in SERVED:
             join_publish(trainer, state)
             trainer.publishing.catch_up(state.name)
 
@@ -45,6 +44,13 @@ def join_checkpoint(trainer: Trainer, state: TrainingState) -> None:
 def join_publish(trainer: Trainer, state: TrainingState) -> None:
     trainer.publishing.join(state.name)
     wait_for_rank_0(trainer)
+
+
+def join_last(trainer: Trainer, state: TrainingState) -> None:
+    """Wait for what is in progress of an adapter that takes no further step. Collective."""
+    collect_audit(trainer, state, wait=True)
+    join_checkpoint(trainer, state)
+    join_publish(trainer, state)
 
 
 def wait_for_rank_0(trainer: Trainer) -> None:
@@ -74,31 +80,39 @@ def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False)
     return audit
 
 
-def next_work(trainer: Trainer) -> TrainOn | Drained | Faulted | Unpublished | None:
-    """What is to be done next, the same on every rank; None once no adapter is active or draining.
+def next_work(trainer: Trainer, roll: Callable[[], Roll | None] = lambda: None) -> Work | None:
+    """What is to be done next, the same on every rank; None once no adapter remains and none will come.
 
-    Of several adapters whose batch is ready, the one trains whose turn it is (`turns`).
+    Of several adapters whose batch is ready, the one trains whose turn it is (`turns`). Rank 0 asks ``roll`` whether
+    adapters come or go, between two steps and about every second while it waits.
     """
     while True:
-        by_phase = {phase: [s.name for s in trainer.states.values() if s.phase is phase] for phase in LIVE}
-        active, draining = by_phase[AdapterPhase.ACTIVE], by_phase[AdapterPhase.DRAINING]
-        if not active and not draining:
+        work = share(_decide(trainer, roll) if trainer.rank_0 else None, trainer.control)
+        if isinstance(work, Ended):
             return None
-        mine = None
-        if trainer.rank_0:
-            wanted = [trainer.states[name].ref for name in trainer.rank_0.turns.order(active)]
-            mine = trainer.rank_0.controller.next_work(wanted, draining, partial(_interruption, trainer))
-        work = share(mine, trainer.control)
         if not isinstance(work, ServersChanged):
             return work
         catch_up(trainer)
 
 
-def _interruption(trainer: Trainer) -> Unpublished | ServersChanged | None:
+def _decide(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work:
+    """Rank 0's decision."""
+    assert trainer.rank_0
+    if (change := roll()) is not None:
+        return change
+    by_phase = {phase: [s.name for s in trainer.states.values() if s.phase is phase] for phase in SERVED}
+    if not any(by_phase.values()) and (trainer.rank_0.newcomers is None or trainer.rank_0.newcomers.closed):
+        return Ended()
+    wanted = [trainer.states[name].ref for name in trainer.rank_0.turns.order(by_phase[AdapterPhase.ACTIVE])]
+    interruption = partial(_interruption, trainer, roll)
+    return trainer.rank_0.controller.next_work(wanted, by_phase[AdapterPhase.DRAINING], interruption)
+
+
+def _interruption(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work | None:
     """What is to be done before the next batch, on rank 0."""
     if (failed := trainer.publishing.failed()) is not None:
         return Unpublished(adapter=failed)
-    return ServersChanged() if trainer.publishing.changed() else None
+    return ServersChanged() if trainer.publishing.changed() else roll()
 
 
 def batch_of(state: TrainingState, groups: list[TrajectoryGroup]) -> tuple[TrainBatch, dict[int, int]]:

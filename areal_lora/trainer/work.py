@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from areal_lora.distributed.exchange import Exchange
+from areal_lora.trainer.adapter import TokenRows
 from areal_lora.types import TrajectoryGroup
 
 
@@ -36,11 +37,39 @@ class Unpublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     adapter: str
 
 
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No adapter remains, and none will come."""
+
+
 class ServersChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Servers joined that hold no version yet, or do not answer."""
 
 
-Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged
+class Joins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``adapter`` comes: its settings as JSON, the sequences of its probe, the folder of its checkpoint or nothing."""
+
+    adapter: str
+    config: bytes
+    probe: TokenRows
+    checkpoint: str
+
+
+class Leaves(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``adapter`` is to be deleted."""
+
+    adapter: str
+
+
+class Pauses(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``adapter`` takes no further steps, or again takes some."""
+
+    adapter: str
+    paused: bool
+
+
+Roll: TypeAlias = Joins | Leaves | Pauses
+"""Which adapters there are changes."""
+Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged | Roll | Ended
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Work).decode

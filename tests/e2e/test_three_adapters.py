@@ -2,84 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from areal_lora.checkpoint.state import MANIFEST_FILE, decode_manifest
-from areal_lora.checkpoint.store import version_folder, versions_in
-from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
-from tests.support.paths import EXAMPLES, ROOT
+from tests.support.e2e.several_adapters import STEPS, Ended, entries, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = {"attention": 10, "experts": 3, "shared": 10}
-REPEATABLE = (
-    "rollout.deterministic=true",
-    "rollout.max_staleness=0",
-    "checkpoint.keep_every=1",
-    "eval.every_steps=0",
-    "run.max_restarts=0",
-)
 RAISES = """
 def reward(completion, answer):
     raise ValueError("this reward is broken")
 """
-
-
-def entries(*names: str, **changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Entries of the example, small, with ``changes`` by name."""
-    example = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
-    chosen = []
-    for entry in example["adapters"]:
-        if entry["name"] not in names:
-            continue
-        entry["task"] = {"kind": "word_problems", "n_eval": 4}
-        entry["sampling"] |= {"prompts_per_step": 4, "n_samples": 4, "max_new_tokens": 16}
-        entry.pop("max_staleness", None)
-        entry |= {"steps": STEPS[entry["name"]]} | changes.get(entry["name"], {})
-        chosen.append(entry)
-    return chosen
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A run that has ended. ``states`` are bytes of weights and moments by adapter and version, as digests."""
-
-    code: int
-    output: str
-    folder: RunFolder
-    states: dict[str, dict[int, list[str]]] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        return [record for record in records(self.folder.path) if record["kind"] == "step"]
-
-
-def run(root: Path, name: str, adapters: list[dict[str, Any]]) -> Ended:
-    base = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
-    base["model"]["path"] = str(EXAMPLES / "tiny_model")
-    base |= {"adapters": adapters, "run": {"name": name, "root": str(root), "steps": 10, "seed": 1}}
-    (root / f"{name}.yaml").write_text(json.dumps(base))
-    command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    folder = RunFolder(root / name)
-    states = {}
-    for adapter in adapters:
-        versions = folder.adapter_checkpoints(adapter["name"])
-        manifests = {
-            v: decode_manifest((version_folder(versions, v) / MANIFEST_FILE).read_bytes())
-            for v in versions_in(versions)
-        }
-        states[adapter["name"]] = {v: [entry.blake2b for entry in m.files] for v, m in manifests.items()}
-    return Ended(done.returncode, done.stdout + done.stderr, folder, states)
 
 
 @pytest.fixture(scope="module")

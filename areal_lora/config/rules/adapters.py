@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
-from areal_lora.config.models import Config
+from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, shape_of
+from areal_lora.config.slots import served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
@@ -21,6 +22,30 @@ def adapter_names(config: Config, facts: Facts) -> Iterator[Finding]:
     for name, count in Counter(adapter.name for adapter in config.adapters).items():
         if count > 1:
             yield Finding(path="adapters", reason=f"{count} adapters are named {name!r}", fix="give each its own name")
+
+
+def a_service_has_room(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Newcomers are called ``name.incarnation``."""
+    if config.service is None:
+        return
+    if config.rollout.max_adapters is None:
+        yield Finding(
+            path="rollout.max_adapters",
+            reason="with a service the list does not say how many adapters there will be",
+            fix="set it to the number of adapters that servers hold at a time",
+        )
+    for i, adapter in enumerate(config.adapters):
+        if "." in adapter.name:
+            yield Finding(
+                path=f"adapters.{i}.name",
+                reason=f"{adapter.name!r} has a dot, and the names of a service's adapters end in .N",
+                fix="use a name without a dot",
+            )
+    if (shape := shape_of(facts)) is not None:
+        try:
+            targets.resolve(config.service.target_modules, [], shape)
+        except ConfigError as error:
+            yield Finding(path=f"service.{error.path}", reason=error.reason, fix=error.fix)
 
 
 def servers_hold_them(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -88,6 +113,21 @@ def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
                 reason=f"rank {highest} is above the servers' rollout.max_lora_rank = {limit}",
                 fix=f"raise rollout.max_lora_rank or lower the rank to {limit}",
             )
+
+
+def unserved(config: Config, adapter: AdapterConfig, facts: Facts) -> Finding | None:
+    """A newcomer's modules for which servers have no room, since these are fixed when the servers start."""
+    if (shape := shape_of(facts)) is None:
+        return None
+    has = targets.modules(served_targets(config), [], shape)
+    lacks = sorted(targets.modules(adapter.target_modules, adapter.exclude_modules, shape).keys() - has.keys())
+    if not lacks:
+        return None
+    return Finding(
+        path="adapters.0.target_modules",
+        reason=f"servers have no room for {lacks[0]}",
+        fix=f"choose from {', '.join(served_targets(config))}, or start the run with other service.target_modules",
+    )
 
 
 def user_code(config: Config, facts: Facts) -> Iterator[Finding]:

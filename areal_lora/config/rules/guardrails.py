@@ -9,6 +9,7 @@ from __future__ import annotations
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.adapters import (
+    a_service_has_room,
     adapter_names,
     batches,
     ranks_fit,
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     model_served,
     kernels_take_the_type,
     adapter_names,
+    a_service_has_room,
     servers_hold_them,
     targets_exist,
     ranks_fit,
@@ -97,4 +99,8 @@ def resolve_targets(config: Config, facts: Facts) -> Config:
         )
         for adapter in config.adapters
     ]
-    return config.model_copy(update={"adapters": adapters})
+    service = config.service
+    if service is not None:
+        every = list(targets.resolve(service.target_modules, [], shape))
+        service = service.model_copy(update={"target_modules": every})
+    return config.model_copy(update={"adapters": adapters, "service": service})

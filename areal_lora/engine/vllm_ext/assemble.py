@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
-from areal_lora.config.slots import adapter_capacity, adapter_slots, kept_versions
+from areal_lora.config.slots import adapter_capacity, adapter_slots, kept_versions, served_targets
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
@@ -59,7 +59,7 @@ class Parts:
 def engine_args(config: Config) -> AsyncEngineArgs:
     """Derive vLLM's arguments; pure. Raises ConfigError for a rank or target that vLLM cannot hold."""
     rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
-    targets = sorted({t for a in config.adapters for t in a.target_modules})
+    targets = list(served_targets(config))
     unknown = [t for t in targets if not vllm_modules([t])]
     if unknown:
         raise ConfigError(

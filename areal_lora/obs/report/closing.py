@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from areal_lora.config.adapter_run import more_steps
+from areal_lora.config.joined import with_joined
 from areal_lora.config.recorded import read_config
 from areal_lora.config.shipped import examples
 from areal_lora.obs.console import duration, number, percent
@@ -29,7 +30,7 @@ def print_closing(run_folder: RunFolder, console: Console) -> None:
 
 def closing_lines(run_folder: RunFolder) -> list[str]:
     """Commands run as pasted, from any folder and without an activated environment."""
-    summary, config = read_summary(run_folder), read_config(run_folder)
+    summary, config = read_summary(run_folder), with_joined(read_config(run_folder), run_folder)
     areal_lora, run = f"{_python(None)} -m areal_lora", shlex.quote(str(run_folder))
     parts = summary.adapters
     chosen = f" --adapter {shlex.quote(_most_trained(parts))}" if parts else ""
@@ -89,7 +90,7 @@ def _courses(
 def detail_lines(run_folder: RunFolder) -> list[str]:
     """What else can be done with a finished run, and all its figures as ``key: JSON value``."""
     summary = read_summary(run_folder)
-    config = read_config(run_folder)
+    config = with_joined(read_config(run_folder), run_folder)
     model, trainer = config.model.folder, _python(config.trainer.python)
     areal_lora, run = f"{_python(None)} -m areal_lora", shlex.quote(str(run_folder))
     parts = {f" --adapter {shlex.quote(name)}": part.path for name, part in summary.adapters.items()}

@@ -130,7 +130,7 @@ class RunFigures:
 
     def __init__(self, adapters: Sequence[str]) -> None:
         self.total = Figures()
-        several = len(adapters) > 1
+        several = len(adapters) != 1
         self.adapters = {name: Figures() if several else self.total for name in adapters}
 
     def add(self, record: Record) -> None:

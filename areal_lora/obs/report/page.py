@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 
 from areal_lora.config.adapter_run import adapter_runs
+from areal_lora.config.joined import with_joined
 from areal_lora.config.recorded import config_digest, read_config
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.metrics.reader import iter_metrics
@@ -48,7 +49,7 @@ details { border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px
 def write_report(run_folder: RunFolder | Path | str) -> Path:
     """Write ``report.html`` from the current run folder; the run need not be finished."""
     folder = RunFolder.of(run_folder)
-    config, digest = read_config(folder), config_digest(folder)
+    config, digest = with_joined(read_config(folder), folder), config_digest(folder)
     runs = adapter_runs(config)
     found, plots = RunFigures(list(runs)), RunPlots(list(runs))
     for record in iter_metrics(folder):
@@ -57,7 +58,7 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
     name = escape(config.run.name)
     subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
     resolved = escape(config.model_dump_json(indent=2))
-    several, total = len(runs) > 1, found.total
+    several, total = len(runs) != 1, found.total
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.config.adapter_run import AdapterRun, adapter_runs
+from areal_lora.config.joined import with_joined
 from areal_lora.config.recorded import config_digest, read_config
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.obs.report.figures import Figures, read_figures
@@ -112,10 +113,10 @@ def write_summary(
 
     ``adapters`` are the exported folders by adapter.
     """
-    config = read_config(run_folder)
+    config = with_joined(read_config(run_folder), run_folder)
     runs = adapter_runs(config)
     of_run = read_figures(run_folder, list(runs))
-    figures, several = of_run.total, len(runs) > 1
+    figures, several = of_run.total, len(runs) != 1
     dropped: Counter[str] = Counter()
     for step in figures.last_by_adapter.values():
         dropped.update(step.dropped)
@@ -147,7 +148,7 @@ def write_summary(
         staleness_histogram=dict(sorted(figures.staleness.items())),
         max_staleness=figures.max_staleness,
         mean_lag=None if figures.mean_lag is None else round(figures.mean_lag, 4),
-        max_staleness_allowed=max(run.max_staleness for run in runs.values()),
+        max_staleness_allowed=max((run.max_staleness for run in runs.values()), default=0),
         dropped=dict(sorted(dropped.items())),
         restarts=count_restarts(run_folder),
         requeues=count_requeues(run_folder),

@@ -20,6 +20,7 @@ from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 
 SHORT_POLL_S = 1.0  # of polls between which the caller may be interrupted
+JOIN_S = 300.0  # for prompts and scorers of a newcomer
 
 log = get_logger(__name__)
 
@@ -116,6 +117,22 @@ class ControllerClient:
     def take_events(self) -> tuple[m.EvalResult, ...]:
         """Evaluation results not yet returned by any method."""
         return self._take(lambda _: True)
+
+    def join(self, adapter: str, config: bytes, version: int, snapshot: bytes) -> str:
+        """Begin with an adapter that the configuration does not list, at ``version``; ``config`` is its entry as JSON.
+
+        Returns why it cannot be rolled out, or nothing.
+        """
+        request = m.JoinAdapter(adapter=adapter, config=config, version=version, snapshot=snapshot)
+        reply = self._session.ask(request, m.Accepted, m.AdapterFailed, wait_s=JOIN_S)
+        if isinstance(reply, m.AdapterFailed):
+            return reply.reason
+        self._session.reminders.joined(request)
+        return ""
+
+    def pause(self, adapter: str, paused: bool) -> None:
+        """Issue no groups of ``adapter``, which has joined; or again some."""
+        self._session.ask(self._session.reminders.paused(adapter, paused), m.Accepted)
 
     def end(self, adapter: str) -> None:
         """Nothing more is needed of ``adapter``: no groups are issued for it any more."""

@@ -13,7 +13,7 @@ import msgspec
 
 from areal_lora.types import TrajectoryGroup
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -30,6 +30,7 @@ class Hello(ChannelMessage, frozen=True):
     not seen before has loaded them from its checkpoints: what was consumed or leased at or after
     them is undone. A known trainer greets a restarted controller: nothing is undone.
     ``snapshots`` are the newest the trainer holds (``Batch.snapshot``), for a controller whose ledger is lost.
+    All are of the configuration's adapters; others join again after it.
     """
 
     trainer: str
@@ -95,8 +96,25 @@ class Evaluate(SessionMessage, frozen=True, kw_only=True):
     tag: str
 
 
+class JoinAdapter(SessionMessage, frozen=True, kw_only=True):
+    """An adapter that the configuration does not list begins at ``version``: ``config`` is its entry as JSON.
+
+    ``snapshot`` is that of its checkpoint. Of one that has joined only ``paused`` counts: whether groups are issued.
+    Reply: Accepted, or AdapterFailed if nothing can be rolled out for it.
+    """
+
+    adapter: str
+    config: bytes
+    version: int
+    snapshot: bytes = b""
+    paused: bool = False
+
+
 class EndAdapter(SessionMessage, frozen=True, kw_only=True):
-    """Nothing more is needed of ``adapter`` in this session: issue no groups, drop those in flight. Reply: Accepted."""
+    """Nothing more is needed of ``adapter`` in this session: issue no groups, drop those in flight. Reply: Accepted.
+
+    One that has joined is forgotten.
+    """
 
     adapter: str
 
@@ -274,7 +292,9 @@ class AdapterFailed(ChannelMessage, frozen=True):
     reason: str
 
 
-SessionRequest: TypeAlias = AnnounceVersion | GetBatch | CommitStep | Evaluate | EndAdapter | GetStats | Shutdown
+SessionRequest: TypeAlias = (
+    AnnounceVersion | GetBatch | CommitStep | Evaluate | JoinAdapter | EndAdapter | GetStats | Shutdown
+)
 Request: TypeAlias = Hello | SessionRequest
 Reply: TypeAlias = Welcome | StaleSession | Accepted | Failed | Stats | Batch | NotReady | AdapterFailed
 

@@ -1,4 +1,4 @@
-"""Messages to repeat for a restarted controller: newest versions, pending evaluations, adapters that have ended."""
+"""Messages to repeat for a restarted controller: who joined or ended, newest versions, pending evaluations."""
 
 from __future__ import annotations
 
@@ -16,25 +16,43 @@ class Reminders:
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
         self._lock = threading.Lock()
+        self._loaded = False
         self._versions: dict[str, int] = {}
         self._snapshots: dict[str, bytes] = {}
+        self._joined: dict[str, m.JoinAdapter] = {}
         self._announced: dict[str, m.AnnounceVersion] = {}
         self._ended = set[str]()
         self._pending: dict[tuple[str, int, str], m.Evaluate] = {}
 
     @property
     def empty(self) -> bool:
-        """Whether no version was loaded yet."""
-        return not self._versions
+        """Whether nothing was loaded yet."""
+        return not self._loaded
 
     def loaded(self, versions: Mapping[str, int], snapshots: Mapping[str, bytes]) -> None:
         with self._lock:
+            self._loaded = True
             self._versions, self._snapshots = dict(versions), dict(snapshots)
+
+    def joined(self, request: m.JoinAdapter) -> None:
+        with self._lock:
+            self._joined[request.adapter] = request
+
+    def paused(self, adapter: str, paused: bool) -> m.JoinAdapter:
+        """``adapter`` has joined; returns what says that it is paused, or is not."""
+        with self._lock:
+            request = self._joined[adapter] = msgspec.structs.replace(self._joined[adapter], paused=paused)
+            return request
 
     def received(self, batch: m.Batch, version: int) -> None:
         """``batch`` is consumed at ``version``."""
         with self._lock:
-            self._versions[batch.adapter], self._snapshots[batch.adapter] = version + 1, batch.snapshot
+            if (joined := self._joined.get(batch.adapter)) is not None:
+                self._joined[batch.adapter] = msgspec.structs.replace(
+                    joined, version=version + 1, snapshot=batch.snapshot
+                )
+            else:
+                self._versions[batch.adapter], self._snapshots[batch.adapter] = version + 1, batch.snapshot
 
     def announced(self, request: m.AnnounceVersion) -> None:
         with self._lock:
@@ -42,9 +60,10 @@ class Reminders:
             self._announced[request.adapter] = msgspec.structs.replace(request, lost=(), left=())
 
     def ended(self, adapter: str) -> None:
-        """A new controller hears of the end of ``adapter`` instead of its newest version."""
+        """A new controller hears of the end of ``adapter``, not of its newest version; of one that joined, nothing."""
         with self._lock:
-            self._ended.add(adapter)
+            if self._joined.pop(adapter, None) is None:
+                self._ended.add(adapter)
             self._announced.pop(adapter, None)
             self._pending = {key: request for key, request in self._pending.items() if key[0] != adapter}
 
@@ -67,4 +86,4 @@ class Reminders:
         with self._lock:
             hello = m.Hello(trainer=self._trainer, versions=dict(self._versions), snapshots=dict(self._snapshots))
             ended = [m.EndAdapter(adapter=name) for name in sorted(self._ended)]
-            return hello, [*ended, *self._announced.values(), *self._pending.values()]
+            return hello, [*ended, *self._joined.values(), *self._announced.values(), *self._pending.values()]

@@ -38,7 +38,13 @@ class Admission:
 
     def __init__(self, claims: Mapping[str, Claim], adapters: Mapping[str, Starts]) -> None:
         self.sequences = 0
-        self._claims, self._adapters = claims, adapters
+        self._claims, self._adapters = dict(claims), dict(adapters)
+
+    def join(self, name: str, claim: Claim, adapter: Starts) -> None:
+        self._claims[name], self._adapters[name] = claim, adapter
+
+    def leave(self, name: str) -> None:
+        del self._claims[name], self._adapters[name]
 
     def admit(self) -> None:
         """Start groups until no adapter has one, or no place remains."""

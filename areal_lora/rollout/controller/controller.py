@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 
@@ -28,15 +29,30 @@ from areal_lora.types import AdapterRef
 
 N_SAMPLES = 2  # readable examples in a batch
 LEASE_CHECK_S = 5.0
+CUT_OFF_S = 5.0  # for requests that were cut off: a workflow may not let itself be cut off
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An adapter that joined, and how its scorers are closed."""
+
+    runtime: AdapterRuntime
+    weight: float
+    close: Callable[[], Awaitable[None]]
+
+
+Open: TypeAlias = Callable[[bytes], Awaitable[Opened]]
+"""From the entry of the configuration, as JSON. Raises an ArealLoraError for one that cannot be rolled out."""
 
 
 class Controller:
     """Serves trainer requests and keeps the feeds' groups running inside ``tasks``.
 
     ``weights`` are the adapters' parts of the servers while several want more than there is. A fault of one adapter's
-    rollouts ends that adapter. An error of what all share ends the task group, and with it the process.
+    rollouts ends that adapter. An error of what all share ends the task group, and with it the process. Adapters that
+    join are opened with ``open_adapter``; they are forgotten when they end, and when a trainer greets.
     """
 
     def __init__(
@@ -47,8 +63,10 @@ class Controller:
         weights: Mapping[str, float],
         tasks: asyncio.TaskGroup,
         stop: asyncio.Event,
+        open_adapter: Open | None = None,
     ) -> None:
-        self._adapters, self._router, self._tasks, self._stop = adapters, router, tasks, stop
+        self._adapters, self._router, self._tasks, self._stop = dict(adapters), router, tasks, stop
+        self._open, self._joined, self._rolling = open_adapter, dict[str, Opened](), asyncio.Lock()
         self._birth = secrets.token_hex(8)
         self._trainer = ""
         self._changes = Changes()
@@ -90,7 +108,7 @@ class Controller:
 
     async def handle(self, request: m.Request) -> m.Reply:
         if isinstance(request, m.Hello):
-            return self._hello(request)
+            return await self._hello(request)
         if request.session != self._session:
             return m.StaleSession()
         match request:
@@ -102,8 +120,10 @@ class Controller:
                 return self._commit(request)
             case m.Evaluate():
                 return self._evaluate(request)
+            case m.JoinAdapter():
+                return await self._join(request)
             case m.EndAdapter():
-                return self._end(request)
+                return await self._end(request)
             case m.GetStats():
                 return self._adapter(request.adapter).feed.stats()
             case m.Shutdown():
@@ -116,9 +136,12 @@ class Controller:
             raise RolloutError(f"adapter {name!r} is not in this run (it has: {', '.join(self._adapters)})")
         return runtime
 
-    def _hello(self, request: m.Hello) -> m.Welcome:
+    async def _hello(self, request: m.Hello) -> m.Welcome:
         if request.protocol != m.PROTOCOL:
             raise RolloutError(f"trainer speaks protocol {request.protocol}, this controller {m.PROTOCOL}")
+        async with self._rolling:
+            for name in list(self._joined):
+                await self._forget(name)
         missing = self._adapters.keys() - request.versions.keys()
         if missing:
             raise RolloutError(f"the trainer states no version of {', '.join(sorted(missing))}")
@@ -155,10 +178,73 @@ class Controller:
         reached("controller.committed")
         return m.Accepted()
 
-    def _end(self, request: m.EndAdapter) -> m.Accepted:
-        self._adapter(request.adapter).feed.end()
+    async def _end(self, request: m.EndAdapter) -> m.Accepted:
+        async with self._rolling:
+            if request.adapter in self._joined:
+                await self._forget(request.adapter)
+            elif request.adapter in self._adapters:
+                self._adapters[request.adapter].feed.end()
         self._admission.admit()
         return m.Accepted()
+
+    # ------------------------------------------------------------ adapters that join
+
+    async def _join(self, request: m.JoinAdapter) -> m.Accepted | m.AdapterFailed | m.StaleSession:
+        """The first request opens the adapter; a repeated one, after a lost reply, changes nothing but the pause."""
+        name = request.adapter
+        async with self._rolling:
+            if name not in self._joined:
+                try:
+                    opened = await self._opened(request.config)
+                except LedgerError:
+                    raise
+                except ArealLoraError as error:
+                    return m.AdapterFailed(adapter=name, reason=str(error))
+                except Exception as error:  # fault boundary: a user's task, workflow or reward
+                    log.exception("opening %s", name)
+                    return m.AdapterFailed(adapter=name, reason=f"{type(error).__name__}: {error}")
+                if request.session != self._session:
+                    await opened.close()
+                    return m.StaleSession()
+                self._begin(name, opened, request)
+            self._joined[name].runtime.paused = request.paused
+        self._admission.admit()
+        return m.Accepted()
+
+    async def _opened(self, config: bytes) -> Opened:
+        if self._open is None:
+            raise RolloutError("no adapter can join this controller")
+        return await self._open(config)
+
+    def _begin(self, name: str, opened: Opened, request: m.JoinAdapter) -> None:
+        runtime = opened.runtime
+        runtime.hello(request.version, trainer=self._trainer, snapshot=request.snapshot)
+        if self._router.servers:
+            runtime.resize(len(self._router.servers))
+        self._joined[name], self._adapters[name] = opened, runtime
+        claim = Claim(sequences=runtime.capacity.n_samples, weight=opened.weight)
+        self._admission.join(name, claim, Rolling(runtime, self._start))
+        log.info("%s joins at version %d", name, request.version)
+
+    async def _forget(self, name: str) -> None:
+        """Cut off what runs for an adapter that joined, and close its scorers. Its rows of the ledger stay."""
+        opened = self._joined.pop(name)
+        del self._adapters[name]
+        self._admission.leave(name)
+        running = list(opened.runtime.tasks.values())
+        opened.runtime.feed.end()
+        for key in [key for key in self._evaluating if key[0] == name]:
+            running.append(evaluation := self._evaluating.pop(key))
+            evaluation.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CUT_OFF_S)
+        await opened.close()
+        log.info("%s has left", name)
+
+    async def close(self) -> None:
+        """Close the scorers of the adapters that joined."""
+        for opened in self._joined.values():
+            await opened.close()
 
     async def _get_batch(self, request: m.GetBatch) -> m.Batch | m.AdapterFailed | m.NotReady | m.StaleSession:
         wanted = [(self._adapter(w.adapter), w) for w in request.wanted]
@@ -256,7 +342,7 @@ class Rolling:
         return len(self.runtime.feed.groups.running)
 
     def start_one(self) -> bool:
-        ticket = self.runtime.feed.admit()
+        ticket = None if self.runtime.paused else self.runtime.feed.admit()
         if ticket is not None:
             self.start(self.runtime, ticket)
         return ticket is not None

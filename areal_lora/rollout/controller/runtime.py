@@ -81,7 +81,7 @@ class AdapterRuntime:
     ``capacity`` follows the servers that the trainer announces.
     ``one_evaluation``: an evaluation holds its version on the servers, which have room for one of each adapter beside
     those that are rolled out. ``seed`` is the adapter's. ``take_costs`` returns what the rewards spent since its last
-    call. ``failure`` says why its rollouts have ended, empty while they have not.
+    call. ``failure`` says why its rollouts have ended, empty while they have not. While ``paused`` no group is issued.
     """
 
     feed: AdapterFeed
@@ -93,6 +93,7 @@ class AdapterRuntime:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
     failure: str = ""
+    paused: bool = False
     take_costs: Callable[[], dict[str, float]] = dict
 
     def resize(self, servers: int) -> None:

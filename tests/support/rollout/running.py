@@ -46,6 +46,12 @@ class Running:
     servers: tuple[FakeServer, ...]
     ended: Any  # the controller's future
     folder: Path
+    entry: Any  # the configuration of `NAME`
+
+    def join(self, name: str, version: int = 0, snapshot: bytes = b"", **fields: Any) -> str:
+        """An adapter like `NAME`, with other ``fields``, joins; returns why it cannot, or nothing."""
+        config = self.entry.model_copy(update={"name": name, **fields}).model_dump_json().encode()
+        return self.client.join(name, config, version, snapshot)
 
     def activate(self, version: int, name: str = NAME) -> None:
         for server in self.servers:
@@ -90,7 +96,7 @@ def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
         client = ControllerClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({adapter.name: 0 for adapter in made.adapters}, {})
-        started.append(Running(client, endpoint, servers, ended, tmp_path))
+        started.append(Running(client, endpoint, servers, ended, tmp_path, entry))
         return started[-1]
 
     yield start

@@ -135,7 +135,7 @@ class Controller:
         with self._journal.open("a") as file:
             file.write(line + "\n")
 
-    def next_work(self, trainer: Trainer) -> TrainOn | Drained | None:
+    def next_work(self, trainer: Trainer, roll: object) -> TrainOn | Drained | None:
         """No evaluation is awaited: an adapter is done after its last step."""
         (state,) = trainer.states.values()
         if state.phase is AdapterPhase.ACTIVE:

@@ -45,6 +45,7 @@ SHORT = {
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "doctor/examine.py:_bandwidth": "two processes of one measurement; their results are the caller's",
+    "rollout/main.py:Shared.open": "one newcomer's rows; the request that joins it awaits them",
     "tasks/scorer.py:_patient": "one scoring; it is awaited",
     "tasks/scorer.py:_Child.spawn": "one look at what this machine allows; it is awaited",
     "tasks/judge.py:LlmJudge.__call__": "one question to the judge; every answer that asked it awaits it",

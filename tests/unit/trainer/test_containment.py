@@ -30,13 +30,18 @@ class Trainer:
         self.publishing: Any = SimpleNamespace(
             join=lambda name: self._note(f"join {name}"), drop=lambda name: self._note(f"drop {name}")
         )
+        self.checkpointing = SimpleNamespace(join=lambda name: self._note(f"join checkpoint of {name}"))
+        self.engine = SimpleNamespace(remove_adapter=lambda name: self._note(f"remove {name}"))
+        self.config = SimpleNamespace(service=None)
         controller = SimpleNamespace(end=lambda name: self._note(f"end {name}"))
         recorder = SimpleNamespace(phase=lambda ref, phase, reason: self._note(f"{ref} {phase}: {reason}"))
         turns = Turns(dict.fromkeys(names, 1.0))
         self.rank_0 = SimpleNamespace(controller=controller, recorder=recorder, turns=turns)
 
     def _state(self, name: str) -> TrainingState:
-        made = TrainingState(adapter=SimpleNamespace(name=name), version=4)  # type: ignore[arg-type]
+        algorithm = SimpleNamespace(critic=None, reference=None)
+        adapter: Any = SimpleNamespace(name=name, algorithm=algorithm)
+        made = TrainingState(adapter=adapter, version=4)
         made.phase = AdapterPhase.ACTIVE
         return made
 
@@ -55,7 +60,7 @@ def test_a_fault_of_one_adapter_ends_that_one(error: ArealLoraError) -> None:
     a, b = trainer.states.values()
     assert (a.phase, a.failure) == (AdapterPhase.FAILED, error)
     assert (b.phase, b.failure) == (AdapterPhase.ACTIVE, None)
-    assert trainer.log == [f"a@v4 failed: {error}", "join a", "drop a", "end a"]
+    assert trainer.log == [f"a@v4 failed: {error}", "join a", "join checkpoint of a", "drop a", "remove a", "end a"]
     assert trainer.rank_0.turns.order(["b"]) == ["b"]
     assert first_failure(trainer) is error
 
@@ -85,3 +90,12 @@ def test_a_run_of_one_adapter_ends_with_its_fault() -> None:
     with pytest.raises(NonFiniteError), contained(trainer, trainer.states["a"]):
         raise NonFiniteError("n")
     assert trainer.log == []
+
+
+def test_a_service_goes_on_without_adapters() -> None:
+    trainer: Any = Trainer("a")
+    trainer.config.service = object()
+    with contained(trainer, trainer.states["a"]):
+        raise NonFiniteError("n")
+    assert trainer.states["a"].phase is AdapterPhase.FAILED
+    assert trainer.log[-3:] == ["drop a", "remove a", "end a"]

@@ -17,7 +17,7 @@ from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.loop import save_and_publish
 from areal_lora.trainer.turns import Turns
 from areal_lora.trainer.waits import batch_of, catch_up, collect_audit, join_checkpoint, next_work
-from areal_lora.trainer.work import Drained, Faulted, TrainOn, Unpublished, Work
+from areal_lora.trainer.work import Drained, Faulted, Leaves, Pauses, TrainOn, Unpublished, Work
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
 from tests.support.rollout.helpers import config, episode, stream
@@ -67,7 +67,7 @@ class Trainer:
         self.log: list[str] = []
         self.states = {each.name: each for each in states}
         turns = Turns(dict.fromkeys(self.states, 1.0))
-        self.rank_0 = SimpleNamespace(controller=Controller(self.log, works), turns=turns)
+        self.rank_0 = SimpleNamespace(controller=Controller(self.log, works), turns=turns, newcomers=None)
         self.publishing: Any = Publishing(self.log, changes)
         self.control = SoloExchange()
 
@@ -104,6 +104,34 @@ def test_what_is_awaited_follows_from_the_phases_and_from_whose_turn_it_is() -> 
     assert trainer.log.pop() == "want , c drains"
     states[2].phase = AdapterPhase.DONE
     assert next_work(trainer) is None
+
+
+def test_adapters_that_come_or_go_are_seen_to_between_steps_and_while_a_batch_is_awaited() -> None:
+    trainer: Any = Trainer([state("a")], [TrainOn(adapter="a", groups=GROUPS)])
+    rolls: list[Any] = [Leaves(adapter="a"), None, Pauses(adapter="a", paused=True), None, None]
+    assert next_work(trainer, lambda: rolls.pop(0)) == Leaves(adapter="a")
+    assert trainer.log == [], "before the next batch is asked for"
+    assert next_work(trainer, lambda: rolls.pop(0)) == Pauses(adapter="a", paused=True)
+    assert trainer.log == ["want a@v3"], "while it is awaited"
+    assert next_work(trainer, lambda: rolls.pop(0)) == TrainOn(adapter="a", groups=GROUPS)
+
+
+def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
+    trainer: Any = Trainer([], [Drained(adapter="x")])
+    trainer.rank_0.newcomers = SimpleNamespace(closed=False)
+    assert next_work(trainer) == Drained(adapter="x")
+    assert trainer.log == ["want "]
+    trainer.rank_0.newcomers.closed = True
+    assert next_work(trainer) is None
+
+
+def test_a_paused_adapter_gets_no_turn_and_keeps_the_run() -> None:
+    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", groups=GROUPS), Drained(adapter="x")])
+    trainer.states["a"].phase = AdapterPhase.PAUSED
+    next_work(trainer)
+    trainer.states["b"].phase = AdapterPhase.DONE
+    next_work(trainer)
+    assert trainer.log == ["want b@v3", "want "]
 
 
 def test_servers_get_the_versions_of_adapters_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:

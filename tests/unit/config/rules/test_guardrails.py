@@ -11,6 +11,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
+from areal_lora.config.slots import adapter_capacity, served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families.derived import derive
 from areal_lora.families.published import known_config
@@ -45,6 +46,20 @@ PATHS = {
     "fsdp": [*EMBEDDED, EXAMPLES / "embedded_fsdp.yaml"],
     "long": [*EMBEDDED, EXAMPLES / "embedded_long.yaml"],
 }
+
+
+SERVICE = ["service={}", "rollout.max_adapters=4"]
+
+
+def test_a_service_needs_no_adapter_and_knows_how_many_there_will_be() -> None:
+    config = load_config(EMBEDDED, SERVICE)
+    assert check(config, FACTS["embedded"]) == ()
+    empty = config.model_copy(update={"adapters": []})
+    assert check(empty, FACTS["embedded"]) == ()
+    resolved = resolve_targets(empty, FACTS["embedded"])
+    assert resolved.service is not None
+    assert served_targets(resolved) == ("linear_fc1", "linear_fc2", "linear_proj", "linear_qkv")
+    assert adapter_capacity(resolved) == 4
 
 
 @pytest.mark.parametrize("job", PATHS)
@@ -85,6 +100,10 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.target_modules=[linear_fc3*]"], {}, "adapters.0.target_modules", ["matches no module"]),
     ("embedded", ["adapters.0.exclude_modules=['*']"], {}, "adapters.0.exclude_modules", ["leaves no module"]),
     ("moe", [], {"hf_config": {**known_config("Qwen/Qwen3-30B-A3B"), "decoder_sparse_step": 2}}, "adapters.0.target_modules", ["dense layers", "mlp_only_layers"]),
+    ("embedded", ["service={}"], {}, "rollout.max_adapters", ["how many adapters"]),
+    ("embedded", [*SERVICE, "service.target_modules=[linear_qvk]"], {}, "service.target_modules", ["linear_qvk"]),
+    ("embedded", [*SERVICE, "adapters.0.name=a.1"], {}, "adapters.0.name", ["'a.1' has a dot"]),
+    ("embedded", [*SERVICE, "rollout.adapter_mode=merged"], {}, "rollout.adapter_mode", ["adapters of a service cannot be merged"]),
     ("embedded", ["adapters.0.rank=16"], {}, "adapters.0.rank", ["16", "max_lora_rank = 8"]),
     ("embedded", ["adapters.0.rank_pattern={o_proj: 12}"], {}, "adapters.0.rank_pattern", ["12", "max_lora_rank = 8"]),
     ("embedded", ["adapters.0.rank_pattern={q_proj: 4}"], {}, "adapters.0.rank_pattern", ["self_attn.q_proj", "self_attn.k_proj", "(q|k|v)_proj"]),

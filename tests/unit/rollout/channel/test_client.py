@@ -162,6 +162,23 @@ def test_a_new_controller_hears_of_an_ended_adapter_and_of_nothing_else_of_it() 
     assert [request.adapter for request in requests[1:]] == ["b", "b"]  # type: ignore[union-attr]
 
 
+def test_a_new_controller_hears_of_the_newest_of_an_adapter_that_joined_and_of_nothing_once_it_left() -> None:
+    reminders = Reminders("t")
+    reminders.loaded({}, {})
+    assert not reminders.empty
+    reminders.joined(m.JoinAdapter(adapter="a.1", config=b"{}", version=0))
+    reminders.announced(m.AnnounceVersion(adapter="a.1", version=0, servers={}))
+    batch = m.Batch(adapter="a.1", step=4, groups=(), stats=STATS, samples=(), events=(), snapshot=b"newest")
+    reminders.received(batch, 4)
+    reminders.paused("a.1", True)
+    hello, requests = reminders.greeting()
+    assert (hello.versions, hello.snapshots) == ({}, {})
+    joins = m.JoinAdapter(adapter="a.1", config=b"{}", version=5, snapshot=b"newest", paused=True)
+    assert requests == [joins, m.AnnounceVersion(adapter="a.1", version=0, servers={})]
+    reminders.ended("a.1")
+    assert reminders.greeting()[1] == []
+
+
 def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], ControllerClient]) -> None:
     replies = [(), (result(1, "during"), result(2, "after")), (result(3, "during"),)]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_lora.config.models import MultiTurnWorkflowConfig
+from areal_lora.errors import RolloutError
+from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.controller import retries
@@ -17,7 +19,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from tests.support.clocks import wait_until
-from tests.support.rollout.helpers import NAME
+from tests.support.rollout.helpers import NAME, CharTokenizer
 from tests.support.rollout.running import Running
 
 BROKEN = """
@@ -104,3 +106,71 @@ def test_an_adapter_that_has_ended_gets_no_groups_and_leaves_its_places(controll
         run.activate(step)
         run.batch(step)
     assert Counter(request["model"] for request in server.requests)["twin@v0"] == before
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newcomers get the tokenizer of these tests."""
+    monkeypatch.setattr(rollout_main, "load_tokenizer", lambda *_, **__: CharTokenizer())
+
+
+@pytest.mark.usefixtures("letters")
+def test_an_adapter_joins_pauses_goes_on_and_leaves_beside_another(controller: Callable[..., Running]) -> None:
+    server = FakeServer()
+    run = controller(server, eta=0)
+    run.activate(0)
+    assert run.join("new.1") == ""
+    assert run.join("new.1") == "", "a repeated request changes nothing"
+    run.activate(0, "new.1")
+    first = run.client.next_batch("new.1", step=0, version=0)
+    assert {t.adapter.name for group in first.groups for t in group.trajectories} == {"new.1"}
+    run.client.pause("new.1", True)
+    run.activate(1, "new.1")
+    for step in range(2):
+        if step:
+            run.activate(step)
+        assert len(run.batch(step).groups) == 4
+    assert run.client.stats("new.1").ready == 0, "nothing is issued while it is paused"
+    run.client.pause("new.1", False)
+    run.client.next_batch("new.1", step=1, version=1)
+    run.client.end("new.1")
+    with pytest.raises(RolloutError, match=r"'new\.1' is not in this run"):
+        run.client.stats("new.1")
+    run.client.end("new.1")
+    assert run.join("new.2") == ""
+    run.activate(0, "new.2")
+    again = run.client.next_batch("new.2", step=0, version=0)
+    assert [g.uid for g in again.groups] == [g.uid for g in first.groups], "its own prompts, from the first one on"
+
+
+@pytest.mark.usefixtures("letters")
+def test_one_that_cannot_be_opened_is_named_and_nothing_of_it_remains(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer(), eta=0)
+    reason = run.join("bad.1", workflow=MultiTurnWorkflowConfig(environment="no_such_module:Environment"))
+    assert "no_such_module" in reason
+    with pytest.raises(RolloutError, match="is not in this run"):
+        run.client.stats("bad.1")
+    run.activate(0)
+    assert len(run.batch(0).groups) == 4
+
+
+@pytest.mark.usefixtures("letters")
+def test_another_trainer_finds_none_that_joined_and_lets_it_resume(controller: Callable[..., Running]) -> None:
+    run = controller(FakeServer(), eta=2)
+    run.join("new.1")
+    run.activate(0, "new.1")
+    first = run.client.next_batch("new.1", step=0, version=0)
+    run.client.commit("new.1", 0)
+    other = ControllerClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
+    try:
+        other.hello({NAME: 0}, {})
+        with pytest.raises(RolloutError, match="is not in this run"):
+            other.stats("new.1")
+        config = run.entry.model_copy(update={"name": "new.1"}).model_dump_json().encode()
+        assert other.join("new.1", config, 1, first.snapshot) == ""
+        other.announce(AdapterRef(name="new.1", version=1), {"server-0": run.servers[0].url})
+        run.servers[0].models.add("new.1@v1")
+        following = other.next_batch("new.1", step=1, version=1)
+        assert not {g.uid for g in first.groups} & {g.uid for g in following.groups}, "no prompt twice"
+    finally:
+        other.close()

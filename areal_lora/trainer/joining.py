@@ -1,0 +1,152 @@
+"""Adapters that join, pause and leave while the others train: what rank 0 decides, and what every rank does.
+
+    desired state -> rank 0: `roll` (rules of a start, checkpoint)  -- Joins, Pauses, Leaves --> all ranks
+    join:    resident, first version or checkpoint -> controller -> first publish -> active
+    delete:  what is in progress ends -> controller, servers and residents forget it -> deleted
+
+A newcomer that cannot be trained has failed with the reason, and nothing else has changed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from areal_lora.config.models import AdapterConfig
+from areal_lora.config.slots import adapter_capacity
+from areal_lora.errors import AdapterError, ArealLoraError
+from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.desired import DesiredAdapter
+from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState, build_adapter
+from areal_lora.trainer.checkpointing import load
+from areal_lora.trainer.containment import CONTAINED, enter, leave, release
+from areal_lora.trainer.newcomers import Newcomers, prepared
+from areal_lora.trainer.roster import SERVED, Join, Leave, Note, Pause, Roster, Unpause, next_change
+from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.waits import join_last
+from areal_lora.trainer.work import Joins, Leaves, Pauses, Roll
+from areal_lora.types import AdapterPhase, AdapterRef
+
+log = get_logger(__name__)
+
+
+# ---------------------------------------------------------------- rank 0
+
+
+def roll(trainer: Trainer) -> Roll | None:
+    """The next change of which adapters there are, on rank 0. What concerns none that is there, is done here."""
+    newcomers = trainer.rank_0.newcomers if trainer.rank_0 else None
+    if newcomers is None:
+        return None
+    while (change := next_change(newcomers.look(), _roster(trainer, newcomers))) is not None:
+        match change:
+            case Leave(key=key):
+                return Leaves(adapter=key)
+            case Pause(key=key) | Unpause(key=key):
+                return Pauses(adapter=key, paused=isinstance(change, Pause))
+            case Join(adapter=desired):
+                if (work := _prepared(trainer, desired)) is not None:
+                    return work
+            case Note(key=key, phase=phase, reason=reason):
+                note(trainer, key, phase, reason)
+    return None
+
+
+def note(trainer: Trainer, key: str, phase: AdapterPhase, reason: str = "") -> None:
+    """Record the state of an adapter that is not there, on rank 0."""
+    if trainer.rank_0 and trainer.rank_0.newcomers:
+        trainer.rank_0.newcomers.beside[key] = phase
+        trainer.rank_0.recorder.phase(AdapterRef(name=key, version=0), phase, reason)
+
+
+def _roster(trainer: Trainer, newcomers: Newcomers) -> Roster:
+    own = {adapter.name for adapter in trainer.config.adapters}
+    return Roster(
+        here={name: state.phase for name, state in trainer.states.items() if name not in own},
+        beside=newcomers.beside,
+        configured=sum(state.phase in SERVED for name, state in trainer.states.items() if name in own),
+        capacity=adapter_capacity(trainer.config),
+    )
+
+
+def _prepared(trainer: Trainer, desired: DesiredAdapter) -> Joins | None:
+    assert trainer.rank_0
+    trainer.rank_0.recorder.status(f"{desired.key} joins")
+    try:
+        return prepared(trainer.config, trainer.run_folder, desired)
+    except ArealLoraError as error:
+        _refused(trainer, desired.key, "; ".join(str(error).splitlines()))
+    except Exception as error:  # fault boundary: a newcomer's data
+        log.exception("the newcomer %s", desired.key)
+        _refused(trainer, desired.key, f"{type(error).__name__}: {error}")
+    return None
+
+
+def _refused(trainer: Trainer, key: str, reason: str) -> None:
+    log.error("%s cannot join: %s", key, reason)
+    note(trainer, key, AdapterPhase.FAILED, reason)
+
+
+# ---------------------------------------------------------------- every rank
+
+
+def join(trainer: Trainer, work: Joins) -> TrainingState | None:
+    """Attach a newcomer to this rank, and on rank 0 to the controller; None if it cannot be. Collective."""
+    config = AdapterConfig.model_validate_json(work.config)
+    adapter = build_adapter(trainer.config, config, work.probe)
+    restored, problem = None, ""
+    try:
+        trainer.engine.add_adapter(adapter.spec, config.optimizer, adapter.run.seed)
+        restored = load(trainer.engine, adapter, work.checkpoint)
+    except ArealLoraError as error:
+        problem = str(error)
+    everywhere = [raw.decode() for raw in trainer.control.all_gather_bytes(problem.encode())]
+    problem = next(filter(None, everywhere), "")
+    if trainer.rank_0 and not problem:
+        problem = _announce(trainer, adapter, restored)
+    problem = trainer.control.broadcast_bytes(problem.encode() if trainer.control.rank == 0 else None).decode()
+    if problem:
+        with suppress(AdapterError):  # it may not have become resident
+            release(trainer, adapter)
+        _refused(trainer, adapter.name, problem)
+        return None
+    state = TrainingState(adapter=adapter)
+    if restored is not None:
+        state.version, state.kl_scale = restored.version, restored.kl_scale
+        trainer.checkpointing.resumed(adapter.name, restored.version)
+    trainer.states[adapter.name] = state
+    log.info("%s joins", state.ref)
+    return state
+
+
+def _announce(trainer: Trainer, adapter: Adapter, restored: Restored | None) -> str:
+    """Make the newcomer known on rank 0; returns why the controller cannot roll out for it, or nothing."""
+    assert trainer.rank_0
+    assert trainer.rank_0.newcomers
+    version, kept = (restored.version, restored.controller) if restored else (0, ControllerState())
+    if problem := trainer.rank_0.controller.join(adapter, version, kept):
+        return problem
+    trainer.rank_0.newcomers.beside.pop(adapter.name, None)
+    trainer.rank_0.recorder.joined(AdapterRef(name=adapter.name, version=version), resumed=restored is not None)
+    trainer.rank_0.turns.join(adapter.name, adapter.run.weight)
+    return ""
+
+
+def pause(trainer: Trainer, state: TrainingState, paused: bool) -> None:
+    """Issue no groups of the adapter and give it no turns; or again. What is in progress continues."""
+    if trainer.rank_0:
+        trainer.rank_0.controller.pause(state.name, paused)
+    enter(trainer, state, AdapterPhase.PAUSED if paused else state.due_phase)
+
+
+def delete(trainer: Trainer, state: TrainingState) -> None:
+    """Forget the adapter once what is in progress of it has ended; its checkpoints stay. Collective."""
+    if state.phase in SERVED:
+        with suppress(*CONTAINED):  # what is wrong with it does not matter any more
+            join_last(trainer, state)
+        leave(trainer, state)
+    enter(trainer, state, AdapterPhase.DELETED)
+    del trainer.states[state.name]
+    trainer.spans.pop(state.name, None)
+    if trainer.rank_0 and trainer.rank_0.newcomers:
+        trainer.rank_0.newcomers.beside[state.name] = AdapterPhase.DELETED
+    log.info("%s has left", state.ref)

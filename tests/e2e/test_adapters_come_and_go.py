@@ -1,0 +1,122 @@
+"""Adapters join, pause and leave a running run, and the one beside them has the numbers of a run alone. Real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase, write_desired
+from areal_lora.run_folder.paths import RunFolder
+from tests.support.e2e.metrics import records
+from tests.support.e2e.several_adapters import REPEATABLE, Ended, entries, run, states_of
+from tests.support.paths import EXAMPLES, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WAIT_S = 300.0
+
+
+class Service:
+    """A run with a service, and the desired state that it follows."""
+
+    def __init__(self, root: Path, name: str, configured: list[dict[str, Any]]) -> None:
+        base = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
+        base["model"]["path"] = str(EXAMPLES / "tiny_model")
+        base["rollout"]["max_adapters"] = 3
+        base |= {"adapters": configured, "service": {}}
+        base["run"] = {"name": name, "root": str(root), "steps": 10, "seed": 1}
+        (root / f"{name}.yaml").write_text(json.dumps(base))
+        self.folder = RunFolder(root / name)
+        self._output = (root / f"{name}.out").open("w+")
+        self._generation = 0
+        command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT)
+
+    @property
+    def output(self) -> str:
+        self._output.seek(0)
+        return self._output.read()
+
+    def want(self, *adapters: DesiredAdapter, closed: bool = False) -> None:
+        self._generation += 1
+        write_desired(self.folder, Desired(generation=self._generation, adapters=adapters, closed=closed))
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert self.process.poll() is None, f"ended while waiting for {what}\n{self.output}"
+            assert time.monotonic() < deadline, f"{what}\n{self.output}"
+            time.sleep(0.05)
+
+    def steps(self, key: str) -> list[int]:
+        found = records(self.folder.path) if self.folder.metrics.exists() else []
+        return [record["step"] for record in found if record["kind"] == "step" and record["adapter"] == key]
+
+    def states(self, key: str) -> list[tuple[str, str]]:
+        found = records(self.folder.path) if self.folder.metrics.exists() else []
+        mine = [record for record in found if record["kind"] == "state" and record["adapter"] == key]
+        return [(record["state"], record["reason"]) for record in mine]
+
+    def wait_state(self, key: str, state: str) -> None:
+        self.wait(lambda: (self.states(key) or [("", "")])[-1][0] == state, f"{key} is {state}: {self.states(key)}")
+
+    def end(self) -> Ended:
+        code = self.process.wait(WAIT_S)
+        names = [path.name for path in self.folder.checkpoints.iterdir()]
+        return Ended(code, self.output, self.folder, states_of(self.folder, names))
+
+
+def wanted(entry: dict[str, Any], name: str = "", incarnation: int = 1, phase: str = "active") -> DesiredAdapter:
+    section = {key: value for key, value in entry.items() if key != "name"}
+    return DesiredAdapter(
+        name=name or entry["name"], incarnation=incarnation, phase=DesiredPhase(phase), adapter=section
+    )
+
+
+def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(tmp_path: Path) -> None:
+    """Weights and both moments of all ten steps, bit for bit; one joins at step 3 and is deleted at step 6.
+
+    Its name is used again, and one that cannot be trained, and one more than servers hold, change nothing either.
+    """
+    [attention, experts, shared] = entries("attention", "experts", "shared", experts={"steps": 50})
+    bad = experts | {"rank": 64}
+    service = Service(tmp_path, "visited", [attention])
+    try:
+        service.folder.path.mkdir(exist_ok=True)
+        service.wait(service.folder.config.exists, "the run folder")
+        service.want(wanted(shared))
+        service.wait(lambda: 2 in service.steps("attention"), "step 3")
+        service.want(wanted(shared), wanted(bad, "bad"), wanted(experts), wanted(shared, "late"))
+        service.wait_state("experts.1", "active")
+        service.wait_state("bad.1", "failed")
+        service.wait_state("late.1", "pending")
+        service.wait(lambda: 5 in service.steps("attention") and service.steps("experts.1") != [], "step 6")
+        service.want(wanted(shared), wanted(experts, phase="deleted"), wanted(experts | {"steps": 2}, incarnation=2))
+        service.wait_state("experts.1", "deleted")
+        service.wait_state("experts.2", "active")
+        service.want(wanted(shared), wanted(experts | {"steps": 2}, incarnation=2), closed=True)
+        visited = service.end()
+    finally:
+        service.process.terminate()
+        service.process.wait(60)
+    assert visited.code == 0, visited.output
+    assert [state for state, _ in service.states("experts.2")] == ["pending", "active", "draining", "done"]
+    [(state, reason)] = service.states("bad.1")
+    assert (state, "rank: rank 64 is above the servers' rollout.max_lora_rank = 8" in reason) == ("failed", True)
+    assert "rollout.max_adapters = 3" in service.states("late.1")[0][1]
+    assert service.steps("experts.2") == [0, 1], "a name that is used again begins anew"
+    for version in (0, 1):
+        assert visited.states["experts.2"][version] == visited.states["experts.1"][version], "as its seed has it begin"
+    assert (service.folder.adapter_export("experts.2") / "adapter_model.safetensors").exists()
+    alone = run(tmp_path, "alone", [attention])
+    assert alone.code == 0, alone.output
+    assert len(alone.states["attention"]) == 11
+    assert alone.states["attention"] == visited.states["attention"]
