@@ -49,7 +49,7 @@ def test_one_that_passes_has_resolved_targets() -> None:
         ({"target_modules": ["linear_fc9"]}, "target_modules: "),
         ({"max_staleness": 9}, "max_staleness: 9 is above rollout.max_staleness"),
         ({"expert_layout": "spread"}, "expert_layout: "),
-        ({"reward": {"kind": "unknown"}}, "reward: "),
+        ({"reward": {"kind": "unknown"}}, r"reward\.kind: "),
         ({"reward": {"kind": "function", "path": "/no/such.py:reward"}}, r"reward\.path: "),
         ({"task": {"kind": "dataset", "train": "/no/such.jsonl"}}, r"task\.train: "),
         ({"init_from": "/no/such/adapter"}, "init_from: "),
