@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         type=Path,
         metavar="FILE",
-        help="YAML file; give several to merge them in order",
+        help="YAML file or the name of a shipped example; several are merged in order",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
     parser.add_argument("--details", action="store_true", help="with --dry-run: also all processes, ports and files")

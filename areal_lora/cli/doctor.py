@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key, such as run.seed=2")
+    ] = None,
     config: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="YAML file; give several to merge them in order")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order"),
     ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="take the configuration of a run")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="without the network's bandwidth and the canary")] = False,

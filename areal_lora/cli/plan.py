@@ -19,7 +19,8 @@ def plan(
         list[str] | None, typer.Argument(metavar="[RUN] [a.b=c]...", help="run folder or its name; overrides")
     ] = None,
     config: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="YAML file; give several to merge them in order")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order"),
     ] = None,
     details: Annotated[bool, typer.Option("--details", help="also all processes, ports and files")] = False,
 ) -> None:

@@ -9,7 +9,9 @@ import typer
 
 
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c]...", help="override one key, such as run.seed=2")
+    ] = None,
     config: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="YAML file or the name of a shipped example; several are merged in order"),
