@@ -1,0 +1,36 @@
+"""LoRA takes the normalised input that Transformer Engine's layers return, under tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.distributed.spawn import run_ranks
+from tests.support.distributed.te_ranks import COLUMN, TP, adapted, numbers, whole
+
+pytestmark = pytest.mark.slow
+
+SEED = 11
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["gathered by TE", "gathered by the adapter"])
+def test_outputs_and_gradients_are_those_of_the_whole_model(overlap: bool, tmp_path: Path) -> None:
+    """With overlapped gathers TE returns the rank's part of the sequence, else the whole."""
+    ranks = run_ranks(adapted, TP, tmp_path, (SEED, overlap), timeout_s=200.0)
+    want = {name: t.numpy() for name, t in whole(numbers(SEED)).items()}
+    values = [rank["values"] for rank in ranks]
+    assert [rank["gathered"] for rank in ranks] == [dict.fromkeys(COLUMN, not overlap)] * TP
+    for name, expected in want.items():
+        found = [v[name] for v in values]
+        side, _, layer = name.partition(".")
+        if side in ("out", "x") or (side == "b" and layer in COLUMN):
+            got = np.concatenate(found)  # pieces along the sequence, or of the outputs
+        elif side == "a" and layer not in COLUMN:
+            got = np.concatenate(found, axis=1)  # pieces of the inputs
+        else:
+            got = sum(found)  # replicated: a part on each rank
+            assert not np.allclose(found[0], found[1]), f"{name}: the ranks' parts are not all that one rank has"
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max(), err_msg=name)
