@@ -18,4 +18,4 @@ class Used:
     name: str = ""
     members: tuple[str, ...] = ()
     calls: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    on: Literal["all", "cpu"] = "all"
+    on: Literal["all", "cpu", "gpu"] = "all"

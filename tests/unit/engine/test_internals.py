@@ -19,11 +19,11 @@ import pytest
 
 from areal_lora.engine.internals import Used
 from areal_lora.engine.megatron_utils.internals import BRIDGE, MEGATRON
-from areal_lora.engine.vllm_ext.compat.internals import INTERNALS
+from areal_lora.engine.vllm_ext.compat.internals import INTERNALS, SECOND_RUNNER
 from tests.support.internals import count, problems
 from tests.support.paths import ROOT
 from tests.support.sizes import NIGHTLY
-from tests.support.sources import Package, imported
+from tests.support.sources import Class, Package, imported
 
 PAGE = ROOT / "docs" / "en" / "versions.md"
 TABLES = {"vllm": INTERNALS, "megatron-core": MEGATRON, "megatron-bridge": BRIDGE}
@@ -91,6 +91,18 @@ def record(row: Row) -> None:
     last = max(i for i, line in enumerate(lines) if line.startswith("|"))
     lines.insert(last + 1, row.line)
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_the_second_model_runner_has_what_slots_would_take_from_it() -> None:
+    package = Package(Path(str(distribution(INSTALLED["vllm"]).locate_file(""))))
+    assert problems(package, SECOND_RUNNER) == []
+    for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+        runner = package.find(module, "GPUModelRunner")
+        assert isinstance(runner, Class)
+        assert "LoRAModelRunnerMixin" in [c.node.name for c in runner.lineage()], "both activate slots by the same code"
+    second = package.find("vllm.v1.worker.gpu.model_runner", "GPUModelRunner")
+    assert isinstance(second, Class)
+    assert "_get_prompt_logprobs_dict" not in second.methods(), "else `compat.engine.own_logprobs` may work as it is"
 
 
 @pytest.fixture(scope="session")
@@ -186,6 +198,60 @@ def test_a_server_imports_without_the_modules_of_cpus() -> None:
         timeout=240,
         check=False,
         env=environment,
+        cwd=ROOT,
+    )
+    assert done.stdout.endswith("imported\n"), done.stderr[-3000:]
+
+
+FOR_GPUS = (
+    "apex",
+    "cupy",
+    "deep_gemm",
+    "flash_attn",
+    "flashinfer",
+    "torch_npu",
+    "transformer_engine",
+    "triton",
+    "vllm.device_allocator.cumem",
+    "vllm.lora.ops.triton_ops",
+    "vllm.lora.punica_wrapper.punica_gpu",
+    "vllm.platforms.cuda",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.vllm_flash_attn",
+)
+WITHOUT_GPUS = """
+import sys
+
+sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed
+import areal_lora.engine.vllm_ext.server
+import areal_lora.engine.vllm_ext.compat.cpu_kernels
+import areal_lora.engine.vllm_ext.compat.cpu_sampler
+import areal_lora.engine.vllm_ext.compat.cpu_scheduler
+import areal_lora.engine.vllm_ext.compat.weights
+import areal_lora.engine.vllm_ext.cpu.linear_lora
+import areal_lora.engine.vllm_ext.cpu.moe_lora
+import areal_lora.engine.vllm_ext.worker.extension
+from areal_lora.platforms.megatron_cpu import install_cpu_patches
+
+install_cpu_patches()
+import areal_lora.engine.fsdp_engine
+import areal_lora.engine.megatron_engine
+import areal_lora.engine.megatron_utils.lora
+import areal_lora.engine.megatron_utils.schedule
+print("imported")
+"""
+
+
+@pytest.mark.slow
+def test_cpu_roles_import_without_the_modules_of_gpus() -> None:
+    """vLLM's own CPU worker derives from its GPU worker, so those modules of vLLM are not among them."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GPUS.format(blocked=FOR_GPUS)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
         cwd=ROOT,
     )
     assert done.stdout.endswith("imported\n"), done.stderr[-3000:]

@@ -307,3 +307,35 @@ INTERNALS: tuple[Used, ...] = (
     ),
     Used(module="vllm.v1.request", name="RequestStatus", members=("RUNNING",), on="cpu"),
 )
+
+SECOND_RUNNER: tuple[Used, ...] = (
+    # What slots and activation would take from vLLM's second model runner, which servers do not use. Log-probabilities
+    # (`own_logprobs`) and the batch (`in_batch`) have other places there: they are what a port has to write.
+    Used(
+        module="vllm.v1.worker.gpu.model_runner",
+        name="GPUModelRunner",
+        members=("lora_manager", "lora_state", "sampler", "prompt_logprobs_worker", "req_states"),
+        calls=(("_set_active_loras", ("prompt_lora_mapping", "token_lora_mapping", "lora_requests")),),
+        on="gpu",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.lora_utils",
+        name="LoraState",
+        members=("lora_requests", "lora_ids"),
+        calls=(("make_lora_inputs", ("req_ids", "idx_mapping", "num_scheduled_tokens")),),
+        on="gpu",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.sample.sampler",
+        name="Sampler",
+        calls=(("sample", ("logits", "return_logprobs")),),
+        on="gpu",
+    ),
+    Used(
+        module="vllm.v1.worker.gpu.sample.prompt_logprob",
+        name="PromptLogprobsWorker",
+        members=("num_prompt_logprobs",),
+        calls=(("compute_prompt_logprobs", ("logits_fn", "hidden_states", "input_batch")),),
+        on="gpu",
+    ),
+)

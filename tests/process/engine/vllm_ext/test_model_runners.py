@@ -1,0 +1,108 @@
+"""vLLM's two model runners tell our slots the same. The second one needs Triton: of it, what runs without a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_lora.errors import AdapterError
+
+pytestmark = pytest.mark.slow  # importing vLLM
+
+ADAPTERS = {"first": 7, "second": None, "third": 9, "fourth": 7}
+"""Adapter id by request; None is the base."""
+TOKENS = np.array([3, 1, 2, 1], dtype=np.int32)
+
+
+def request(lora_id: int | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return lora_id and LoRARequest(lora_name=f"a@v{lora_id}", lora_int_id=lora_id, lora_path="xccl://a")
+
+
+def first_runner() -> tuple[Any, ...]:
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    batch = InputBatch.__new__(InputBatch)
+    batch._req_ids = list(ADAPTERS)
+    batch.req_id_to_index = {name: i for i, name in enumerate(ADAPTERS)}
+    batch.request_lora_mapping = np.array([lora_id or 0 for lora_id in ADAPTERS.values()], dtype=np.int64)
+    batch.lora_id_to_lora_request = {i: request(i) for i in ADAPTERS.values() if i}
+    return batch.make_lora_inputs(TOKENS, np.ones_like(TOKENS))
+
+
+def second_runner() -> tuple[Any, ...]:
+    from vllm.v1.worker.gpu.lora_utils import LoraState
+
+    state = LoraState(8)
+    for index, (name, lora_id) in zip((5, 0, 3, 2), ADAPTERS.items(), strict=True):
+        state.add_request(name, index, request(lora_id))
+    return state.make_lora_inputs(list(ADAPTERS), np.array([5, 0, 3, 2]), TOKENS)
+
+
+def rebuilt(inputs: tuple[Any, ...]) -> list[list[int | None]]:
+    """The slots that the kernels were told of, step by step: a version of another adapter is committed between two."""
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    from areal_lora.engine.vllm_ext.compat.slots import activate, deactivate
+
+    told: list[list[int | None]] = []
+
+    class Manager(LRUCacheLoRAModelManager):
+        capacity, lora_slots = 4, 4
+
+        def __init__(self) -> None:
+            self.modules, self.lora_index_to_id = {}, [None] * 4
+            self._registered_adapters, self._active_adapters = {}, {}
+            self._last_mapping = self._last_slot_layout = None
+
+        def _set_adapter_mapping(self, mapping: Any) -> None:
+            by_id = {lora_id: slot for slot, lora_id in enumerate(self.lora_index_to_id)}
+            assert all(lora_id == 0 or lora_id in by_id for lora_id in mapping.index_mapping)
+            told.append([by_id.get(lora_id) if lora_id else None for lora_id in mapping.index_mapping])
+
+        def deactivate_adapter(self, adapter_id: int) -> bool:
+            self.lora_index_to_id[self.lora_index_to_id.index(adapter_id)] = None
+            return bool(self._active_adapters.pop(adapter_id, True))
+
+        def list_adapters(self) -> dict[int, Any]:
+            return dict(self._registered_adapters)
+
+    manager = LRUCacheWorkerLoRAManager.__new__(LRUCacheWorkerLoRAManager)
+    manager._adapter_manager = Manager()
+    runner = LoRAModelRunnerMixin()
+    runner.lora_manager = manager
+    worker = SimpleNamespace(model_runner=runner)
+    manager._apply_adapters = lambda requests: None  # all of them are resident, see below
+    activate(worker, 7, 2, 8)
+    activate(worker, 9, 0, 8)
+    for _ in range(2):
+        runner._set_active_loras(*inputs)
+    activate(worker, 11, 1, 8)
+    runner._set_active_loras(*inputs)
+    deactivate(worker, 11)
+    runner._set_active_loras(*inputs)
+    return told
+
+
+def test_both_runners_tell_the_same_of_a_batch_and_the_kernels_hear_of_a_changed_slot() -> None:
+    first, second = first_runner(), second_runner()
+    tokens = (7, 7, 7, 0, 9, 9, 7)
+    for prompts, by_token, requests in (first, second):
+        assert tuple(map(int, prompts)) == (7, 0, 9, 7)
+        assert tuple(map(int, by_token)) == tokens
+        assert {r.lora_int_id for r in requests} == {7, 9}
+    want = [2, 2, 2, None, 0, 0, 2]
+    assert rebuilt(first) == rebuilt(second) == [want] * 3, "once, and after each change of the slots"
+
+
+def test_the_second_runner_is_refused_by_name() -> None:
+    from areal_lora.engine.vllm_ext.compat.engine import own_logprobs
+
+    with pytest.raises(AdapterError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        own_logprobs(SimpleNamespace(model_runner=SimpleNamespace()))
