@@ -15,6 +15,8 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from areal_lora.data.prompts import Prompt
+from areal_lora.errors import ArealLoraError
+from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.controller.eval_answers import Given, failed, given_answers, judged, result_of
@@ -41,6 +43,8 @@ USER_FAULTS = (
 )
 """What a workflow does wrong with one problem: its answers stay unscored, after ``USER_TRIES``."""
 
+log = get_logger(__name__)
+
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
@@ -59,7 +63,7 @@ class Evaluator:
     seed: int = 0
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
-        """Never raises for rollout faults: ``error`` of a set's result states why it could not be measured."""
+        """Never raises for faults of servers, scorers or workflows: ``error`` of a set's result states the reason."""
         start = time.monotonic()
         sets = [await self._set(chosen, ref) for chosen in self.sets]
         return EvalResult(
@@ -73,11 +77,12 @@ class Evaluator:
                 answers = await self._in_chunks(chosen, ref)
             else:
                 answers = await self._one_by_one(chosen, ref)
-        except ExceptionGroup as group:
-            faults, others = group.split(GenerationFault)
-            if others is not None or faults is None:
-                raise
-            return failed(chosen, str(_first(faults)), time.monotonic() - start)
+        except ExceptionGroup as group:  # fault boundary: a user's workflow or reward; other adapters train on
+            error = _first(group)
+            if isinstance(error, ArealLoraError):
+                return failed(chosen, str(error), time.monotonic() - start)
+            log.error("evaluation of %s on %s", ref, chosen.name, exc_info=error)
+            return failed(chosen, f"{type(error).__name__}: {error}", time.monotonic() - start)
         # In a thread: the bootstrap of a large set takes a second.
         return await asyncio.to_thread(
             result_of, chosen, ref, answers, self.reward_kind, wall_s=time.monotonic() - start
@@ -178,6 +183,6 @@ async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in running]
 
 
-def _first(group: BaseExceptionGroup[GenerationFault]) -> BaseException:
+def _first(group: ExceptionGroup[Exception]) -> Exception:
     first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return _first(first) if isinstance(first, ExceptionGroup) else first

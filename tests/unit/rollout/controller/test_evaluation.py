@@ -7,7 +7,7 @@ import pytest
 
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import tokenize
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.rollout import routing
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.client import CompletionClient
@@ -164,3 +164,23 @@ def test_a_retired_version_is_an_error_and_not_accuracy_zero() -> None:
 def test_no_scorable_answer_is_an_error() -> None:
     result = evaluate(FakeServer(models={str(V2)}, answer=lambda *_: ([7], "!")))
     assert "broken" in result.error
+
+
+class Broken(ExactMatch):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(RolloutError("16 calls hang"), "16 calls hang"), (KeyError("gold"), "KeyError: 'gold'")]
+)
+def test_what_a_reward_or_workflow_raises_is_the_sets_error_and_does_not_end_the_controller(
+    error: Exception, said: str
+) -> None:
+    """The evaluations of all adapters run in the controller's task group, which the first error would end."""
+    found = evaluate(FakeServer(models={str(V2)}, answer=solve), scorer=Broken(error))
+    assert (found.error, found.accuracy, found.n) == (said, None, 0)
