@@ -12,6 +12,7 @@ from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
+from areal_lora.trainer.containment import contained
 from areal_lora.trainer.roster import SERVED
 from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.work import Ended, Roll, ServersChanged, Unpublished, Work, share
@@ -21,12 +22,14 @@ from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
 def catch_up(trainer: Trainer) -> None:
     """Send the newest versions to servers that joined, and exclude servers that do not answer.
 
-    Runs while rank 0 waits for the controller, which may need these servers for the next batch or evaluation.
+    Runs while rank 0 waits for the controller, which may need these servers for the next batch or evaluation. An
+    adapter whose version is refused there ends; the others are sent.
     """
     for state in trainer.states.values():
         if state.phase in SERVED:
-            join_publish(trainer, state)
-            trainer.publishing.catch_up(state.name)
+            with contained(trainer, state):
+                join_publish(trainer, state)
+                trainer.publishing.catch_up(state.name)
 
 
 def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.distributed.exchange import SoloExchange
-from areal_lora.errors import AlignmentError
+from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
@@ -140,6 +140,38 @@ def test_servers_get_the_versions_of_adapters_that_are_served(monkeypatch: pytes
     trainer: Any = Trainer(states, [])
     catch_up(trainer)
     assert trainer.log == ["send b again", "send c again"]
+
+
+def changed_for(error: ArealLoraError) -> Any:
+    """A trainer whose servers change while ``a`` and ``b`` wait for batches; they refuse ``a`` with ``error``."""
+    trainer: Any = Trainer([state("a"), state("b")], [TrainOn(adapter="b", groups=GROUPS)], changes=1)
+    send = trainer.publishing.catch_up
+
+    def catch_up(adapter: str) -> None:
+        if adapter == "a":
+            raise error
+        send(adapter)
+
+    trainer.publishing.catch_up = catch_up
+    trainer.config, trainer.checkpointing = SimpleNamespace(service=None), SimpleNamespace(join=lambda name: None)
+    trainer.engine = SimpleNamespace(remove_adapter=lambda name: None)
+    trainer.states["a"].adapter.algorithm = SimpleNamespace(critic=None, reference=None)
+    trainer.publishing.drop = lambda name: trainer.log.append(f"drop {name}")
+    trainer.rank_0.controller.end = lambda name: trainer.log.append(f"end {name}")
+    trainer.rank_0.recorder = SimpleNamespace(phase=lambda *_: None)
+    return trainer
+
+
+def test_an_adapter_that_servers_refuse_as_they_come_ends_alone() -> None:
+    trainer = changed_for(ParityError("a serves something else"))
+    assert next_work(trainer) == TrainOn(adapter="b", groups=GROUPS)
+    assert trainer.log == ["want a@v3 b@v3", "drop a", "end a", "send b again", "want b@v3"]
+    assert [each.phase for each in trainer.states.values()] == [AdapterPhase.FAILED, AdapterPhase.ACTIVE]
+
+
+def test_too_few_servers_end_all() -> None:
+    with pytest.raises(PublishError):
+        next_work(changed_for(PublishError("none remains")))
 
 
 class Rank:
