@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -50,6 +51,12 @@ class _Line:
         if key not in self.base_logprobs:
             self.base_logprobs[key] = self.client.score(None, probe.token_ids, timeout_s) or None
         return self.base_logprobs[key]
+
+    def forget_scores(self, name: str) -> None:
+        """Forget what adapter ``name`` scored. In the line's thread only, where a probe may be in progress."""
+        for known in self.served_logprobs.values():
+            for ref in [ref for ref in known if ref.name == name]:
+                del known[ref]
 
     def close(self) -> None:
         """Close without waiting for the request in progress; queued requests have expired, or are quick."""
@@ -118,11 +125,11 @@ class Fleet:
         A server that fails is asked again before its next version. Any thread; a server may cease to be a member.
         """
         for line in [line for server in members if (line := self._lines.get(server)) is not None]:
-            for known in line.served_logprobs.values():
-                for ref in [ref for ref in known if ref.name == name]:
-                    del known[ref]
             line.undropped.add(name)
-            line.thread.submit(_drop, line, timeout_s)
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the publisher thread has closed the line: it is no member any more
+                line.thread.submit(_drop, line, timeout_s)
 
     def hurry(self, servers: Sequence[ServerEndpoint], ref: AdapterRef, timeout_s: float) -> None:
         """Have ``servers`` stage ``ref`` at full speed. Any thread; does not wait for their answers."""
@@ -234,6 +241,7 @@ def _dismiss(client: AdminClient, timeout_s: float) -> None:
 
 def _drop(line: _Line, timeout_s: float) -> None:
     for name in sorted(line.undropped):
+        line.forget_scores(name)
         try:
             line.client.drop(name, timeout_s)
         except (PublishError, ManifestError) as e:

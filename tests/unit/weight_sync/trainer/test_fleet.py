@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 
 import pytest
 
 from areal_lora.errors import PublishError
-from areal_lora.weight_sync.messages import PingReply, ServerEndpoint
+from areal_lora.types import AdapterRef
+from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
 from areal_lora.weight_sync.trainer.fleet import Fleet
 from tests.support.weight_sync.helpers import RUN, SECRET
 
@@ -55,3 +57,37 @@ def test_a_refused_ping_is_not_repeated() -> None:
     fleet, began = Refusing({}, late_s=0.0), time.monotonic()
     assert len(fleet.silent(SERVERS, 4.0)) == 3
     assert time.monotonic() - began < 1.0
+
+
+def test_what_a_dropped_adapter_scored_is_forgotten_after_the_probe_in_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scores belong to the line's thread. A later adapter of the same name must not be compared with them."""
+    fleet, probed, dropped = Fleet(RUN, SECRET), threading.Event(), threading.Event()
+    fleet.keep(SERVERS[:1])
+    line = fleet._lines[SERVERS[0]]
+    monkeypatch.setattr(line.client, "drop", lambda *_: (dropped.set(), DropReply(running=0))[1])
+    old, other = AdapterRef(name="math", version=3), AdapterRef(name="code", version=0)
+    line.served_logprobs["probe"] = {AdapterRef(name="math", version=2): [[0.0]], other: [[0.0]]}
+
+    def probe() -> None:
+        assert probed.wait(60.0)
+        line.served_logprobs["probe"][old] = [[0.0]]
+
+    in_progress = line.thread.submit(probe)
+    fleet.drop(SERVERS, "math", 1.0)
+    assert not dropped.is_set()
+    probed.set()
+    in_progress.result(60.0)
+    assert dropped.wait(60.0)
+    assert line.served_logprobs == {"probe": {other: [[0.0]]}}
+    fleet.close()
+
+
+def test_an_adapter_is_dropped_while_a_server_ceases_to_be_a_member() -> None:
+    """Another thread drops adapters than the one that opens and closes lines."""
+    fleet = Fleet(RUN, SECRET)
+    fleet.keep(SERVERS[:1])
+    fleet._lines[SERVERS[0]].close()  # as `keep` does, and has not come further
+    fleet.drop(SERVERS, "math", 1.0)
+    fleet._lines.clear()
