@@ -324,6 +324,8 @@ class Controller:
             for runtime in self._adapters.values():
                 try:
                     runtime.feed.expire_overdue()
+                except LedgerError:
+                    raise  # all adapters have one ledger file
                 except RolloutError as error:
                     runtime.fail(str(error))
             self._admission.admit()

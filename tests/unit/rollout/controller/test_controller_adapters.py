@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,10 @@ from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.client import ControllerClient
+from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import retries
+from areal_lora.rollout.controller.controller import Controller
+from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -174,3 +180,22 @@ def test_another_trainer_finds_none_that_joined_and_lets_it_resume(controller: C
         assert not {g.uid for g in first.groups} & {g.uid for g in following.groups}, "no prompt twice"
     finally:
         other.close()
+
+
+def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(controller_module, "LEASE_CHECK_S", 0.0)
+
+    def expire_overdue() -> None:
+        raise LedgerError("ledger.sqlite: disk is full")
+
+    runtime: Any = SimpleNamespace(
+        feed=SimpleNamespace(expire_overdue=expire_overdue),
+        capacity=SimpleNamespace(n_samples=1),
+        fail=lambda reason: pytest.fail(reason),
+    )
+    unused: Any = None
+    watching = Controller({NAME: runtime}, unused, weights={NAME: 1.0}, tasks=unused, stop=unused)
+    with pytest.raises(LedgerError, match="disk is full"):
+        asyncio.run(watching.watch_leases())
