@@ -29,6 +29,7 @@ from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
 from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit
 from areal_lora.engine.vllm_ext.leaving import Stop
+from areal_lora.engine.vllm_ext.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
 from areal_lora.network.keys import Plane
 from areal_lora.types import AdapterRef
@@ -141,9 +142,9 @@ class AdminPlane:
             return _answer(ScoreReply(logprobs=[]))
         await self._adapters.ready()
         with self._adapters.lease(want.model if want.model is not None else BASE) as lease:
-            scores = (self._generator.score(ids, lease, want.temperature) for ids in want.token_ids)
-            scored = await asyncio.gather(*scores)
-        return _answer(ScoreReply(logprobs=list(scored)))
+            # None runs on after an error of another one: without the lease its version may go.
+            scored = await all_of([self._generator.score(ids, lease, want.temperature) for ids in want.token_ids])
+        return _answer(ScoreReply(logprobs=scored))
 
     async def retire(self, request: Request) -> Response:
         want = decode_message(await request.body(), RetireRequest)

@@ -84,12 +84,12 @@ class Sampler:
         if self._cuttable(params, model, pinned):
             await self.check(model, pinned)
             ways = [_nth(params, k) for k in range(params.n)]
-            return await _all([self._whole(ids, way, k, model) for ids in prompts for k, way in enumerate(ways)])
+            return await all_of([self._whole(ids, way, k, model) for ids in prompts for k, way in enumerate(ways)])
         if not params.detokenize:  # else the server's process must read every token, to find stop strings
             params.extra_args = (params.extra_args or {}) | {WHOLE: True}
         await self._adapters.ready()
         with self._adapters.lease(model, pinned=pinned) as lease:
-            outputs = await _all([self._generator.final(ids, params.clone(), lease) for ids in prompts])
+            outputs = await all_of([self._generator.final(ids, params.clone(), lease) for ids in prompts])
         return [_part(output, sample, lease) for output in outputs for sample in output.outputs]
 
     async def stream(
@@ -246,7 +246,7 @@ def _part(
     return part
 
 
-async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results; the first error cancels the other coroutines."""
     if len(work) == 1:
         return [await work[0]]
