@@ -245,6 +245,7 @@ class Publisher:
                 job.answer = PublishError(f"{job.ref}: publisher thread of rank {self._exchange.rank}: {e!r}")
             self._jobs.end(job)
             job.ended.set()
+            del job  # or it would keep the memory of a dropped adapter's shard until the next publish
             job = self._jobs.oldest()
 
     def _run(self, job: Job) -> PublishReport | ArealLoraError | Yield:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -254,6 +255,14 @@ def test_a_server_that_joins_late_gets_the_current_version_of_every_adapter() ->
         assert first.versions - sent == n - 1, "what all serve is not sent again"
         for i in range(n):
             late.assert_serves(made(i), max(i, 1))
+
+
+def test_the_shard_of_a_dropped_adapter_is_freed_without_another_publish(pair: tuple[CountingServer, Adapters]) -> None:
+    _, adapters = pair
+    adapters.publish(made(0), 0).wait()
+    shard = weakref.ref(adapters.publisher._lanes["a0"].shard)
+    adapters.publisher.drop("a0")
+    wait_until(lambda: shard() is None, 20.0)
 
 
 def resident_kib() -> int:
