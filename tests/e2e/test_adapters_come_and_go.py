@@ -18,16 +18,35 @@ from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
 from tests.support.e2e.several_adapters import REPEATABLE, Ended, entries, run, states_of
 from tests.support.paths import EXAMPLES, ROOT
+from tests.support.sizes import NIGHTLY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+needs_mounts = pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
+    reason="mounts need privileges",
+)
 WAIT_S = 300.0
+ON_A_SMALL_DISK = """
+run="$0"; "$@" & launcher=$!
+trap 'kill $launcher' TERM
+while [ ! -e "$run/config.json" ]; do sleep 0.1; done
+mkdir -p "$run/checkpoints/{0}" && mount -t tmpfs -o size=64k tmpfs "$run/checkpoints/{0}" && touch "$run/mounted"
+wait $launcher
+"""
+HANGS = """
+import time
+
+def reward(completion, answer):
+    time.sleep(3600)
+"""
 
 
 class Service:
     """A run with a service, and the desired state that it follows."""
 
-    def __init__(self, root: Path, name: str, configured: list[dict[str, Any]]) -> None:
+    def __init__(self, root: Path, name: str, configured: list[dict[str, Any]], small_disk: str = "") -> None:
+        """Checkpoints of ``small_disk`` are on a disk of 64 KiB."""
         base = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
         base["model"]["path"] = str(EXAMPLES / "tiny_model")
         base["rollout"]["max_adapters"] = 3
@@ -38,6 +57,8 @@ class Service:
         self._output = (root / f"{name}.out").open("w+")
         self._generation = 0
         command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
+        if small_disk:
+            command = ["unshare", "-m", "sh", "-c", ON_A_SMALL_DISK.format(small_disk), str(self.folder), *command]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT)
 
     @property
@@ -81,7 +102,15 @@ def wanted(entry: dict[str, Any], name: str = "", incarnation: int = 1, phase: s
     )
 
 
-def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    ended = run(tmp_path_factory.mktemp("alone"), "alone", entries("attention"))
+    assert ended.code == 0, ended.output
+    assert len(ended.states["attention"]) == 11
+    return ended
+
+
+def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(alone: Ended, tmp_path: Path) -> None:
     """Weights and both moments of all ten steps, bit for bit; one joins at step 3 and is deleted at step 6.
 
     Its name is used again, and one that cannot be trained, and one more than servers hold, change nothing either.
@@ -116,7 +145,30 @@ def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(tmp_path: Path) -
     for version in (0, 1):
         assert visited.states["experts.2"][version] == visited.states["experts.1"][version], "as its seed has it begin"
     assert (service.folder.adapter_export("experts.2") / "adapter_model.safetensors").exists()
-    alone = run(tmp_path, "alone", [attention])
-    assert alone.code == 0, alone.output
-    assert len(alone.states["attention"]) == 11
     assert alone.states["attention"] == visited.states["attention"]
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="takes minutes; make test-all")
+@needs_mounts
+def test_a_scorer_that_hangs_and_a_full_disk_end_their_adapters(alone: Ended, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    [attention, shared] = entries("attention", "shared")
+    reward = {"kind": "function", "path": f"{tmp_path / 'hangs.py'}:reward", "workers": 1, "timeout_s": 0.5}
+    sampling = {"prompts_per_step": 2, "n_samples": 2, "max_new_tokens": 16}
+    service = Service(tmp_path, "faulty", [attention], small_disk="full.1")
+    try:
+        service.wait((service.folder.path / "mounted").exists, "the small disk")
+        service.want(
+            wanted(shared | {"reward": reward, "sampling": sampling}, "hangs"), wanted(shared, "full"), closed=True
+        )
+        service.wait_state("full.1", "failed")
+        service.wait_state("hangs.1", "failed")
+        faulty = service.end()
+    finally:
+        service.process.terminate()
+        service.process.wait(60)
+    assert faulty.code not in (0, 1), faulty.output
+    assert "could not be written" in service.states("full.1")[-1][1]
+    assert "timeout" in service.states("hangs.1")[-1][1]
+    assert service.states("attention")[-1][0] == "done"
+    assert faulty.states["attention"] == alone.states["attention"]

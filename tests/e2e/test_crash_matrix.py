@@ -21,6 +21,10 @@ SEEDS = range(1, 1 + size(1, 5))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+MOST = size(2, 99)
+"""Points of a run with several adapters."""
+
+
 def judged(run: CrashRun) -> list[Damage]:
     return judge(execute(run))
 
@@ -42,3 +46,14 @@ def test_a_death_at_any_point_costs_at_most_one_step(tmp_path: Path) -> None:
         assert max(lost) <= 1
     walls = ", ".join(f"{run.folder.name} {run.wall_s:.0f} s" for run in runs)
     print(f"{len(damages)} kills in {len(runs)} runs: {walls}")
+
+
+def test_a_death_beside_two_adapters_that_joined_costs_each_at_most_one_step(tmp_path: Path) -> None:
+    runs = [CrashRun(root=tmp_path, victim=v, seed=seed, joined=2, most=MOST) for seed in SEEDS for v in POINTS]
+    with ThreadPoolExecutor(2) as two_cores:
+        damages = [damage for run in two_cores.map(judged, runs) for damage in run]
+    assert len(damages) == len(SEEDS) * sum(min(MOST, len(points)) for points in POINTS.values())
+    for damage in damages:
+        print(f"{damage.kill.point:36} {damage.kill.times} times: {damage.lost_steps} steps again")
+        assert damage.lost_steps <= 1
+    print(f"{len(damages)} kills in {len(runs)} runs: {', '.join(f'{r.folder.name} {r.wall_s:.0f} s' for r in runs)}")

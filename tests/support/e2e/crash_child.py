@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
     publish, reached = publishing.AdapterPublishing.publish, publishing.reached
     write = Disk.write
     groups: list[Any] = []
-    sent: list[Path] = []
+    sent: deque[Path] = deque()  # publishes begin in the order in which they were asked for
 
     def collated(taken: Any) -> Any:
         groups[:] = taken
@@ -71,6 +72,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         report = learn(*args, version=version, **kwargs)
         diary.write(
             what="learnt",
+            adapter=args[1].name,
             version=version,
             uids=[g.uid for g in groups],
             tokens=[[v for t in g.trajectories for v in t.versions if v >= 0] for g in groups],
@@ -78,12 +80,13 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         return report
 
     def sending(self: Any, adapter: Any, version: int, *args: Any) -> None:
-        sent[:] = [folder / "checkpoints" / adapter.name / f"v{version:06d}"]
+        sent.append(folder / "checkpoints" / adapter.name / f"v{version:06d}")
         publish(self, adapter, version, *args)
 
     def begun(point: str) -> None:
         # The first byte of a version is about to leave.
-        diary.write(what="begun", version=int(sent[0].name[1:]), stored=sent[0].is_dir())
+        place = sent.popleft()
+        diary.write(what="begun", adapter=place.parent.name, version=int(place.name[1:]), stored=place.is_dir())
         reached(point)
 
     def written(self: Any, *args: Any) -> Any:
@@ -91,7 +94,7 @@ def _trainer(argv: list[str], folder: Path, life: int) -> int:
         return write(self, *args)
 
     def announced(self: Any, ref: Any, *args: Any) -> None:
-        diary.write(what="announced", version=ref.version)
+        diary.write(what="announced", adapter=ref.name, version=ref.version)
         announce(self, ref, *args)
 
     _replace(waits, "collate", collated)

@@ -25,7 +25,7 @@ ISSUED_AGAIN = ("stale", "from_the_future", "rolled_back")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """What one kill cost: optimizer steps taken twice, and seconds until the next step was taken."""
+    """What one kill cost: optimizer steps of any adapter taken twice, and seconds until the next step was taken."""
 
     kill: Kill
     lost_steps: int
@@ -36,17 +36,21 @@ def judge(run: CrashRun) -> list[Damage]:
     """Raises AssertionError for the first thing that is wrong."""
     config = Config.model_validate_json((run.folder / "config.json").read_text())
     diary = [json.loads(line) for line in (run.folder / DIARY).read_text().splitlines()]
-    # The gate also opens for a rank whose peer died while writing; such a publish never ends.
-    served = {(e["life"], e["version"]) for e in diary if e["what"] == "announced"}
-    begun = [e for e in diary if e["what"] == "begun" and (e["life"], e["version"]) in served]
-    early = {e["version"] for e in begun if not e["stored"]}
-    assert not early, f"sent before they could be resumed from: {early}"
-    lineage = lineage_of(diary, config)
-    check_ledger(run, config, lineage)
-    check_files(run, config)
+    lost = [0 for _ in run.kills]
+    for name in run.seeds:
+        its = [entry for entry in diary if entry["adapter"] == name]
+        # The gate also opens for a rank whose peer died while writing; such a publish never ends.
+        served = {(e["life"], e["version"]) for e in its if e["what"] == "announced"}
+        begun = [e for e in its if e["what"] == "begun" and (e["life"], e["version"]) in served]
+        early = {e["version"] for e in begun if not e["stored"]}
+        assert not early, f"{name}: sent before they could be resumed from: {early}"
+        lineage = lineage_of(its, config)
+        check_ledger(run, config, name, lineage)
+        check_files(run, config, name)
+        lost = [max(most, mine) for most, mine in zip(lost, lost_steps(run, its), strict=True)]
     return [
-        Damage(kill=kill, lost_steps=lost, recovery_s=recovery_s(kill, diary))
-        for kill, lost in zip(run.kills, lost_steps(run, diary), strict=True)
+        Damage(kill=kill, lost_steps=steps, recovery_s=recovery_s(kill, diary))
+        for kill, steps in zip(run.kills, lost, strict=True)
     ]
 
 
@@ -70,14 +74,15 @@ def lineage_of(diary: Sequence[dict[str, Any]], config: Config) -> dict[int, set
     return lineage
 
 
-def check_ledger(run: CrashRun, config: Config, lineage: dict[int, set[str]]) -> None:
+def check_ledger(run: CrashRun, config: Config, name: str, lineage: dict[int, set[str]]) -> None:
     """The book says what was learned; every prompt is consumed, dropped for a reason, or live, once."""
     with sqlite3.connect(f"file:{run.folder / 'ledger.sqlite'}?mode=ro", uri=True) as book:
-        rows = book.execute("SELECT position, issue, state, version, step, reason FROM groups ORDER BY seq").fetchall()
-        [(head,)] = book.execute("SELECT head FROM adapters").fetchall()
+        columns = "position, issue, state, version, step, reason"
+        rows = book.execute(f"SELECT {columns} FROM groups WHERE adapter = ? ORDER BY seq", (name,)).fetchall()
+        [(head,)] = book.execute("SELECT head FROM adapters WHERE adapter = ?", (name,)).fetchall()
     book.close()
     samples = load_samples(config.adapters[0].task, "train")
-    order = PromptOrder(config.run.seed, len(samples))
+    order = PromptOrder(run.seeds[name], len(samples))
     consumed = defaultdict(set)
     issues = defaultdict(list)
     for position, issue, state, version, step, reason in rows:
@@ -110,20 +115,21 @@ def differing(one: dict[int, set[str]], other: dict[int, set[str]]) -> dict[int,
     }
 
 
-def check_files(run: CrashRun, config: Config) -> None:
+def check_files(run: CrashRun, config: Config, name: str) -> None:
     """The newest checkpoint is of the last version, nothing half-written is left, every step has its record."""
-    folder = run.folder / "checkpoints" / config.adapters[0].name
+    folder = run.folder / "checkpoints" / name
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
     assert names[-1] == f"v{config.run.steps:06d}"
     assert not [name for name in names if not name.startswith("v")], f"left over: {names}"
     manifest = json.loads((folder / names[-1] / "manifest.json").read_text())["manifest"]
     assert (manifest["version"], manifest["clock"]["step"]) == (config.run.steps, config.run.steps)
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert {r["version"] for r in records if r["kind"] == "step"} == set(range(config.run.steps))
+    steps = [r["version"] for r in records if r["kind"] == "step" and r["adapter"] == name]
+    assert set(steps) == set(range(config.run.steps))
 
 
 def lost_steps(run: CrashRun, diary: Sequence[dict[str, Any]]) -> Iterator[int]:
-    """By kill, how many steps had to be taken again."""
+    """By kill, how many steps of the adapter whose ``diary`` it is had to be taken again."""
     if run.victim != "trainer":
         learnt = [e["version"] for e in diary if e["what"] == "learnt" and e["rank"] == 0]
         assert learnt == list(range(len(learnt))), f"the trainer went on in another order: {learnt}"
@@ -136,6 +142,9 @@ def lost_steps(run: CrashRun, diary: Sequence[dict[str, Any]]) -> Iterator[int]:
         learnt = [e["version"] for e in mine if e["what"] == "learnt" and e["rank"] == 0]
         assert learnt == sorted(set(learnt)), f"life {kill.life} learned {learnt}"
         reached = max([reached, *(e["version"] + 1 for e in mine if e["what"] == "learnt")])
+        if not later:  # it had made its last step
+            yield 0
+            continue
         goes_on = later[0]["version"]  # announced or learned first: where that life began
         held = max((e["version"] for e in mine if e["what"] == "announced"), default=0)
         assert goes_on >= held, f"v{held} was on a server, and life {later[0]['life']} began at v{goes_on}"

@@ -18,10 +18,12 @@ from typing import Any
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.engine.vllm_ext import stand_in
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions
+from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint
 from tests.support.e2e import crash_child
@@ -51,6 +53,7 @@ POINTS = {"trainer": TRAINER_POINTS, "controller": CONTROLLER_POINTS, "server": 
 ON_EVERY_RANK = ("trainer.batch_received", "trainer.annotated", "trainer.learned")
 PER_GROUP = ("controller.issued", "controller.group_done", "server.generating")
 """Reached several times in a step."""
+NAME = "gsm8k"
 PROMPTS, ETA = 4, 2
 WITH_ANOTHER_SERVER, TOKEN_S = 40, 0.01
 """Steps of a run that goes on while a server is started again, and what slows it down, in seconds per token."""
@@ -69,17 +72,28 @@ class Kill:
 
 @dataclass(slots=True)
 class CrashRun:
-    """``victim`` is the role that dies once at each of its points, in an order drawn from ``seed``."""
+    """``victim`` is the role that dies once at each of its points, in an order drawn from ``seed``.
+
+    ``joined`` adapters have their own seeds and join through the desired state, in every life of a trainer again.
+    ``most``: so many of the points.
+    """
 
     root: Path
     victim: str
     seed: int
+    joined: int = 0
+    most: int = 99
     kills: list[Kill] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
     def folder(self) -> Path:
-        return self.root / f"{self.victim}-{self.seed}"
+        return self.root / f"{self.victim}-{self.seed}-{self.joined}"
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """Of each adapter, by the name that the run has for it."""
+        return {NAME: self.seed} | {f"{NAME}-{n}.1": self.seed + 100 * n for n in range(1, self.joined + 1)}
 
     def log(self, n: int = 40) -> str:
         """The ends of all logs."""
@@ -94,8 +108,10 @@ def execute(run: CrashRun) -> CrashRun:
     rng = random.Random(f"{run.victim}{run.seed}")
     points = list(POINTS[run.victim])
     rng.shuffle(points)
+    points = points[: run.most]
     draws = [(point, rng.randint(1, 3 * PROMPTS if point in PER_GROUP else 3)) for point in points]
     steps = WITH_ANOTHER_SERVER if run.victim == "server" else 4 + sum(min(times, 3) for _, times in draws)
+    steps = steps if not run.joined else 4 + steps // (1 + run.joined)
     config = load_config(
         [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"],
         [
@@ -115,6 +131,7 @@ def execute(run: CrashRun) -> CrashRun:
             f"rollout.servers={2 if run.victim == 'server' else 1}",
             # Two ranks for the trainer's deaths: also one that is not rank 0 dies.
             *(() if run.victim == "trainer" else ("trainer.world_size=1", "trainer.ep=1")),
+            *(("service={}", f"rollout.max_adapters={1 + run.joined}") if run.joined else ()),
         ],
     )
     config = resolve_targets(config, facts := gather_facts(config, runs_here=True))
@@ -122,6 +139,8 @@ def execute(run: CrashRun) -> CrashRun:
         (run.folder / name).mkdir(parents=True)
     (run.folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(RunFolder(run.folder))
+    if run.joined:
+        want_twins(run, config)
     began = time.monotonic()
     slow = {stand_in.TOKEN_S: str(TOKEN_S)} if run.victim == "server" else {}
     with Processes(run.folder, make_plan(config, facts).processes, slow) as processes:
@@ -139,6 +158,17 @@ def execute(run: CrashRun) -> CrashRun:
         processes.wait_end(run)
     run.wall_s = time.monotonic() - began
     return run
+
+
+def want_twins(run: CrashRun, config: Config) -> None:
+    """The adapters that join are like the configured one but for their seeds."""
+    entry = config.adapters[0].model_dump(mode="json", exclude={"name", "seed"})
+    twins = [
+        DesiredAdapter(name=key.partition(".")[0], incarnation=1, adapter=entry | {"seed": seed})
+        for key, seed in run.seeds.items()
+        if key != NAME
+    ]
+    write_desired(RunFolder(run.folder), Desired(generation=1, adapters=tuple(twins), closed=True))
 
 
 class Processes:
