@@ -50,7 +50,7 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config]]:
     t, r = config.trainer, config.rollout
     yield AS_IT_IS, config
     adapters = [adapter.model_copy(update={"rank": 2 * adapter.rank}) for adapter in config.adapters]
-    highest = max(r.max_lora_rank, *(adapter.rank for adapter in adapters))
+    highest = max([r.max_lora_rank, *(adapter.rank for adapter in adapters)])
     doubled = config.model_copy(update={"adapters": adapters})
     yield "adapter rank x 2", _with(doubled, "rollout", max_lora_rank=highest)
     budget = t.max_tokens_per_microbatch

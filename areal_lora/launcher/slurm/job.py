@@ -18,6 +18,7 @@ from rich.console import Console
 from areal_lora.checkpoint.store import versions_in
 from areal_lora.config.adapter_run import steps_of
 from areal_lora.config.facts import gather_facts
+from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
@@ -161,7 +162,8 @@ class Job:
 
     def _newest(self) -> dict[str, int]:
         """The newest checkpoint of each adapter that has one."""
-        found = {a.name: versions_in(self._folder.adapter_checkpoints(a.name)) for a in self._config.adapters}
+        adapters = with_joined(self._config, self._folder).adapters
+        found = {a.name: versions_in(self._folder.adapter_checkpoints(a.name)) for a in adapters}
         return {name: max(versions) for name, versions in found.items() if versions}
 
     def _say(self, text: str) -> None:

@@ -51,3 +51,9 @@ def test_what_has_no_room_is_left_out() -> None:
     assert "trainer ranks x 2" not in found(), "the nodes of the example are full"
     dense = ModelShape.from_hf(known_config("Qwen/Qwen3-8B") or {})
     assert not [one.change for one in what_if(CONFIG, dense) if "expert" in one.change]
+
+
+def test_a_service_without_adapters_has_its_estimates() -> None:
+    service = load_config([EXAMPLE], ["service={}", "rollout.max_adapters=4"]).model_copy(update={"adapters": []})
+    rows = {one.change: one for one in what_if(service, MOE)}
+    assert 0 < rows[AS_IT_IS].rank_device < found()[AS_IT_IS].rank_device
