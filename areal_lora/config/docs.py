@@ -1,7 +1,7 @@
 """Generate the configuration reference from the models.
 
-``python -m areal_lora.config.docs`` rewrites docs/en/configuration.md and examples/schema.json; tests fail when the
-files are out of date.
+``python -m areal_lora.config.docs`` rewrites docs/en/configuration.md, docs/en/support.md and examples/schema.json;
+tests fail when the files are out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from areal_lora.config import json_schema, schema
+from areal_lora.config import json_schema, schema, support_tables
 from areal_lora.config.models import Config
 from areal_lora.config.section import Section
 
@@ -198,8 +198,9 @@ def _default(field: FieldInfo) -> str:
 def main() -> None:
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     TARGET.write_text(render(), encoding="utf-8")
+    support_tables.TARGET.write_text(support_tables.render(), encoding="utf-8")
     json_schema.TARGET.write_text(json_schema.render(), encoding="utf-8")
-    print(f"wrote {TARGET} and {json_schema.TARGET}")
+    print(f"wrote {TARGET}, {support_tables.TARGET} and {json_schema.TARGET}")
 
 
 if __name__ == "__main__":

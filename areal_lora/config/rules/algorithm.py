@@ -104,9 +104,6 @@ def _baseline(adapter: AdapterConfig) -> Iterator[Problem]:
     if chosen.drop_uniform:
         reason = "a group whose answers have equal rewards still differs from its greedy answer"
         yield "drop_uniform", reason, "set it to false"
-    if adapter.workflow.kind == "agent":
-        reason = "an agent's requests state how they are sampled, so it has no greedy answer"
-        yield "advantage", reason, "use another advantage, or another workflow"
 
 
 def _without_effect(chosen: AlgorithmConfig) -> Iterator[tuple[str, str]]:

@@ -19,12 +19,17 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One broken rule: the dotted key (or file), why, and what to do about it."""
+    """One broken rule: the dotted key (or file), why, and what to do about it.
+
+    One mistake may break several rules about one key: a size that divides neither heads nor vocabulary. Findings
+    with one ``path`` and ``subject`` are such a mistake.
+    """
 
     path: str
     reason: str
     fix: str
     severity: Severity = Severity.ERROR
+    subject: str = ""
 
     def error(self) -> ConfigError:
         return ConfigError(self.path, self.reason, self.fix)

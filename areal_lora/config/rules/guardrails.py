@@ -25,11 +25,18 @@ from areal_lora.config.rules.init_from import init_from
 from areal_lora.config.rules.layout import engine_fits, rollout_layout, trainer_layout
 from areal_lora.config.rules.machine import cluster_is_reachable, devices_suffice, interface_counts, ports_free
 from areal_lora.config.rules.memory import memory_suffices, shared_base_fits
-from areal_lora.config.rules.model import kernels_take_the_type, lengths, model_readable, model_served, model_trainable
+from areal_lora.config.rules.model import (
+    adapters_divide,
+    kernels_take_the_type,
+    lengths,
+    model_readable,
+    model_trainable,
+)
 from areal_lora.config.rules.rollout import deterministic, merged_rollouts
 from areal_lora.config.rules.run import time_outs
 from areal_lora.config.rules.sharing import backend_fits, devices_are_shared
 from areal_lora.config.rules.slurm import components_agree, no_idle_node, own_directives, servers_suffice
+from areal_lora.config.rules.support import combinations
 from areal_lora.config.rules.task import chat_template, columns_exist, sampling_is_trained
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
@@ -37,7 +44,8 @@ from areal_lora.families import targets
 RULES: tuple[Rule, ...] = (
     model_readable,
     model_trainable,
-    model_served,
+    combinations,
+    adapters_divide,
     kernels_take_the_type,
     adapter_names,
     a_service_has_room,
@@ -77,11 +85,11 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
-    """Return the findings, errors first; of several findings about one key only the first."""
-    findings: dict[tuple[str, Severity], Finding] = {}
+    """Return all findings, errors first; of several about one subject (by default: one key) only the first."""
+    findings: dict[tuple[str, Severity, str], Finding] = {}
     for rule in RULES:
         for finding in rule(config, facts):
-            findings.setdefault((finding.path, finding.severity), finding)
+            findings.setdefault((finding.path, finding.severity, finding.subject), finding)
     return tuple(sorted(findings.values(), key=lambda finding: finding.severity))
 
 

@@ -17,7 +17,7 @@ from areal_lora.types import ExpertLayout
 
 
 def init_from(config: Config, facts: Facts) -> Iterator[Finding]:
-    """One finding for each adapter whose folder cannot become its version 0."""
+    """The reasons why an adapter's folder cannot become its version 0; its modules decide whether others make sense."""
     for i, adapter in enumerate(config.adapters):
         if adapter.init_from is None:
             continue
@@ -27,9 +27,13 @@ def init_from(config: Config, facts: Facts) -> Iterator[Finding]:
         folder, shape = facts.peft_folders.get(adapter.init_from), shape_of(facts)
         if folder is None or shape is None:
             continue
-        finding = _modules(at, adapter, folder, shape) or _experts(at, adapter, folder) or _rank(at, adapter, folder)
-        if finding is not None:
-            yield finding
+        if (wrong := _modules(at, adapter, folder, shape)) is not None:
+            yield wrong
+            continue
+        differ = _experts(at, adapter, folder)
+        # Experts that differ in a shared_outer adapter count as ranks of one lora_A: the same mistake.
+        small = None if differ and adapter.expert_layout is ExpertLayout.SHARED_OUTER else _rank(at, adapter, folder)
+        yield from (finding for finding in (differ, small) if finding is not None)
 
 
 def _modules(at: str, adapter: AdapterConfig, folder: PeftFolder, shape: ModelShape) -> Finding | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity, shape_of
-from areal_lora.families.engines import ENGINES, engines, problems, served
+from areal_lora.config.support import engine_problems, engines, group_of
+from areal_lora.families.engines import ENGINES
 from areal_lora.families.published import is_hub_name, known_models
 from areal_lora.families.registry import supported
 
@@ -46,27 +47,21 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     possible = engines(facts.hf_config)
     if not possible:
-        reasons = [f"{engine}: {why}" for engine in ENGINES for why in problems(engine, facts.hf_config)]
+        reasons = [f"{engine}: {why}" for engine in ENGINES for why in engine_problems(engine, facts.hf_config)]
         fix = f"use a model of type {', '.join(supported())}, or one that docs/en/model_families.md lists"
         yield Finding(path="model.path", reason=f"no engine trains it; {'; '.join(reasons)}", fix=fix)
     elif config.trainer.engine not in possible:
-        reason = "; ".join(problems(config.trainer.engine, facts.hf_config))
+        reason = "; ".join(engine_problems(config.trainer.engine, facts.hf_config))
         fix = f"set trainer.engine={possible[0]}, or use another model"
         yield Finding(path="model.path", reason=reason, fix=fix)
 
 
-def model_served(config: Config, facts: Facts) -> Iterator[Finding]:
-    """Whether vLLM takes this family's adapters, and can divide them."""
-    if facts.hf_config is None or not engines(facts.hf_config):
+def adapters_divide(config: Config, facts: Facts) -> Iterator[Finding]:
+    """Whether the workers of a server can divide this family's adapters."""
+    if facts.hf_config is None:
         return
-    kind, tp = facts.hf_config["model_type"], config.rollout.tp
-    if not served(facts.hf_config):
-        reason = f"vLLM 0.32 serves no adapters of model type {kind!r}"
-        yield Finding(path="rollout", reason=reason, fix="use another model")
-    elif kind not in supported() and config.rollout.adapter_mode == "merged":
-        reason = f"merged, which has not been tried for model type {kind!r}, which has no row"
-        yield Finding(path="rollout.adapter_mode", reason=reason, fix="set it to unmerged")
-    elif kind not in supported() and tp > 1:
+    kind, tp = facts.hf_config.get("model_type"), config.rollout.tp
+    if group_of(str(kind)) == "no row" and tp > 1:
         reason = f"{tp}, but adapters of model type {kind!r}, which has no row, are not divided"
         yield Finding(path="rollout.tp", reason=reason, fix="set it to 1")
 

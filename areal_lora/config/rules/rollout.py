@@ -31,16 +31,9 @@ def deterministic(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def merged_rollouts(config: Config, facts: Facts) -> Iterator[Finding]:
-    """The weights of a server are one version of one adapter, in kernels that can be given other weights."""
+    """The servers' kernels can be given other weights."""
     if config.rollout.adapter_mode != "merged":
         return
-    if len(config.adapters) > 1 or config.service:
-        yield Finding(
-            path="rollout.adapter_mode",
-            reason=f"{'the' if config.service else len(config.adapters)} adapters"
-            f"{' of a service' if config.service else ''} cannot be merged into one model",
-            fix="set it to unmerged, or train one adapter",
-        )
     if config.rollout.expert_parallel and config.cluster.device == "cpu":
         yield Finding(
             path="rollout.expert_parallel",

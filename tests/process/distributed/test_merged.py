@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.support.distributed.engine_ranks import Case
 from tests.support.distributed.merged_ranks import SEEDS, publish_many
-from tests.support.distributed.oracle import ALPHA, EXPERTS, LAYERS, RANK, SHARED, make_model
+from tests.support.distributed.oracle import ALPHA, EXPERTS, LAYERS, OUTER, RANK, SHARED, make_model
 from tests.support.distributed.spawn import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,9 @@ VERSIONS = 200
 CASES = [
     Case("tp2 ep2", 2, "moe", tp=2, ep=2),
     Case("tp2 ep2, one adapter for all experts", 2, f"moe{SHARED}", tp=2, ep=2),
+    Case("tp2, lora_A of gate and up shared", 2, f"moe{OUTER}", tp=2),
     Case("fsdp2", 2, "moe", engine="fsdp"),
+    Case("fsdp2, lora_A of gate and up shared", 2, f"moe{OUTER}", engine="fsdp"),
 ]
 
 

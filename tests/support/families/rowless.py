@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from areal_lora.families.engines import PACKED
+
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
     "hidden_size": 128,
@@ -26,6 +28,10 @@ ROWLESS: dict[str, dict[str, Any]] = {
     "phi3": {},  # qkv_proj and gate_up_proj are one projection each
     "starcoder2": {"use_bias": True, "sliding_window": 6, "tie_word_embeddings": True},  # no gate
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    **{kind: {} for kind in sorted(PACKED - {"phi3", "starcoder2", "olmoe"})},
+    **{kind: {"head_dim": 32} for kind in ("helium", "hunyuan_v1_dense", "ministral")},
+    # as all published ones; vLLM assumes it
+    **{kind: {"tie_word_embeddings": True} for kind in ("cohere", "cohere2", "gemma", "gemma3_text")},
 }
 
 

@@ -35,6 +35,7 @@ from tests.support.engine.vllm_ext.serving import (
     start,
     without,
 )
+from tests.support.sizes import NIGHTLY
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +50,7 @@ SERVERS: dict[str, tuple[str, dict[str, Any]]] = {  # test_server does the same 
     "qwen2_moe tp2": ("qwen2_moe", {"tp": 2}),
     "mixtral tp2 ep2": ("mixtral", {"tp": 2, "expert_parallel": True}),
 }
+SERVERS |= {"qwen3": ("qwen3", {}), "qwen2": ("qwen2", {})} if NIGHTLY else {}
 
 
 @pytest.fixture(scope="module", params=SERVERS)

@@ -28,6 +28,7 @@ from tests.support.engine.vllm_ext.serving import (
     start,
     without,
 )
+from tests.support.sizes import NIGHTLY
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,8 @@ SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_moe tp2": ("qwen2_moe", {"tp": 2}),
 }
+MORE = {"llama": ("llama", {}), "qwen3": ("qwen3", {}), "qwen2": ("qwen2", {}), "mixtral": ("mixtral", {})}
+SERVERS |= MORE if NIGHTLY else {}
 WEIGHTS = {"qwen3_moe": 12}  # fused weights that one version of the family's model writes
 
 

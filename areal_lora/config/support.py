@@ -1,0 +1,246 @@
+"""What works together: engine, model family, expert layout, rollout mode, and what an algorithm asks of them.
+
+Pure data and the only judge of such combinations. The start-up rules report `refusals`; `config.support_tables` pairs
+the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
+requires beyond its family (a soft cap, another activation) is in `families.engines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from areal_lora.config.algorithm import Kind
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.errors import ConfigError
+from areal_lora.families import targets
+from areal_lora.families.engines import ENGINES, PACKED, UNSERVED, Engine, variants
+from areal_lora.families.family import Scope, covers
+from areal_lora.families.registry import supported
+from areal_lora.families.shape import ModelShape
+from areal_lora.types import ExpertLayout
+
+Layout = Literal["none", "per_expert", "shared", "shared_outer"]
+"""How routed experts are adapted; ``none``: a dense model, or no expert among the modules."""
+Mode = Literal["unmerged", "merged"]
+Group = Literal["row", "no row", "not served", "unknown"]
+"""What is known of a model type; ``not served``: no row, and vLLM does not serve it, or not as it is trained."""
+Ask = Literal[
+    "several minibatches",
+    "KL to the base",
+    "KL to a version",
+    "entropy bonus",
+    "critic",
+    "greedy answers",
+    "given answers",
+    "several adapters",
+    "a service",
+    "trainer.ep above 1",
+    "an agent",
+]
+"""What an adapter's settings ask of engine and servers beyond sampling and one gradient."""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+MODES: tuple[Mode, ...] = get_args(Mode)
+ASKS: tuple[Ask, ...] = get_args(Ask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """One adapter of a run. ``experts``: the model has experts that can be adapted."""
+
+    engine: Engine = "megatron"
+    family: str = "qwen3_moe"
+    experts: bool = True
+    layout: Layout = "per_expert"
+    mode: Mode = "unmerged"
+    algorithm: Kind = "grpo"
+    asks: frozenset[Ask] = frozenset()
+
+    @property
+    def group(self) -> Group:
+        return group_of(self.family)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Combinations that do not work: those that have one of the named values on every axis, and ask for all of
+    ``asks``. An axis without values does not matter. ``{i}`` of ``key`` is the adapter's number."""
+
+    key: str
+    reason: str
+    fix: str
+    engine: tuple[Engine, ...] = ()
+    group: tuple[Group, ...] = ()
+    experts: bool | None = None
+    layout: tuple[Layout, ...] = ()
+    mode: tuple[Mode, ...] = ()
+    asks: frozenset[Ask] = frozenset()
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes of `Combination` on which it depends; what is known of a family counts as the family."""
+        named = {"engine": self.engine, "layout": self.layout, "mode": self.mode, "asks": self.asks}
+        of_family = {"family"} if self.group or self.experts is not None else set()
+        return frozenset({axis for axis, values in named.items() if values} | of_family)
+
+    def matches(self, c: Combination, axes: frozenset[str] | None = None) -> bool:
+        """Whether it refuses ``c``; with ``axes`` only these are looked at."""
+        judged = {
+            "engine": not self.engine or c.engine in self.engine,
+            "layout": not self.layout or c.layout in self.layout,
+            "mode": not self.mode or c.mode in self.mode,
+            "asks": self.asks <= c.asks,
+            "family": (not self.group or c.group in self.group) and self.experts in (None, c.experts),
+        }
+        return all(fits for axis, fits in judged.items() if axes is None or axis in axes)
+
+    def text(self, family: str) -> str:
+        return self.reason.format(family=family)
+
+
+MODEL = "model.path"
+"""Key of the refusals that say which engine trains a family."""
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        key=MODEL,
+        engine=("megatron",),
+        group=("no row", "not served", "unknown"),
+        reason="model type {family!r} has no row in families/table.py, which the Megatron engine needs",
+        fix="set trainer.engine=fsdp, or use another model",
+    ),
+    Refusal(
+        key=MODEL,
+        engine=("fsdp",),
+        group=("unknown",),
+        reason="transformers is not known to compute model type {family!r} over packed sequences",
+        fix="use another model",
+    ),
+    Refusal(
+        key="rollout",
+        group=("not served",),
+        reason="vLLM 0.32 serves no adapters of model type {family!r}, or not as they are trained",
+        fix="use another model",
+    ),
+    Refusal(
+        key="rollout.adapter_mode",
+        group=("no row",),
+        mode=("merged",),
+        reason="merged, which has not been tried for model type {family!r}, which has no row",
+        fix="set it to unmerged",
+    ),
+    Refusal(
+        key="rollout.adapter_mode",
+        mode=("merged",),
+        asks=frozenset({"several adapters"}),
+        reason="several adapters cannot be merged into one model",
+        fix="set it to unmerged, or train one adapter",
+    ),
+    Refusal(
+        key="rollout.adapter_mode",
+        mode=("merged",),
+        asks=frozenset({"a service"}),
+        reason="the adapters of a service cannot be merged into one model",
+        fix="set it to unmerged, or remove the service",
+    ),
+    Refusal(
+        key="adapters.{i}.expert_layout",
+        experts=False,
+        layout=("shared", "shared_outer"),
+        reason="the model has no experts that could share an adapter",
+        fix="leave it at per_expert, which adapts each module by itself",
+    ),
+    Refusal(
+        key="adapters.{i}.expert_layout",
+        engine=("megatron",),
+        layout=("shared_outer",),
+        mode=("merged",),
+        asks=frozenset({"trainer.ep above 1"}),
+        reason="lora_A and lora_B of an expert are on two trainer ranks, and merged rollouts need their product",
+        fix="set trainer.ep=1, rollout.adapter_mode=unmerged, or another expert_layout",
+    ),
+    Refusal(
+        key="adapters.{i}.algorithm.advantage",
+        asks=frozenset({"greedy answers", "an agent"}),
+        reason="an agent's requests state how they are sampled, so it has no greedy answer",
+        fix="use another advantage, or another workflow",
+    ),
+)
+
+
+def group_of(model_type: str) -> Group:
+    if model_type in supported():
+        return "row"
+    if model_type not in PACKED:
+        return "unknown"
+    return "not served" if model_type in UNSERVED else "no row"
+
+
+def refusals(c: Combination) -> tuple[Refusal, ...]:
+    """All reasons why ``c`` does not work; empty if it does."""
+    return tuple(refusal for refusal in REFUSALS if refusal.matches(c))
+
+
+def engine_problems(engine: Engine, config: Mapping[str, Any]) -> list[str]:
+    """Why the engine cannot train a model with this config.json; empty if it can."""
+    family = str(config.get("model_type"))
+    found = [r.text(family) for r in refusals(Combination(engine=engine, family=family)) if r.key == MODEL]
+    return found if found and engine == "megatron" else [*found, *variants(engine, config)]
+
+
+def engines(config: Mapping[str, Any]) -> tuple[Engine, ...]:
+    """The engines that train a model with this config.json."""
+    return tuple(engine for engine in ENGINES if not engine_problems(engine, config))
+
+
+def combination_of(config: Config, adapter: AdapterConfig, family: str, shape: ModelShape | None) -> Combination:
+    """What ``adapter``, an entry of ``config``, combines. Without ``shape`` the model counts as one with experts."""
+    run = combination_of_run(config, family, shape)
+    asks = run.asks | _asks(adapter)
+    return replace(run, layout=_layout(adapter, shape), algorithm=adapter.algorithm.kind, asks=asks)
+
+
+def combination_of_run(config: Config, family: str, shape: ModelShape | None) -> Combination:
+    """What is decided before any adapter is: a service begins with none."""
+    asked: dict[Ask, bool] = {
+        "several adapters": len(config.adapters) > 1,
+        "a service": config.service is not None,
+        "trainer.ep above 1": config.trainer.ep > 1,
+    }
+    return Combination(
+        engine=config.trainer.engine,
+        family=family,
+        experts=shape is None or shape.experts > 0,
+        layout="none",
+        mode=config.rollout.adapter_mode,
+        asks=frozenset(ask for ask, does in asked.items() if does),
+    )
+
+
+def _layout(adapter: AdapterConfig, shape: ModelShape | None) -> Layout:
+    if adapter.expert_layout is not ExpertLayout.PER_EXPERT:
+        return "shared" if adapter.expert_layout is ExpertLayout.SHARED else "shared_outer"
+    if shape is None:
+        return "per_expert"
+    try:
+        found = targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)
+    except ConfigError:
+        return "per_expert"  # the rule about targets reports it
+    linears = ("linear_fc1", "linear_fc2")
+    return "per_expert" if shape.experts and any(covers(found, name, Scope.EXPERT) for name in linears) else "none"
+
+
+def _asks(adapter: AdapterConfig) -> frozenset[Ask]:
+    chosen = adapter.algorithm
+    asked: dict[Ask, bool] = {
+        "several minibatches": adapter.minibatches > 1,
+        "KL to the base": chosen.kl_coef > 0 and not chosen.has_reference,
+        "KL to a version": chosen.has_reference,
+        "entropy bonus": chosen.entropy_coef > 0,
+        "critic": chosen.has_critic,
+        "greedy answers": chosen.has_baseline,
+        "given answers": adapter.sft.steps > 0,
+        "an agent": adapter.workflow.kind == "agent",
+    }
+    return frozenset(ask for ask, does in asked.items() if does)

@@ -1,0 +1,106 @@
+"""Overlays of examples/math in whole runs: every algorithm learns the task in the nightly tests, one short run always.
+
+Others of the suite run ppo.yaml (`test_critic_run`) and merged.yaml (`test_merged_run`).
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from areal_lora.config.algorithm import Kind
+from tests.support.e2e.metrics import records
+from tests.support.launcher.command import configs, embedded_run
+from tests.support.paths import EXAMPLES
+from tests.support.sizes import NIGHTLY
+
+STEPS = 12
+LEARNT = 0.80
+"""Accuracy of greedy answers to 256 held-out problems; 0.328 before training."""
+NEAR = 0.05
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+nightly = pytest.mark.skipif(not NIGHTLY, reason="a whole run each: only with AREAL_LORA_NIGHTLY=1")
+Learn = Callable[..., float]
+
+
+def run(root: Path, *arguments: str) -> Path:
+    done = subprocess.run(
+        embedded_run(*arguments, f"run.root={root}", "run.name=overlay"),
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "overlay"
+
+
+@pytest.fixture(scope="module")
+def learn(tmp_path_factory: pytest.TempPathFactory) -> Learn:
+    """Accuracy after `STEPS` steps with some overlays; each such run is made once."""
+    found: dict[tuple[str, ...], float] = {}
+
+    def accuracy(*overlays: str) -> float:
+        if overlays not in found:
+            folder = run(
+                tmp_path_factory.mktemp("a run"), *configs(*overlays), f"run.steps={STEPS}", "eval.every_steps=0"
+            )
+            evals = {r["version"]: r["accuracy"] for r in records(folder) if r["kind"] == "eval"}
+            assert sorted(evals) == [0, STEPS]
+            print(f"{', '.join(overlays) or 'grpo'}: {evals[0]:.3f}, {evals[STEPS]:.3f}")
+            assert evals[0] < LEARNT / 2, "the base has not learnt it yet"
+            found[overlays] = evals[STEPS]
+        return found[overlays]
+
+    return accuracy
+
+
+@nightly
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_an_algorithm_learns_the_task(learn: Learn, kind: str) -> None:
+    assert learn(*([] if kind == "grpo" else [kind])) >= LEARNT
+
+
+@nightly
+def test_given_answers_and_then_rollouts_learn_the_task(learn: Learn) -> None:
+    assert learn("sft") >= LEARNT
+
+
+@nightly
+def test_the_fsdp_engine_learns_the_task(learn: Learn) -> None:
+    assert learn("embedded_fsdp") >= LEARNT
+
+
+@nightly
+def test_merged_and_unmerged_rollouts_end_alike(learn: Learn) -> None:
+    assert learn("merged") >= LEARNT
+    assert abs(learn("merged") - learn()) <= NEAR
+
+
+def test_every_algorithm_has_an_overlay() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} >= set(get_args(Kind)) - {"grpo"}
+
+
+def test_given_answers_and_then_rollouts_with_the_fsdp_engine(tmp_path: Path) -> None:
+    folder = run(
+        tmp_path,
+        *configs("embedded_fsdp", "sft"),
+        "run.steps=4",
+        "eval.every_steps=0",
+        "rollout.max_staleness=1",
+        "adapters.gsm8k.sft.steps=2",
+        "adapters.gsm8k.sampling.prompts_per_step=16",
+        "adapters.gsm8k.task.n_eval=16",
+    )
+    steps = [record for record in records(folder) if record["kind"] == "step"]
+    given = [step["extra"]["given_fraction"] for step in steps]
+    assert given[:2] == [1.0, 1.0]
+    assert given[-1] == 0.0, "the answers of the last batch are rollouts"
+    assert steps[-1]["reward_mean"] < 1.0, "and not all of them are right"
+    assert all(step["grad_norm"] > 0 for step in steps)
+    assert sum(record["kind"] == "publish" for record in records(folder)) == len(steps) + 1
