@@ -65,7 +65,7 @@ UNSERVED = frozenset(
         "persimmon",
     ]
 )
-"""Those of `PACKED` for which vLLM 0.32 has no class, one without LoRA, one without LoRA on some linears, or one that differs."""
+"""Those of `PACKED` for which vLLM 0.32 has no class, or one without LoRA, or whose server differs or ends."""
 
 _LAYERS = {"full_attention", "sliding_attention"}
 

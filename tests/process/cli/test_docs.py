@@ -88,6 +88,11 @@ HOW: dict[str, How] = {
     ),
     f"python -m areal_lora.launch {CONFIGS} --config examples/workflows/second_try.yaml": PLAN,
     f"python -m areal_lora.launch {CONFIGS} --config examples/math/gspo.yaml run.steps=10": PLAN,
+    f"python -m areal_lora.launch {CONFIGS} --config examples/math/opo.yaml run.steps=20 run.seed=2"
+    " run.name=opo-2": PLAN,
+    "python benchmarks/algorithm_curves.py runs/opo-2 --out opo.svg": Run(
+        instead=(("runs/opo-2", "runs/NAME"),), says="| `grpo` | 7 |"
+    ),
     f"python -m areal_lora.launch {CONFIGS} --config examples/math/embedded_long.yaml run.seed=2"
     " adapters.0.optimizer.lr=1.0e-3 adapters.0.task.n_eval=512 eval.every_steps=20": PLAN,
     "python -m areal_lora.launch ... --explain-resume": Run(instead=(("...", CONFIGS),), says="holds no run"),
@@ -191,7 +196,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a checkout, with runs named as the pages name them."""
     folder = tmp_path_factory.mktemp("a checkout")
     (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
     (folder / "MODEL").symlink_to(TINY_MODEL)
     rows = (json.dumps({"question": f"{n}?", "answer": f"#### {n}"}) for n in range(20))
     (folder / "data.jsonl").write_text("\n".join(rows))
