@@ -97,6 +97,7 @@ class Family:
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     rope_types: tuple[str, ...] = ("default",)
+    vllm_embeddings: bool = True  # whether vLLM can serve LoRA on embeddings and output layer (`embedding_modules`)
     sliding_window: bool = False  # whether sliding_window applies where use_sliding_window is absent
 
     @property

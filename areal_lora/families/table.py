@@ -8,7 +8,7 @@ TABLE = (
     # Layers of mlp_only_layers, or those that decoder_sparse_step leaves out, keep the dense MLP.
     Family(model_type="qwen3_moe", attention=Attention(norms=True), experts=Experts(vllm_dense_key="mlp_only_layers")),
     Family(model_type="qwen3", attention=Attention(norms=True)),
-    Family(model_type="qwen2", attention=Attention(bias=True)),  # Qwen2 and Qwen2.5
+    Family(model_type="qwen2", attention=Attention(bias=True), vllm_embeddings=False),  # Qwen2 and Qwen2.5
     Family(model_type="llama", rope_types=("default", "llama3")),  # Llama 2 and 3
     # The names are those of the published checkpoints, of vLLM's LoRA modules and of PEFT files. transformers 5
     # renames the experts in memory (mlp.experts.gate_up_proj) and translates at load and save.
@@ -31,5 +31,6 @@ TABLE = (
         model_type="qwen2_moe",
         attention=Attention(bias=True),
         experts=Experts(shared=GatedMlp.below("mlp.shared_expert")),
+        vllm_embeddings=False,
     ),
 )

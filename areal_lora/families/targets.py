@@ -22,17 +22,18 @@ from areal_lora.families.sites import SiteKey, pieces_of, sites_of
 from areal_lora.types import ExpertLayout
 
 ALL_LINEAR = "all-linear"
-UNTRAINABLE = (
-    "router",
-    "gate",
-    "shared_expert_gate",
-    "embed_tokens",
-    "word_embeddings",
-    "embedding",
-    "lm_head",
-    "output_layer",
-)
-"""Modules that can be neither trained nor served with LoRA. Only their own names match them."""
+_ROUTER, _SHARED_GATE, _EMBEDDINGS, _OUTPUT = "router", "gate of the shared expert", "embeddings", "output layer"
+UNTRAINABLE = {
+    "router": _ROUTER,
+    "gate": _ROUTER,
+    "shared_expert_gate": _SHARED_GATE,
+    "embed_tokens": _EMBEDDINGS,
+    "word_embeddings": _EMBEDDINGS,
+    "embedding": _EMBEDDINGS,
+    "lm_head": _OUTPUT,
+    "output_layer": _OUTPUT,
+}
+"""Modules that no training engine adapts, although vLLM can serve some. Only their own names match them."""
 
 _FUSED = {"linear_qkv": "qkv_proj", "linear_fc1": "gate_up_proj"}
 _SCOPES = (Scope.LINEAR, Scope.ATTENTION, Scope.MLP, Scope.SHARED_EXPERT, Scope.EXPERT)
@@ -67,8 +68,8 @@ class _Projection:
 def resolve(target_modules: Sequence[str], exclude_modules: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
     """Canonical targets for this model. Raises ConfigError; its path is the name of the wrong list."""
     parts = _projections(shape)
-    chosen = _select("target_modules", target_modules, parts)
-    excluded = _select("exclude_modules", [e for e in exclude_modules if e not in UNTRAINABLE], parts)
+    chosen = _select("target_modules", target_modules, parts, shape)
+    excluded = _select("exclude_modules", [e for e in exclude_modules if e not in UNTRAINABLE], parts, shape)
     remaining = [part for part in parts if part in chosen and part not in excluded]
     if not remaining:
         raise ConfigError("exclude_modules", "leaves no module to train", "exclude less")
@@ -108,12 +109,12 @@ def _canonical(parts: Sequence[_Projection], remaining: Sequence[_Projection]) -
         yield from [linear] if alone else [f"{scope}.{linear}" for scope in wanted]
 
 
-def _select(key: str, patterns: Sequence[str], parts: Sequence[_Projection]) -> list[_Projection]:
+def _select(key: str, patterns: Sequence[str], parts: Sequence[_Projection], shape: ModelShape) -> list[_Projection]:
     selected = []
     for pattern in patterns:
         found = [part for part in parts if _matches(key, pattern, part)]
         if not found:
-            raise _unknown(key, pattern, parts)
+            raise _untrainable(key, pattern, shape) or _unknown(key, pattern, parts)
         selected += found
     return selected
 
@@ -136,13 +137,28 @@ def _matches(key: str, pattern: str, part: _Projection) -> bool:
     return hits > 0
 
 
+def _untrainable(key: str, pattern: str, shape: ModelShape) -> ConfigError | None:
+    """The refusal of a module that the model has, but no training engine adapts; None for another pattern."""
+    names = [name for name in UNTRAINABLE if fnmatchcase(name, pattern.rpartition(".")[2])]
+    present = {_EMBEDDINGS, _OUTPUT} | ({_ROUTER} if shape.experts else set())
+    present |= {_SHARED_GATE} if shape.shared_ffn else set()
+    found = [part for part in dict.fromkeys(UNTRAINABLE[name] for name in names) if part in present]
+    if not found:
+        return None
+    served = ""
+    if shape.checkpoint is None:
+        embeds = shape.family.vllm_embeddings or not {_EMBEDDINGS, _OUTPUT} & set(found)
+        kind = shape.family.model_type
+        served = "vLLM could serve LoRA on it, but " if embeds else f"vLLM serves no LoRA on it in {kind} models, and "
+    return ConfigError(
+        key,
+        f"{pattern!r} names the {' and the '.join(found)}: {served}the training engines adapt only "
+        "projections of attention, MLP and experts",
+        "leave it out",
+    )
+
+
 def _unknown(key: str, pattern: str, parts: Sequence[_Projection]) -> ConfigError:
-    if any(fnmatchcase(name, pattern.rpartition(".")[2]) for name in UNTRAINABLE):
-        return ConfigError(
-            key,
-            f"{pattern!r}: router, embeddings and output layer can be neither trained nor served with LoRA",
-            "leave it out",
-        )
     linears = list(dict.fromkeys(p.linear for p in parts))
     scopes = [str(s) for s in Scope if any(p.scope is s for p in parts)]
     known = ", ".join([ALL_LINEAR, *linears, *dict.fromkeys(p.leaf for p in parts), *scopes])

@@ -22,6 +22,7 @@ SHAPES = {
     "dense": shape("Qwen/Qwen3-0.6B"),
     "moe": shape("Qwen/Qwen3-30B-A3B", num_hidden_layers=4),
     "mixed": shape("Qwen/Qwen1.5-MoE-A2.7B", num_hidden_layers=4, mlp_only_layers=[0]),  # dense, shared, routed
+    "qwen2": shape("Qwen/Qwen2.5-0.5B-Instruct"),
     "mixtral": shape("mistralai/Mixtral-8x7B-v0.1", num_hidden_layers=4),
 }
 
@@ -57,10 +58,12 @@ REFUSED: list[tuple[str, list[str], list[str], str, list[str]]] = [
     ("dense", ["experts"], [], "target_modules", ["'experts' matches no module"]),
     ("dense", ["w1", "w3"], [], "target_modules", ["'w1' matches no module"]),
     ("mixtral", ["gate_proj", "up_proj"], [], "target_modules", ["'gate_proj' matches no module", "w1, w3, w2"]),
-    ("moe", ["router"], [], "target_modules", ["'router'", "neither trained nor served"]),
-    ("moe", ["all-linear", "*.mlp.gate"], [], "target_modules", ["neither trained nor served"]),
-    ("dense", ["lm_head"], [], "target_modules", ["neither trained nor served"]),
-    ("mixed", ["shared_expert_gate"], [], "target_modules", ["neither trained nor served"]),
+    ("moe", ["router"], [], "target_modules", ["'router' names the router: vLLM could serve LoRA on it, but", "training engines adapt only projections"]),
+    ("moe", ["all-linear", "*.mlp.gate"], [], "target_modules", ["the router", "training engines adapt only projections"]),
+    ("dense", ["lm_head"], [], "target_modules", ["output layer: vLLM could serve LoRA on it, but", "training engines adapt only projections"]),
+    ("dense", ["gate"], [], "target_modules", ["'gate' matches no module"]),
+    ("qwen2", ["embed_tokens"], [], "target_modules", ["embeddings: vLLM serves no LoRA on it in qwen2 models, and", "training engines adapt only projections"]),
+    ("mixed", ["shared_expert_gate"], [], "target_modules", ["gate of the shared expert: vLLM could", "training engines adapt only projections"]),
     ("dense", ["all-linear"], ["linear_*"], "exclude_modules", ["leaves no module"]),
     ("dense", ["all-linear"], ["expert"], "exclude_modules", ["'expert' matches no module"]),
     ("dense", ["model.layers.0.self_attn.o_proj"], [], "target_modules", ["1 of 28 modules o_proj", "write *"]),
