@@ -156,8 +156,8 @@ def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(alone: Ended, tmp
 def test_a_scorer_that_hangs_and_a_full_disk_end_their_adapters(alone: Ended, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     [attention, shared] = entries("attention", "shared")
-    reward = {"kind": "function", "path": f"{tmp_path / 'hangs.py'}:reward", "workers": 1, "timeout_s": 0.5}
-    sampling = {"prompts_per_step": 2, "n_samples": 2, "max_new_tokens": 16}
+    reward = {"kind": "function", "path": f"{tmp_path / 'hangs.py'}:reward", "workers": 8, "timeout_s": 0.2}
+    sampling = {"prompts_per_step": 16, "n_samples": 2, "max_new_tokens": 16}  # groups wait for retries together
     service = Service(tmp_path, "faulty", [attention], small_disk="full.1")
     try:
         service.wait((service.folder.path / "mounted").exists, "the small disk")
