@@ -1,5 +1,7 @@
 """Start a run: ``python -m areal_lora.launch --config X.yaml [--config overlay.yaml] [a.b=c ...] [--dry-run]``.
 
+With ``--serve`` the run takes adapters over HTTP and from its inbox while it works (`areal_lora.service`).
+
 The same command with the same run folder resumes the run in it. Exit codes: `errors.ExitCode`.
 """
 
@@ -7,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -24,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        parts: list[Path | Mapping[str, Any]] = [{"service": {"api": {}}}] if arguments.serve else []
+        config = load_config([*parts, *arguments.config], arguments.overrides)
         if not (arguments.dry_run or arguments.explain_resume):
             return run(config, fresh=arguments.fresh)
         if arguments.dry_run:
@@ -68,6 +72,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--fresh", action="store_true", help="move the folder of a previous run aside and begin a new run"
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="take adapters while the run works, over HTTP and from its inbox"
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override one key, such as run.seed=2")
     return parser.parse_intermixed_args(argv)

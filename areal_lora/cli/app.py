@@ -15,6 +15,7 @@ import typer
 
 from areal_lora import __version__
 from areal_lora.cli import (
+    adapters,
     chat,
     compare,
     conversations,
@@ -89,6 +90,7 @@ def build() -> typer.Typer:
 
     for name, (verb, line) in VERBS.items():
         app.command(name, short_help=line)(verb)
+    app.add_typer(adapters.app, name="adapters", short_help="Adapters of a run with a service (--serve).")
     return app
 
 

@@ -21,7 +21,8 @@ BLOCK_BYTES = 1 << 16
 def logs(
     run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
     role: Annotated[
-        str | None, typer.Argument(metavar="[ROLE[-INDEX]]", help="trainer, controller, server, job, or one of them")
+        str | None,
+        typer.Argument(metavar="[ROLE[-INDEX]]", help="trainer, controller, server, service, job, or one of them"),
     ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="show new lines until Ctrl-C")] = False,
     count: Annotated[int, typer.Option("-n", "--lines", min=0, help="last lines of each log")] = 20,

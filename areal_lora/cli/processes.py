@@ -20,6 +20,7 @@ LOCKS = Path("/proc/locks")
 ROLES = {
     "areal_lora.trainer.main": "trainer",
     "areal_lora.rollout.main": "controller",
+    "areal_lora.service.main": "service",
     "areal_lora.engine.vllm_ext.server": "server",
     "areal_lora.engine.vllm_ext.stand_in": "server",
 }

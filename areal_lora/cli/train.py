@@ -21,12 +21,21 @@ def train(
     explain_resume: Annotated[
         bool, typer.Option("--explain-resume", help="print what a start would restore; start nothing")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="take adapters while the run works, over HTTP and from its inbox")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="move a previous run aside and begin a new one")] = False,
 ) -> None:
     """Train here, or submit a Slurm job. The same command resumes the run in its folder."""
     from areal_lora.launch import main
 
-    switches = {"--dry-run": dry_run, "--details": details, "--explain-resume": explain_resume, "--fresh": fresh}
+    switches = {
+        "--dry-run": dry_run,
+        "--details": details,
+        "--explain-resume": explain_resume,
+        "--serve": serve,
+        "--fresh": fresh,
+    }
     words = [part for file in config or [] for part in ("--config", str(file))]
     words += [name for name, given in switches.items() if given]
     raise typer.Exit(main([*words, *(overrides or [])]))

@@ -41,7 +41,8 @@ class Facts:
 
     ``hf_config`` is the model's config.json; if it is None, ``model_problem`` is the reason. ``model_is_local`` is
     False for a hub name with files to download. ``peft_folders`` describes each readable folder of ``init_from``,
-    ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of named user code.
+    ``peft_problems`` holds the reasons for the others. ``code_problems`` are the faults of named user code,
+    ``service_problems`` those of folders and code that a service offers.
     ``address_problem`` is the reason why no address of this machine matches ``cluster``. ``devices`` is the number of
     visible accelerators, None on a CPU or for a cluster. ``memory_bytes`` is this machine's, ``device_bytes`` that of
     its smallest accelerator, ``shared_bytes`` what its shared memory can hold; None if unknown. ``chat_template`` is
@@ -55,6 +56,7 @@ class Facts:
     peft_folders: Mapping[str, PeftFolder] = field(default_factory=dict)
     peft_problems: Mapping[str, str] = field(default_factory=dict)
     code_problems: tuple[ConfigError, ...] = ()
+    service_problems: tuple[ConfigError, ...] = ()
     address_problem: ConfigError | None = None
     ports_in_use: frozenset[int] = frozenset()
     devices: int | None = None
@@ -76,6 +78,7 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
         peft_folders=peft_folders,
         peft_problems=peft_problems,
         code_problems=tuple(_code_problems(config)),
+        service_problems=tuple(_service_problems(config)),
         chat_template=_chat_template(config.model),
         checkpoint=_checkpoint(config.model, hf_config),
         address_problem=_address_problem(config) if runs_here else None,
@@ -161,6 +164,25 @@ def _code_problems(config: Config) -> Iterator[ConfigError]:
                     check_import_path(text, key)
             except ConfigError as error:
                 yield error
+
+
+def _service_problems(config: Config) -> Iterator[ConfigError]:
+    if config.service is None or (api := config.service.api) is None:
+        return
+    if api.data is not None and not api.data.is_dir():
+        fix = "make it, or leave the key out: then tenants name no files"
+        yield ConfigError("service.api.data", f"there is no folder {str(api.data)!r}", fix)
+    for i, text in enumerate(api.code):
+        key = f"service.api.code.{i}"
+        try:
+            file = parse_import_path(text, key).file
+            if file is not None and not file.is_absolute():
+                raise ConfigError(
+                    key, f"{text!r} is a relative path", "give the whole path: tenants spell it like this"
+                )
+            check_import_path(text, key)
+        except ConfigError as error:
+            yield error
 
 
 def _address_problem(config: Config) -> ConfigError | None:

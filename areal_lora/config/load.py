@@ -59,7 +59,7 @@ def _plain(value: Any) -> Any:
 
 def _resolve_paths(data: dict[str, Any], sources: Sequence[Source]) -> None:
     """Make relative paths absolute where they exist next to the file that set them, or in the working folder."""
-    spots: list[schema.Path] = [("model", "path")]
+    spots: list[schema.Path] = [("model", "path"), ("service", "api", "data")]
     for i, adapter in enumerate(data.get("adapters") or []):
         sets = adapter.get("evals") if isinstance(adapter, dict) else None
         for j, _ in enumerate(sets if isinstance(sets, list) else []):

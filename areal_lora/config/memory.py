@@ -15,7 +15,7 @@ from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.buckets import largest_bucket
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
 from areal_lora.config.pools import seats_of
-from areal_lora.config.slots import adapter_slots, served_targets
+from areal_lora.config.slots import adapter_slots, has_tenants, served_targets
 from areal_lora.families.adapter_size import adapter_size, distinct
 from areal_lora.families.family import COLUMN_PARALLEL, Scope
 from areal_lora.families.shape import DTYPE_BYTES, ModelShape, base_bytes
@@ -26,7 +26,7 @@ MIB = 2**20
 GIB = 2**30
 FP32 = 4
 TRAINER_PROCESS, SERVER_PROCESS, WORKER_PROCESS = 650 * MIB, 710 * MIB, 880 * MIB
-CONTROLLER_PROCESS, SCORER_PROCESS = 120 * MIB, 16 * MIB
+CONTROLLER_PROCESS, SERVICE_PROCESS, SCORER_PROCESS = 120 * MIB, 400 * MIB, 16 * MIB
 """Resident sets after imports and initialisation, before any model: Python, torch, Megatron or vLLM."""
 GPU_CONTEXT, GPU_GRAPHS = int(1.5 * GIB), 1 * GIB
 """CUDA context, NCCL's buffers and cuBLAS' workspaces of a process; vLLM's captured graphs."""
@@ -112,6 +112,9 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
     workers = sum(reward.workers for adapter in config.adapters for reward in adapter.rewards)
     parts = (Part(name="processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
     processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
+    if has_tenants(config):
+        parts = (Part(name="processes", host=SERVICE_PROCESS),)
+        processes.append(Memory(name="service", role="service", nodes=(seats.controller.node,), parts=parts))
     return JobMemory(processes=tuple(processes))
 
 

@@ -16,6 +16,7 @@ from areal_lora.config.cluster import ClusterConfig
 from areal_lora.config.evals import DEFAULT_SET, EvalSetConfig
 from areal_lora.config.reward import NumericMatchReward, RewardConfig, RewardsConfig, labels
 from areal_lora.config.section import NAME, Arguments, NonNegFloat, NonNegInt, Section
+from areal_lora.config.service import ApiConfig
 from areal_lora.config.task import TaskConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterSpec, ExpertLayout
@@ -427,6 +428,10 @@ class ServiceConfig(Section):
         ["all-linear"],
         min_length=1,
         description="Modules that servers can adapt beside those of the listed adapters; a newcomer with others fails.",
+    )
+    api: ApiConfig | None = Field(
+        None,
+        description="HTTP API and inbox through which adapters come (`--serve`); without it a program of yours does.",
     )
 
 

@@ -24,6 +24,11 @@ def served_targets(config: Config) -> tuple[str, ...]:
     return tuple(sorted({*of_service, *(t for adapter in config.adapters for t in adapter.target_modules)}))
 
 
+def has_tenants(config: Config) -> bool:
+    """Whether people who do not trust each other have adapters: servers then ask for a key on loopback, too."""
+    return config.service is not None and config.service.api is not None
+
+
 def adapter_slots(config: Config) -> int:
     """Slots of a server; on CPUs vLLM has one more, which stays empty. Merged weights are one version, and the next."""
     rollout, adapters = config.rollout, adapter_capacity(config)

@@ -15,11 +15,11 @@ from areal_lora.config.algorithm import PRESETS
 from areal_lora.config.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
 from areal_lora.config.models import Config
 from areal_lora.launcher.details import details, human_bytes, make_table
-from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script
 
-_WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller"}
-_SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:"}
+_WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
+_SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
 _KV = (LEAST_KV, "KV cache")
 
 
@@ -45,7 +45,7 @@ def _summary(config: Config, plan: JobPlan) -> Table:
     table = make_table("Plan", "node", "runs", "devices", "GiB per device", "host GiB", right=("host GiB",))
     limit = device_bytes(config, None)
     for node in range(plan.nodes):
-        for role in (TRAINER, SERVER, CONTROLLER):
+        for role in (TRAINER, SERVER, CONTROLLER, SERVICE):
             here = [spec for spec in plan.processes if (spec.node, spec.role) == (node, role)]
             if here:
                 memory = [m for m in plan.memory.processes if m.role == _role(role) and node in m.nodes]
@@ -105,7 +105,7 @@ def _ranges(numbers: list[int]) -> str:
 def _runs(specs: list[ProcessSpec]) -> str:
     """``trainer ranks 0-7``, ``servers 0-3, 2 devices each``."""
     word, numbers = _WORDS[specs[0].role], [spec.index for spec in specs]
-    if specs[0].role == CONTROLLER:
+    if specs[0].role in (CONTROLLER, SERVICE):
         return word
     text = f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {numbers[0]}-{numbers[-1]}"
     size = len(specs[0].devices)

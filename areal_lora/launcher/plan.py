@@ -14,6 +14,7 @@ from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.memory import JobMemory, job_memory, kv_token_bytes, version_bytes
 from areal_lora.config.models import Config
 from areal_lora.config.pools import Pool, Seats, pools_of, seats_of
+from areal_lora.config.slots import has_tenants
 from areal_lora.config.what_if import WhatIf, what_if
 from areal_lora.errors import ConfigError
 from areal_lora.families.adapter_size import AdapterSize, adapter_size
@@ -23,11 +24,12 @@ from areal_lora.network.tls import on_loopback
 from areal_lora.processes.devices import DEVICES_VARIABLE, VISIBLE
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 
-TRAINER, CONTROLLER, SERVER = "trainer", "controller", "server"
+TRAINER, CONTROLLER, SERVER, SERVICE = "trainer", "controller", "server", "service"
 MODULES = {
     TRAINER: "areal_lora.trainer.main",
     CONTROLLER: "areal_lora.rollout.main",
     SERVER: "areal_lora.engine.vllm_ext.server",
+    SERVICE: "areal_lora.service.main",
 }
 
 
@@ -138,6 +140,7 @@ def make_plan(config: Config, facts: Facts) -> JobPlan:
         processes=(
             *_servers(config, folder, seats),
             _controller(config, folder, seats),
+            *_services(config, folder, seats),
             *_trainers(config, folder, seats),
         ),
         ports=_ports(config),
@@ -172,9 +175,12 @@ def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str
         TRAINER: config.trainer.python,
         SERVER: config.rollout.python,
         CONTROLLER: config.cluster.controller_python,
+        SERVICE: config.cluster.controller_python,
     }[role]
     slurm = config.cluster.slurm.wrapper
-    wrapper = {TRAINER: slurm.trainer, SERVER: slurm.rollout, CONTROLLER: slurm.controller}[role]
+    wrapper = {TRAINER: slurm.trainer, SERVER: slurm.rollout, CONTROLLER: slurm.controller, SERVICE: slurm.controller}[
+        role
+    ]
     words = wrapper if config.cluster.kind == "slurm" else []
     return (*words, python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
 
@@ -258,12 +264,22 @@ def _controller(config: Config, folder: RunFolder, seats: Seats) -> ProcessSpec:
     )
 
 
+def _services(config: Config, folder: RunFolder, seats: Seats) -> list[ProcessSpec]:
+    """The service beside the controller, where the run is one."""
+    if not has_tenants(config):
+        return []
+    argv, env = _argv(config, SERVICE, folder), _common_env(config, 1)
+    return [ProcessSpec(role=SERVICE, index=0, argv=argv, env=env, node=seats.controller.node)]
+
+
 def _ports(config: Config) -> tuple[PortPlan, ...]:
     bind, interface = config.cluster.bind, config.cluster.interface
     host = bind if bind not in WILDCARDS else "the node's address" + ("" if interface == "auto" else f" ({interface})")
     fixed = server_ports(config) or [0] * config.rollout.servers
     ports = [PortPlan(process=f"{TRAINER}-0", plane="store", host=host, port=0)]
     ports.append(PortPlan(process=f"{CONTROLLER}-0", plane="control", host=host, port=0))
+    if config.service is not None and config.service.api is not None:
+        ports.append(PortPlan(process=f"{SERVICE}-0", plane="api", host="127.0.0.1", port=config.service.api.port))
     for i, port in enumerate(fixed):
         ports.append(PortPlan(process=f"{SERVER}-{i}", plane="data", host=host, port=port))
         ports.append(PortPlan(process=f"{SERVER}-{i}", plane="admin", host=host, port=0))
@@ -276,7 +292,7 @@ def _files(config: Config, folder: RunFolder) -> tuple[str, ...]:
     folders = [folder.samples, folder.tensorboard, folder.adapter_export("<name>")]
     names = [*map(str, [*files, folder.metrics]), *(f"{path}/" for path in folders)]
     names += map(str, [folder.report, folder.summary])
-    if not on_loopback(config.cluster.bind):
+    if not on_loopback(config.cluster.bind) or has_tenants(config):
         names += map(str, [folder.ca, folder.data_key])
     return tuple(names)
 

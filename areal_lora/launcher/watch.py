@@ -16,7 +16,7 @@ from rich.console import Console
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
 from areal_lora.launcher.ended import Ended
-from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
 from areal_lora.launcher.stalls import waits, write_stall
@@ -71,10 +71,10 @@ class Watch:
         beats_s = config.run.heartbeat_timeout_s
         self._restarts = Restarts(
             plan.processes,
-            {TRAINER: trainer, CONTROLLER: trainer, SERVER: servers},
+            {TRAINER: trainer, CONTROLLER: trainer, SERVICE: trainer, SERVER: servers},
             min_servers=config.cluster.min_servers,
         )
-        self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s})
+        self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
         self._early: list[tuple[float, Ended]] = []
         self._next_tick = 0.0
 

@@ -72,6 +72,26 @@ class RunFolder:
         return self.path / "desired.json"
 
     @property
+    def service_tables(self) -> Path:
+        """Tenants, adapters and operations of the service, an SQLite file (``areal_lora.service.store``)."""
+        return self.path / "service.sqlite"
+
+    @property
+    def service_key(self) -> Path:
+        """The operator's key of the service, mode 0600."""
+        return self.path / "service.key"
+
+    @property
+    def service_exports(self) -> Path:
+        """Scratch folder of downloads in progress; emptied when the service starts."""
+        return self.path / ".service-exports"
+
+    @property
+    def inbox(self) -> Path:
+        """Folder from which the service takes YAML files with an adapter each (``areal_lora.service.inbox``)."""
+        return self.path / "inbox"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

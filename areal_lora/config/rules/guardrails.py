@@ -34,6 +34,7 @@ from areal_lora.config.rules.model import (
 )
 from areal_lora.config.rules.rollout import deterministic, merged_rollouts
 from areal_lora.config.rules.run import time_outs
+from areal_lora.config.rules.service import service_fits
 from areal_lora.config.rules.sharing import backend_fits, devices_are_shared
 from areal_lora.config.rules.slurm import components_agree, no_idle_node, own_directives, servers_suffice
 from areal_lora.config.rules.support import combinations
@@ -49,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     kernels_take_the_type,
     adapter_names,
     a_service_has_room,
+    service_fits,
     servers_hold_them,
     targets_exist,
     ranks_fit,

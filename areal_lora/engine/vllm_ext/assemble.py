@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
-from areal_lora.config.slots import adapter_capacity, adapter_slots, kept_versions, served_targets
+from areal_lora.config.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.compat.engine import start_engine
@@ -192,7 +192,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     )
     host = own_place(config.cluster, run_folder).address
     data_plane = DataPlane(adapters, generator, tokenizer, sampler, ToolCallParsers(tokenizer, parsers))
-    data_app = guarded(data_plane.app(), host, secret)
+    data_app = guarded(data_plane.app(), host, secret, closed=has_tenants(config))
     return Parts(
         engine=engine,
         channel=channel,

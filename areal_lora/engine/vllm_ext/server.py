@@ -29,17 +29,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
+from areal_lora.config.slots import has_tenants
 from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError
 from areal_lora.network.addresses import set_variables
+from areal_lora.network.http_server import CLOSE_S, HttpServer
 from areal_lora.network.keys import Plane
 from areal_lora.network.tls import on_loopback, server_context, write_client_files
 from areal_lora.processes import stacks
@@ -66,7 +66,6 @@ WORKERS_S = 5.0
 """Longest silence of a worker's command thread, which answers a ping at once whatever the model does. Beyond it, or
 with an engine process that was stopped (SIGSTOP), the server's heart does not beat."""
 ENGINE, WORKERS = "engine", "workers"
-CLOSE_S = 2  # for running requests at a stop; uvicorn takes whole seconds
 ENGINE_STOP_S = 1.5  # then the engine is killed: it holds nothing that must be saved
 
 
@@ -113,9 +112,12 @@ def bound_sockets(config: Config, index: int, host: str) -> Iterator[tuple[socke
         yield sockets[0], sockets[1]
 
 
-def server_tls(host: str, run_folder: RunFolder, secret: str) -> dict[str, ssl.SSLContext]:
-    """Make TLS contexts: for the admin plane, and for the data plane unless ``host`` is on loopback."""
-    planes = [Plane.ADMIN] if on_loopback(host) else [Plane.ADMIN, Plane.DATA]
+def server_tls(host: str, run_folder: RunFolder, secret: str, *, closed: bool = False) -> dict[str, ssl.SSLContext]:
+    """Make TLS contexts: for the admin plane, and for the data plane unless ``host`` is on loopback.
+
+    With ``closed`` the data plane has a key there, too.
+    """
+    planes = [Plane.ADMIN] if on_loopback(host) and not closed else [Plane.ADMIN, Plane.DATA]
     if Plane.DATA in planes:
         write_client_files(run_folder.ca, run_folder.data_key, secret)
     return {plane: server_context(secret, plane, host) for plane in planes}
@@ -168,7 +170,7 @@ async def serve(
     stop.on_signals()
     try:
         host = own_place(config.cluster, run_folder).address
-        tls = server_tls(host, run_folder, secret)
+        tls = server_tls(host, run_folder, secret, closed=has_tenants(config))
         http = [
             HttpServer(door := Door(parts.data_app), sockets[0], tls.get(Plane.DATA)),
             HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN]),
@@ -260,39 +262,6 @@ def is_stopped(process: psutil.Process) -> bool:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
         return False
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: two servers and an engine share this process."""
-
-    def __init__(self, app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=CLOSE_S,
-                ssl_context_factory=None if tls is None else lambda config, default: tls,
-            )
-        )
-        self._sock = sock
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().serve([self._sock])
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Abort idle TLS connections: otherwise each would wait for its client to close it, too."""
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-            transport = connection.transport
-            if transport is not None and transport.is_closing() and not transport.get_write_buffer_size():
-                transport.abort()
-        await super().shutdown(sockets)
 
 
 if __name__ == "__main__":

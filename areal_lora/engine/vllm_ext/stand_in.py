@@ -39,13 +39,14 @@ from tokenizers import Tokenizer
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.config.slots import adapter_capacity, adapter_slots, kept_versions
+from areal_lora.config.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
 from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
-from areal_lora.engine.vllm_ext.server import CLOSE_S, ROLE, HttpServer, bound_sockets, server_tls, tick
+from areal_lora.engine.vllm_ext.server import ROLE, bound_sockets, server_tls, tick
 from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.registry import path_of
+from areal_lora.network.http_server import CLOSE_S, HttpServer
 from areal_lora.network.keys import Plane
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
@@ -114,8 +115,8 @@ async def serve(config: Config, run_folder: RunFolder, index: int, grace_s: floa
                 listener=admin,
             )
         )
-        tls = server_tls(host, run_folder, secret)
-        door = Door(guarded(StandInDataPlane(config, server).app(), host, secret))
+        tls = server_tls(host, run_folder, secret, closed=has_tenants(config))
+        door = Door(guarded(StandInDataPlane(config, server).app(), host, secret, closed=has_tenants(config)))
         http = HttpServer(door, data, tls.get(Plane.DATA))
         serving = watched_task("http-plane", http.serve)
         ports = {"data": data.getsockname()[1], "admin": server.endpoint.admin_port}

@@ -108,6 +108,22 @@ HOW: dict[str, How] = {
     "areal-lora add-servers RUN --here": NO_RUN,
     "areal-lora remove-servers RUN": Run(says="no spare servers"),
     "areal-lora report runs/NAME": Run(says="report.html"),
+    ".venv/bin/python -m areal_lora.launch --config examples/math/service.yaml --serve": PLAN,
+    **dict.fromkeys(
+        [
+            "areal-lora adapters create service examples/math/adapters/sums.yaml",
+            "areal-lora adapters list service",
+            "areal-lora adapters logs service sums",
+            "areal-lora adapters download service sums sums.tar",
+            "areal-lora adapters delete service sums",
+            "areal-lora adapters keys service acme",
+            "areal-lora stop service",
+        ],
+        Elsewhere(
+            test="tests/e2e/test_service_run.py::test_the_page_from_the_first_adapter_to_the_stop",
+            why="a run with a service, in order",
+        ),
+    ),
     "tail -f runs/NAME/metrics.jsonl": Run(instead=(("tail", "timeout 0.5 tail"),), code=124, says='"kind":"step"'),
     "tail -n +1 runs/NAME/status/*": Run(says="step 39: waiting"),
     **dict.fromkeys(
@@ -333,10 +349,14 @@ def options() -> dict[str, set[str]]:
     """Options of every verb."""
     group = typer.main.get_command(build())
     assert isinstance(group, typer.core.TyperGroup)
-    return {
-        name: {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("-")} | {"--help"}
-        for name, command in group.commands.items()
-    }
+    return {name: options_of(command) for name, command in group.commands.items()}
+
+
+def options_of(command: typer.core.TyperGroup | object) -> set[str]:
+    """Of a verb, or of all verbs in a group."""
+    own = {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("-")}  # type: ignore[attr-defined]
+    inner = command.commands.values() if isinstance(command, typer.core.TyperGroup) else ()
+    return own.union({"--help"}, *map(options_of, inner))
 
 
 def test_verbs_and_options_in_the_text_exist() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -49,8 +50,8 @@ def state_of(version: int, rank: int) -> AdapterState:
     return AdapterState(step=version, shapes=shapes, parts=parts)
 
 
-def make_run(tmp_path: Path) -> tuple[RunFolder, Config]:
-    """``a run`` below ``tmp_path``; v1 has the best evaluation, v3 is the newest."""
+def make_run(tmp_path: Path, name: str = SPEC.name) -> tuple[RunFolder, Config]:
+    """``a run`` below ``tmp_path``; v1 has the best evaluation, v3 is the newest. The adapter is called ``name``."""
     folder = RunFolder(tmp_path / "a run")
     folder.path.mkdir()
     config = load_config(
@@ -64,12 +65,12 @@ def make_run(tmp_path: Path) -> tuple[RunFolder, Config]:
             plain = snapshot_of(version, rank, EVALUATIONS)
             made[rank].write(
                 Snapshot(
-                    ref=AdapterRef(name=SPEC.name, version=version),
+                    ref=AdapterRef(name=name, version=version),
                     state=state_of(version, rank),
                     # With tensors of the same names, as a frozen reference has.
                     companions={"reference": state_of(version + 100, rank)},
                     random=plain.random,
-                    manifest=msgspec.structs.replace(plain.manifest, spec=SPEC),
+                    manifest=msgspec.structs.replace(plain.manifest, spec=replace(SPEC, name=name)),
                 )
             )
 

@@ -1,0 +1,41 @@
+"""The section ``service.api``: with it a run takes adapters over HTTP and from its inbox."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from areal_lora.config.section import NonNegInt, Section
+
+
+class QuotaConfig(Section):
+    """Of each tenant; ``areal-lora adapters keys`` can give one tenant another quota."""
+
+    adapters: PositiveInt = Field(4, description="Adapters at a time; deleted ones do not count.")
+    rank: PositiveInt = Field(32, description="Largest rank of an adapter.")
+    weight: PositiveFloat = Field(1.0, description="Largest `weight` of an adapter.")
+    operations: PositiveInt = Field(64, description="Acknowledged operations that the run has not carried out yet.")
+    body_kib: PositiveInt = Field(256, description="Longest body of a request, KiB.")
+    sequences: PositiveInt = Field(4096, description="Answers of one training step: prompts times answers per prompt.")
+    problems: PositiveInt = Field(100_000, description="Generated problems of a `word_problems` split.")
+    workers: PositiveInt = Field(4, description="Scorer processes of an adapter.")
+
+
+class ApiConfig(Section):
+    """The HTTP API and the inbox of a run (`areal_lora.service`)."""
+
+    port: NonNegInt = Field(0, description="Port of the HTTP API on loopback; 0: the system chooses.")
+    data: Path | None = Field(
+        None, description="Folder of the tenants' files: each may name those in its folder `TENANT/` and in `shared/`."
+    )
+    data_sets: list[str] = Field(default_factory=list, description="Hub data sets that tenants may name.")
+    code: list[str] = Field(
+        default_factory=list,
+        description="User code that tenants may name, like `package.module:name` or `/folder/file.py:name`.",
+    )
+    judges: dict[str, str | None] = Field(
+        default_factory=dict,
+        description="Base URLs of judges that tenants may ask, each with the variable of its key, or null.",
+    )
+    quota: QuotaConfig = QuotaConfig()

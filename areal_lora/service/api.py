@@ -1,0 +1,304 @@
+"""The HTTP API of the service: adapters of tenants, their records and files, inference, tenants and keys.
+
+Every request has a bearer key, whose tenant sees its own adapters and nothing of others. Every answer is typed
+(`bodies`), every error an `ErrorBody`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from areal_lora.config.models import Config
+from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service import bodies
+from areal_lora.service.acceptance import Acceptance, api_of
+from areal_lora.service.download import Download, open_download
+from areal_lora.service.gateway import Gateway, Names, split
+from areal_lora.service.observed import PAGE, Observed
+from areal_lora.service.plan import change, create
+from areal_lora.service.refused import Refused, unknown_adapter
+from areal_lora.service.requests import (
+    Caller,
+    as_object,
+    caller,
+    decoded,
+    fingerprint,
+    idempotency_key,
+    number,
+    read_body,
+)
+from areal_lora.service.rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
+from areal_lora.service.writer import Order, Writer
+
+JSON = "application/json"
+CHECKS = 2
+"""Adapters whose rows are read, and versions that are exported, at a time."""
+
+log = get_logger(__name__)
+_Route = Callable[[Request, Caller], Awaitable[Response]]
+
+
+class Api:
+    """The routes."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        run_folder: RunFolder,
+        writer: Writer,
+        observed: Observed,
+        acceptance: Acceptance,
+        gateway: Gateway,
+    ) -> None:
+        self._config, self._folder, self._writer, self._observed = config, run_folder, writer, observed
+        self._acceptance, self._gateway = acceptance, gateway
+        self._quota = Quota.of(api_of(config).quota)
+        self._heavy = asyncio.Semaphore(CHECKS)
+
+    def app(self) -> Starlette:
+        one = "/v1/adapters/{name}"
+        routes = [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/v1/adapters", self._guarded(self.create), methods=["POST"]),
+            Route("/v1/adapters", self._guarded(self.overview), methods=["GET"]),
+            Route(one, self._guarded(self.show), methods=["GET"]),
+            Route(one, self._guarded(self._changes(Verb.DELETE)), methods=["DELETE"]),
+            Route(f"{one}/pause", self._guarded(self._changes(Verb.PAUSE)), methods=["POST"]),
+            Route(f"{one}/resume", self._guarded(self._changes(Verb.RESUME)), methods=["POST"]),
+            Route(f"{one}/logs", self._guarded(self.logs), methods=["GET"]),
+            Route(f"{one}/metrics", self._guarded(self.metrics), methods=["GET"]),
+            Route(f"{one}/download", self._guarded(self.download), methods=["GET"]),
+            Route("/v1/models", self._guarded(self.models), methods=["GET"]),
+            Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.complete), methods=["POST"]),
+            Route("/v1/tenants", self._guarded(self.tenants), methods=["GET"]),
+            Route("/v1/tenants", self._guarded(self.put_tenant), methods=["POST"]),
+            Route("/v1/tenants/{tenant}/keys", self._guarded(self.put_key), methods=["POST"]),
+            Route("/v1/tenants/{tenant}/keys/{label}", self._guarded(self.drop_key), methods=["DELETE"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _unexpected})
+        app.router.redirect_slashes = False  # a redirect is no typed answer
+        return app
+
+    async def health(self, request: Request) -> Response:
+        return _answer(bodies.Health(run=self._config.run.name))
+
+    async def create(self, request: Request, who: Caller) -> Response:
+        """``POST /v1/adapters``: the body is an entry of ``adapters``."""
+        section = as_object(await read_body(request, who.quota.body_bytes))
+        answer = await self.take_in(section, who.tenant, idempotency_key(request), who.quota)
+        reached("service.answering")
+        return Response(answer, 201, media_type=JSON)
+
+    async def take_in(self, section: dict[str, Any], tenant: str, request: str, quota: Quota | None) -> bytes:
+        """Check and create an adapter. Without ``quota`` it is the operator's own, who may name any code and file.
+
+        A repeated request is not checked again: its answer is the first one. Raises Refused.
+        """
+        mark = fingerprint(Verb.CREATE, msgspec.json.encode(section, order="sorted"))
+        if request and (answer := await self._writer.answered(tenant, request, mark)) is not None:
+            return answer
+        async with self._heavy:
+            if quota is None:
+                asked = await asyncio.to_thread(self._acceptance.of_operator, section)
+            else:
+                asked = await asyncio.to_thread(self._acceptance.of_tenant, section, tenant, quota)
+        return await self._writer.operate(
+            Order(
+                tenant=tenant,
+                verb=Verb.CREATE,
+                fingerprint=mark,
+                request=request,
+                decide=lambda tables, phases: create(tables, tenant, asked, now_s=time.time()),
+                answer=lambda row: _acknowledged(row, Verb.CREATE),
+            )
+        )
+
+    async def overview(self, request: Request, who: Caller) -> Response:
+        rows = self._writer.tables.of(who.tenant)
+        return _answer(bodies.Adapters(adapters=[bodies.shown(row, self._observed.of(row.key)) for row in rows]))
+
+    async def show(self, request: Request, who: Caller) -> Response:
+        row = self._row(request, who)
+        return _answer(bodies.shown(row, self._observed.of(row.key)))
+
+    async def logs(self, request: Request, who: Caller) -> Response:
+        return _answer(bodies.Logs(states=self._observed.states(self._row(request, who).key)))
+
+    async def metrics(self, request: Request, who: Caller) -> Response:
+        """``?after=N&limit=M``: the records from the N-th on."""
+        row, after = self._row(request, who), number(request, "after", 0, 10**15 - 1)
+        records = self._observed.records(row.key, after, number(request, "limit", PAGE, PAGE))
+        return _answer(bodies.Records(records=records, next=after + len(records)))
+
+    async def download(self, request: Request, who: Caller) -> Response:
+        """``?version=N``, ``newest`` or ``best``: a tar of the PEFT folder."""
+        row, version = self._row(request, who), request.query_params.get("version", "newest")
+        async with self._heavy:
+            opened = await asyncio.to_thread(open_download, self._folder, self._config, row.desired, row.name, version)
+        headers = {"Content-Disposition": f'attachment; filename="{row.name}.tar"'}
+        return StreamingResponse(_chunks(opened), media_type="application/x-tar", headers=headers)
+
+    async def models(self, request: Request, who: Caller) -> Response:
+        rows = self._writer.tables.of(who.tenant)
+        served = [row.name for row in rows if self._observed.of(row.key).version is not None]
+        return _answer(bodies.Models(data=[bodies.Model(id=name) for name in served]))
+
+    async def complete(self, request: Request, who: Caller) -> Response:
+        """``POST /v1/completions`` and ``/v1/chat/completions``, as the data plane of a server has them."""
+        body = as_object(await read_body(request, who.quota.body_bytes))
+        model = body.get("model")
+        if not isinstance(model, str):
+            raise Refused(422, "model", "it names no adapter", "set model to the name of one of your adapters")
+        row = self._writer.tables.adapters.get((who.tenant, split(model)))
+        if row is None:
+            raise Refused(404, "model", f"there is no adapter {model[:64]!r}", "name one of your adapters")
+        return await self._gateway.forward(request.url.path, body, Names(model, row.name, row.key))
+
+    async def tenants(self, request: Request, who: Caller) -> Response:
+        _check_operator(who)
+        tables = self._writer.tables
+        return _answer(
+            bodies.Tenants(
+                tenants=[
+                    bodies.Tenant(
+                        tenant=tenant, quota=quota, keys=[k.label for k in tables.keys.values() if k.tenant == tenant]
+                    )
+                    for tenant, quota in tables.quotas.items()
+                ]
+            )
+        )
+
+    async def put_tenant(self, request: Request, who: Caller) -> Response:
+        _check_operator(who)
+        asked = decoded(await read_body(request, who.quota.body_bytes), bodies.TenantRequest)
+        if not TENANT.fullmatch(asked.tenant):
+            reason = f"{asked.tenant[:64]!r} is no name of a tenant"
+            raise Refused(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
+        before = self._writer.tables.quotas.get(asked.tenant, self._quota)
+        try:
+            quota = msgspec.convert(msgspec.to_builtins(before) | asked.quota, Quota)
+        except msgspec.ValidationError as error:
+            raise Refused(422, "quota", str(error), "name keys of service.api.quota, with numbers above 0") from None
+        if any(value <= 0 for value in msgspec.structs.astuple(quota)):
+            raise Refused(422, "quota", "a limit is not above 0", "give numbers above 0")
+        await self._writer.put_tenant(asked.tenant, quota)
+        keys = [key.label for key in self._writer.tables.keys.values() if key.tenant == asked.tenant]
+        return _answer(bodies.Tenant(tenant=asked.tenant, quota=quota, keys=keys), 201)
+
+    async def put_key(self, request: Request, who: Caller) -> Response:
+        _check_operator(who)
+        tenant = self._tenant(request)
+        raw = await read_body(request, who.quota.body_bytes)
+        label = decoded(raw or b"{}", bodies.KeyRequest).label
+        if not TENANT.fullmatch(label):
+            raise Refused(
+                422, "label", f"{label[:64]!r} is no label", "use up to 16 of a-z and 0-9, the first a letter"
+            )
+        key = new_key()
+        await self._writer.put_key(Key(digest=digest_of(key), tenant=tenant, label=label))
+        return _answer(bodies.NewKey(tenant=tenant, label=label, key=key), 201)
+
+    async def drop_key(self, request: Request, who: Caller) -> Response:
+        _check_operator(who)
+        tenant, label = self._tenant(request), request.path_params["label"]
+        mine = (key for key in self._writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
+        if (key := next(mine, None)) is None or key.operator:
+            raise Refused(404, "label", "there is no such key", "list the keys with GET /v1/tenants")
+        await self._writer.drop_key(tenant, label)
+        return _answer(bodies.Removed(tenant=tenant, label=label))
+
+    def _changes(self, verb: Verb) -> _Route:
+        async def handle(request: Request, who: Caller) -> Response:
+            name = request.path_params["name"]
+            await read_body(request, who.quota.body_bytes)
+            order = Order(
+                tenant=who.tenant,
+                verb=verb,
+                fingerprint=fingerprint(verb, name),
+                request=idempotency_key(request),
+                decide=lambda tables, phases: change(tables, phases, who.tenant, name, verb),
+                answer=lambda row: _acknowledged(row, verb),
+            )
+            answer = await self._writer.operate(order)
+            reached("service.answering")
+            return Response(answer, media_type=JSON)
+
+        return handle
+
+    def _row(self, request: Request, who: Caller) -> AdapterRow:
+        name = request.path_params["name"]
+        if (row := self._writer.tables.adapters.get((who.tenant, name))) is None:
+            raise unknown_adapter(name[:64])
+        return row
+
+    def _tenant(self, request: Request) -> str:
+        tenant: str = request.path_params["tenant"]
+        if tenant not in self._writer.tables.quotas:
+            raise Refused(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
+        return tenant
+
+    def _guarded(self, route: _Route) -> Callable[[Request], Awaitable[Response]]:
+        """Find out who asks, and turn refusals into their bodies."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await route(request, caller(request, self._writer.tables))
+            except Refused as refused:
+                return Response(refused.body(), refused.status, media_type=JSON)
+
+        return handle
+
+
+def _check_operator(who: Caller) -> None:
+    if not who.key.operator:
+        raise Refused(404, "path", "there is no such path", "see the service page for the paths")
+
+
+def _acknowledged(row: AdapterRow, verb: Verb) -> bytes:
+    body = bodies.Accepted(name=row.name, incarnation=row.incarnation, verb=verb.value, wanted=row.wanted.value)
+    return msgspec.json.encode(body)
+
+
+def _answer(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type=JSON)
+
+
+async def _chunks(opened: Download) -> AsyncIterator[bytes]:
+    chunks = opened.chunks()
+    try:
+        while chunk := await asyncio.to_thread(next, chunks, b""):
+            yield chunk
+    finally:
+        chunks.close()
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    reason = "this path does not take the method" if status == 405 else "there is no such path"
+    return Response(
+        Refused(status, "path", reason, "see the service page for the paths").body(), status, media_type=JSON
+    )
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """Fault boundary: a request that nothing foresaw must not end the service."""
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return Response(
+        Refused(500, "service", "an unexpected error; the service's log has it", "try again").body(),
+        500,
+        media_type=JSON,
+    )

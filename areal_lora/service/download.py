@@ -1,0 +1,70 @@
+"""A version of an adapter as a tar of ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+The files are opened before the first byte is sent: a version that is removed meanwhile is still sent whole.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tarfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from areal_lora.checkpoint.versions import NEWEST, pick_version
+from areal_lora.config.joined import alone, joined
+from areal_lora.config.models import Config
+from areal_lora.errors import AdapterError, CheckpointError, ConfigError
+from areal_lora.run_folder.desired import DesiredAdapter
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.refused import Refused
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """Open files of one version. ``chunks`` closes them."""
+
+    name: str
+    files: tuple[tuple[str, BinaryIO], ...]
+
+    def chunks(self) -> Generator[bytes, None, None]:
+        try:
+            for name, file in self.files:
+                info = tarfile.TarInfo(f"{self.name}/{name}")
+                info.size, info.mode = file.seek(0, 2), 0o644
+                file.seek(0)
+                yield info.tobuf()
+                while chunk := file.read(CHUNK_BYTES):
+                    yield chunk
+                yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
+            yield b"\0" * 2 * tarfile.BLOCKSIZE
+        finally:
+            for _, file in self.files:
+                file.close()
+
+
+def open_download(run_folder: RunFolder, config: Config, desired: DesiredAdapter, name: str, version: str) -> Download:
+    """Export the version into a scratch folder that has no name once its files are open. Raises Refused. Blocks."""
+    adapter = joined(config, desired)
+    scratch = run_folder.service_exports / secrets.token_hex(8)
+    scratch.parent.mkdir(exist_ok=True)
+    try:
+        pick_version(run_folder, alone(config, adapter), version or NEWEST, desired.key).export(scratch)
+        return Download(name=name, files=tuple((file, (scratch / file).open("rb")) for file in FILES))
+    except ConfigError as error:
+        if error.path.startswith("--version"):
+            raise Refused(422, "version", "this version is not on the disk", error.fix) from None
+        raise Refused(404, "version", "no version is on the disk yet", "try again after the first step") from None
+    except (CheckpointError, AdapterError, FileNotFoundError):  # another one has taken its place meanwhile
+        raise Refused(503, "version", "the version cannot be read now", "try again") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def forget_exports(run_folder: RunFolder) -> None:
+    """Remove what downloads of an earlier process have put down."""
+    shutil.rmtree(run_folder.service_exports, ignore_errors=True)

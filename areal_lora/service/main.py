@@ -1,0 +1,157 @@
+"""The service of a run: ``python -m areal_lora.service.main --run-folder DIR``.
+
+    HTTP, inbox --> check --> decide, commit --> desired.json --> trainer rank 0
+                                                                       |
+    answers  <------------------- metrics.jsonl <----------------------'
+
+It can be killed at any moment: what was acknowledged is in its file, and a start writes the desired state again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+from functools import partial
+
+from areal_lora.config.models import Config
+from areal_lora.config.recorded import read_config
+from areal_lora.errors import ArealLoraError, ConfigError, ExitCode
+from areal_lora.network.http_server import CLOSE_S, HttpServer
+from areal_lora.processes import stacks
+from areal_lora.processes.log import get_logger, setup_logging
+from areal_lora.processes.parent import die_with_parent
+from areal_lora.processes.watched import watched_task
+from areal_lora.run_folder.heartbeat import EVENT_LOOP, Heart
+from areal_lora.run_folder.heartbeat import EVERY_S as BEAT_S
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import publish_endpoint
+from areal_lora.run_folder.status import set_status
+from areal_lora.service.acceptance import Acceptance, api_of
+from areal_lora.service.api import Api
+from areal_lora.service.download import forget_exports
+from areal_lora.service.gateway import Gateway
+from areal_lora.service.inbox import EVERY_S, Inbox
+from areal_lora.service.observed import Observed
+from areal_lora.service.operator_key import admit_operator
+from areal_lora.service.rows import LOCAL, Quota
+from areal_lora.service.store import Store
+from areal_lora.service.writer import Writer
+
+ROLE = "service"
+HOST = "127.0.0.1"
+
+log = get_logger("areal_lora.service.main")  # __name__ is __main__ here
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="areal_lora.service.main", description=__doc__)
+    parser.add_argument("--run-folder", type=RunFolder.of, required=True)
+    run_folder: RunFolder = parser.parse_args(argv).run_folder
+    setup_logging(ROLE, 0)
+    stacks.install(run_folder.stack_dump(f"{ROLE}-0"))
+    die_with_parent(signal.SIGTERM)
+    try:
+        asyncio.run(serve(read_config(run_folder), run_folder))
+    except ArealLoraError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return error.exit_code
+    set_status(run_folder, ROLE, 0, "stopped")
+    return ExitCode.DONE
+
+
+async def serve(config: Config, run_folder: RunFolder) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    api_config = api_of(config)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    sock = bound(api_config.port)
+    async with AsyncExitStack() as stack:
+        forget_exports(run_folder)
+        observed = Observed(run_folder)
+        while observed.look():
+            pass
+        store = Store(run_folder.service_tables, config.run.name)
+        admit_operator(store, run_folder.service_key, Quota.of(api_config.quota))
+        writer = Writer(store, run_folder, observed.phases)
+        stack.callback(writer.close)
+        api = Api(
+            config=config,
+            run_folder=run_folder,
+            writer=writer,
+            observed=observed,
+            acceptance=Acceptance(config),
+            gateway=await stack.enter_async_context(Gateway(run_folder)),
+        )
+        http = HttpServer(api.app(), sock, None)
+        plane = watched_task("http-plane", http.serve)
+        port = sock.getsockname()[1]
+        publish_endpoint(run_folder, ROLE, 0, {"api": port}, host=HOST)
+        set_status(run_folder, ROLE, 0, f"serving on http://{HOST}:{port}")
+        log.info("serving on http://%s:%d", HOST, port)
+        heart = Heart(run_folder, ROLE, 0, {EVENT_LOOP: config.run.stall_s})
+        inbox = Inbox(run_folder.inbox, partial(_of_operator, api))
+        tasks = [
+            watched_task("event-loop-ticks", partial(_tick, heart)),
+            watched_task("metrics-tail", partial(_follow, observed, writer)),
+            watched_task("inbox", partial(_watch, inbox)),
+        ]
+        await stop.wait()
+        http.should_exit = True
+        await asyncio.wait([plane], timeout=CLOSE_S + 1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        heart.stop()
+
+
+def bound(port: int) -> socket.socket:
+    """The API's socket. Raises ConfigError for a port that is taken."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((HOST, port))
+    except OSError as error:
+        sock.close()
+        reason = f"port {port} of {HOST} cannot be bound: {os.strerror(error.errno or 0)}"
+        raise ConfigError("service.api.port", reason, "choose another, or 0") from None
+    sock.listen(socket.SOMAXCONN)
+    sock.set_inheritable(False)
+    return sock
+
+
+async def _of_operator(api: Api, section: dict[str, object], request: str) -> None:
+    await api.take_in(section, LOCAL, request, None)
+
+
+async def _tick(heart: Heart) -> None:
+    while True:
+        heart.progress(EVENT_LOOP)
+        await asyncio.sleep(BEAT_S)
+
+
+async def _follow(observed: Observed, writer: Writer) -> None:
+    """Read the run's records as they come, and note which operations it has carried out."""
+    while True:
+        more = observed.look()
+        await writer.settle()
+        await asyncio.sleep(0 if more else EVERY_S)
+
+
+async def _watch(inbox: Inbox) -> None:
+    while True:
+        await inbox.look()
+        await asyncio.sleep(EVERY_S)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)

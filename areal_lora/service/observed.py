@@ -1,0 +1,118 @@
+"""What the run has: the records of ``metrics.jsonl`` by adapter, read as they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.types import AdapterPhase
+
+READ_BYTES = 4 << 20
+PAGE = 1000
+"""Most records of one answer."""
+
+
+class _Head(msgspec.Struct, frozen=True):
+    kind: str
+    adapter: str = ""
+
+
+_head = msgspec.json.Decoder(_Head).decode
+_state = msgspec.json.Decoder(AdapterStateRecord | StepRecord | PublishRecord | CheckpointRecord | ResumeRecord).decode
+_KINDS = ("state", "step", "publish", "checkpoint", "resume")
+
+
+@dataclass(slots=True)
+class Seen:
+    """One adapter of the run. ``places`` are offset and length of its lines, ``states`` those of its state records.
+
+    ``version`` is the newest one that servers hold, ``checkpoint`` the newest one written since the last resume.
+    """
+
+    phase: AdapterPhase | None = None
+    reason: str = ""
+    step: StepRecord | None = None
+    version: int | None = None
+    checkpoint: int | None = None
+    places: list[tuple[int, int]] = field(default_factory=list)
+    states: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Observed:
+    """Follows one file. ``look`` reads what has come; the rest answers from memory and, for lines, from the file."""
+
+    def __init__(self, run_folder: RunFolder) -> None:
+        self._path, self._at = run_folder.metrics, 0
+        self._seen: dict[str, Seen] = {}
+
+    def look(self) -> bool:
+        """Read new records, at most about ``READ_BYTES``; True while there are more. A torn line stays."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return False
+        with file:
+            begin = self._at
+            file.seek(begin)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return False
+                if self._at - begin > READ_BYTES:
+                    return True
+                self._take(line, self._at)
+                self._at += len(line)
+        return False
+
+    def of(self, key: str) -> Seen:
+        return self._seen.get(key) or Seen()
+
+    def phases(self) -> dict[str, AdapterPhase]:
+        return {key: seen.phase for key, seen in list(self._seen.items()) if seen.phase is not None}
+
+    def records(self, key: str, after: int, limit: int = PAGE) -> list[dict[str, Any]]:
+        """The adapter's records from number ``after`` on, without the name that the run has for it."""
+        return self._lines(self.of(key).places[after : after + limit])
+
+    def states(self, key: str) -> list[dict[str, Any]]:
+        """The newest state records and failures of the adapter, oldest first."""
+        return self._lines(self.of(key).states[-PAGE:])
+
+    def _lines(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        if not places:
+            return []
+        found = []
+        with self._path.open("rb") as file:
+            for offset, length in places:
+                file.seek(offset)
+                record = msgspec.json.decode(file.read(length), type=dict[str, Any])
+                record.pop("adapter", None)
+                found.append(record)
+        return found
+
+    def _take(self, line: bytes, offset: int) -> None:
+        head = _head(line)
+        if not head.adapter:
+            return
+        seen = self._seen.setdefault(head.adapter, Seen())
+        place = (offset, len(line))
+        seen.places.append(place)
+        if head.kind not in _KINDS:
+            return
+        match _state(line):
+            case AdapterStateRecord(state=phase, reason=reason):
+                seen.phase, seen.reason = phase, reason
+                seen.states.append(place)
+            case StepRecord() as step:
+                seen.step = step
+            case PublishRecord(version=version):
+                seen.version = version
+            case CheckpointRecord(version=version, failed=failed):
+                seen.checkpoint = seen.checkpoint if failed else version
+            case ResumeRecord(version=version):
+                seen.checkpoint = version
+                if seen.step is not None and seen.step.version >= version:
+                    seen.step = None  # it will come again

@@ -1,0 +1,40 @@
+"""The operator's own tenant and key. The key lies in the run folder: who can read the folder is the operator."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from areal_lora.service.rows import LOCAL, Key, Quota, digest_of, new_key
+from areal_lora.service.store import Store
+
+LABEL = "operator"
+
+
+def admit_operator(store: Store, path: Path, quota: Quota) -> None:
+    """Make tenant and key where they are missing; the file alone decides which key is the operator's."""
+    tables = store.load()
+    if LOCAL not in tables.quotas:
+        store.put_tenant(LOCAL, quota)
+    digest = digest_of(_key_in(path))
+    if (known := tables.keys.get(digest)) is None or not known.operator:
+        store.put_key(Key(digest=digest, tenant=LOCAL, label=LABEL, operator=True))
+
+
+def read_key(path: Path) -> str:
+    return path.read_text(encoding="ascii").strip()
+
+
+def _key_in(path: Path) -> str:
+    try:
+        return read_key(path)
+    except FileNotFoundError:
+        pass
+    key, temporary = new_key(), path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(key + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return key

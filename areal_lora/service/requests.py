@@ -1,0 +1,106 @@
+"""Read requests: who asks, a body that is not too long, JSON that is an object."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from areal_lora.service.refused import Refused
+from areal_lora.service.rows import Key, Quota, Tables, digest_of
+
+MOST_QUERY = 2048
+MOST_KEY = 128
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and what they may."""
+
+    key: Key
+    quota: Quota
+
+    @property
+    def tenant(self) -> str:
+        return self.key.tenant
+
+
+def caller(request: Request, tables: Tables) -> Caller:
+    """Raises Refused (401) for a key that is none."""
+    kind, _, text = request.headers.get("authorization", "").partition(" ")
+    key = tables.keys.get(digest_of(text.strip())) if kind.lower() == "bearer" else None
+    if key is None:
+        fix = "send Authorization: Bearer KEY with a key that is valid"
+        raise Refused(401, "Authorization", "the key is missing, or not valid", fix)
+    if len(request.url.query) > MOST_QUERY:
+        raise Refused(413, "query", f"it is longer than {MOST_QUERY} characters", "shorten it")
+    return Caller(key=key, quota=tables.quotas[key.tenant])
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The whole body. Raises Refused (413) as soon as it is longer than ``most`` bytes."""
+    too_long = Refused(413, "body", f"it is longer than the quota of {most} bytes", "send less")
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or len(announced) > 15 or int(announced) > most:
+        raise too_long
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise too_long
+    except ClientDisconnect:
+        raise Refused(422, "body", "it ended early", "send it whole") from None
+    return b"".join(parts)
+
+
+def as_object(body: bytes) -> dict[str, Any]:
+    """Raises Refused (422) for anything but a JSON object."""
+    return decoded(body, dict[str, Any])
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        found = msgspec.json.decode(body, type=kind)
+        msgspec.json.encode(found)  # what cannot be written again, such as half a surrogate pair, is not kept
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        reason = f"it is no JSON of the right form: {str(error)[:200]}"
+        raise Refused(422, "body", reason, "send a JSON object as the service page describes it") from None
+    except RecursionError:
+        raise Refused(422, "body", "it is nested too deeply", "flatten it") from None
+    return found
+
+
+def idempotency_key(request: Request) -> str:
+    """The request's ``Idempotency-Key``; empty without one. Raises Refused for one that is too long or not ASCII."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return ""
+    if not 0 < len(key) <= MOST_KEY or not key.isascii() or not key.isprintable():
+        reason = f"it is not 1 to {MOST_KEY} printable ASCII characters"
+        raise Refused(422, "Idempotency-Key", reason, "use a random text, such as a UUID")
+    return key
+
+
+def number(request: Request, name: str, default: int, most: int) -> int:
+    """A whole number of the query, from 0 to ``most``. Raises Refused."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 16 and int(text) <= most):
+        raise Refused(422, name, f"{text[:32]!r} is no whole number from 0 to {most}", "correct the query")
+    return int(text)
+
+
+def fingerprint(*parts: str | bytes) -> str:
+    """What has to be equal for two requests to be one."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        hashed.update(len(data).to_bytes(8) + data)
+    return hashed.hexdigest()

@@ -1,0 +1,153 @@
+"""What the service keeps: tenants, keys, adapters, operations. An adapter's row says what is wanted of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from areal_lora.config.service import QuotaConfig
+from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase
+
+TENANT = re.compile(r"[a-z][a-z0-9]{0,15}")
+"""Has no ``-``: the first one in a name of the run ends the tenant."""
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,46}")
+LOCAL = "local"
+"""The operator's own tenant: the inbox, and requests with the key in the run folder."""
+
+
+class Verb(StrEnum):
+    CREATE = "create"
+    PAUSE = "pause"
+    RESUME = "resume"
+    DELETE = "delete"
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one tenant, as `QuotaConfig` describes them."""
+
+    adapters: int
+    rank: int
+    weight: float
+    operations: int
+    body_kib: int
+    sequences: int
+    problems: int
+    workers: int
+
+    @classmethod
+    def of(cls, config: QuotaConfig) -> Quota:
+        return msgspec.convert(config.model_dump(), cls)
+
+    @property
+    def body_bytes(self) -> int:
+        return self.body_kib << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key that admits requests of ``tenant``; the key itself is not kept. ``operator``: may make tenants and keys."""
+
+    digest: str
+    tenant: str
+    label: str
+    operator: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRow:
+    """One adapter of a tenant. ``settings`` are its section of the configuration as data, without ``name``."""
+
+    tenant: str
+    name: str
+    incarnation: int
+    wanted: DesiredPhase
+    settings: dict[str, Any]
+    created_s: float
+
+    @property
+    def desired(self) -> DesiredAdapter:
+        return DesiredAdapter(
+            name=f"{self.tenant}-{self.name}", incarnation=self.incarnation, phase=self.wanted, adapter=self.settings
+        )
+
+    @property
+    def key(self) -> str:
+        """What the run calls it: no two adapters of any tenants, nor two bearers of one name, share it."""
+        return self.desired.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation to acknowledge. ``request`` is the tenant's idempotency key; empty without one."""
+
+    tenant: str
+    name: str
+    incarnation: int
+    verb: Verb
+    request: str
+    fingerprint: str
+    answer: bytes
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """An acknowledged operation that the run has not carried out yet."""
+
+    number: int
+    tenant: str
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Everything that decisions need, as of one commit. ``adapters`` has no deleted ones; ``highest`` is the last
+    incarnation of each name, deleted ones included.
+    """
+
+    quotas: MappingProxyType[str, Quota] = field(default_factory=lambda: MappingProxyType({}))
+    keys: MappingProxyType[str, Key] = field(default_factory=lambda: MappingProxyType({}))
+    adapters: MappingProxyType[tuple[str, str], AdapterRow] = field(default_factory=lambda: MappingProxyType({}))
+    highest: MappingProxyType[tuple[str, str], int] = field(default_factory=lambda: MappingProxyType({}))
+    open: tuple[Open, ...] = ()
+    generation: int = 0
+
+    def of(self, tenant: str) -> list[AdapterRow]:
+        """The tenant's adapters, oldest first."""
+        return [row for row in self.adapters.values() if row.tenant == tenant]
+
+    def after(self, row: AdapterRow, number: int) -> Tables:
+        """The tables once operation ``number`` has made its adapter ``row``."""
+        at = (row.tenant, row.name)
+        adapters = dict(self.adapters) | {at: row}
+        if row.wanted is DesiredPhase.DELETED:
+            del adapters[at]
+        begun = Open(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
+        return replace(
+            self,
+            adapters=MappingProxyType(adapters),
+            highest=MappingProxyType(dict(self.highest) | {at: row.incarnation}),
+            open=(*self.open, begun),
+            generation=self.generation + 1,
+        )
+
+    def desired(self) -> Desired:
+        """What the run is to have: deleted adapters are not in it."""
+        return Desired(generation=self.generation, adapters=tuple(row.desired for row in self.adapters.values()))
+
+
+def digest_of(key: str) -> str:
+    """What is kept of a key. Keys are 256 random bits, so that no slow hash is needed."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
+def new_key() -> str:
+    return f"al-{secrets.token_hex(32)}"

@@ -1,0 +1,157 @@
+"""The one thread that changes the service's file: decide, commit, write the desired state, then answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from areal_lora.processes.faults import reached
+from areal_lora.processes.watched import watched_thread
+from areal_lora.run_folder.desired import read_desired, write_desired
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.plan import Phases, carried_out
+from areal_lora.service.refused import Refused
+from areal_lora.service.rows import AdapterRow, Key, Operation, Quota, Tables, Verb
+from areal_lora.service.store import Store
+
+T = TypeVar("T")
+Decide = Callable[[Tables, Phases], AdapterRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One operation that a tenant asks for; ``decide`` plans it, ``answer`` is what is acknowledged.
+
+    ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused.
+    """
+
+    tenant: str
+    verb: Verb
+    fingerprint: str
+    decide: Decide
+    answer: Callable[[AdapterRow], bytes]
+    request: str = ""
+
+
+class Writer:
+    """Owns the store. ``tables`` are those of the last commit, readable from any thread; ``phases`` gives the run's.
+
+    Making one rewrites the desired state from the tables: an earlier process may have ended between the two.
+    """
+
+    def __init__(self, store: Store, run_folder: RunFolder, phases: Callable[[], Phases]) -> None:
+        self._store, self._folder, self._phases = store, run_folder, phases
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.tables = store.load()
+        self._repair()
+        self._thread = watched_thread("service-writer", self._run)
+
+    def close(self) -> None:
+        """Finish what was asked for, then end."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._store.close()
+
+    async def operate(self, order: Order) -> bytes:
+        """The answer, once the operation is durable and the run can read it. Raises Refused."""
+        return await self._asked(lambda: self._operate(order))
+
+    async def answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
+        """The answer that the tenant's idempotency key had; None for a new one. Raises Refused for another request."""
+        return await self._asked(lambda: self._answered(tenant, request, fingerprint))
+
+    async def put_tenant(self, tenant: str, quota: Quota) -> None:
+        await self._asked(lambda: self._administer(lambda: self._store.put_tenant(tenant, quota)))
+
+    async def put_key(self, key: Key) -> None:
+        await self._asked(lambda: self._administer(lambda: self._store.put_key(key)))
+
+    async def drop_key(self, tenant: str, label: str) -> None:
+        await self._asked(lambda: self._administer(lambda: self._store.drop_key(tenant, label)))
+
+    async def settle(self) -> None:
+        """Count the operations that the run has carried out no longer."""
+        if carried_out(self.tables, self._phases()):
+            await self._asked(self._settle)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    async def _asked(self, work: Callable[[], T]) -> T:
+        """``work``'s result in this thread. An error other than Refused ends the process: the file is not to trust."""
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        results: list[T | Refused] = []
+
+        def job() -> None:
+            try:
+                results.append(work())
+            except Refused as refused:
+                results.append(refused)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
+                loop.call_soon_threadsafe(answered.set)
+
+        self._jobs.put(job)
+        await answered.wait()
+        (result,) = results
+        if isinstance(result, Refused):
+            raise result
+        return result
+
+    def _operate(self, order: Order) -> bytes:
+        if order.request:
+            before = self._answered(order.tenant, order.request, order.fingerprint)
+            if before is not None:
+                return before
+        row = order.decide(self.tables, self._phases())
+        answer = order.answer(row)
+        reached("service.decided")
+        number = self._store.record(
+            row,
+            Operation(
+                tenant=row.tenant,
+                name=row.name,
+                incarnation=row.incarnation,
+                verb=order.verb,
+                request=order.request,
+                fingerprint=order.fingerprint,
+                answer=answer,
+                at_s=time.time(),
+            ),
+        )
+        reached("service.committed")
+        self.tables = self.tables.after(row, number)
+        write_desired(self._folder, self.tables.desired())
+        reached("service.desired")
+        return answer
+
+    def _answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
+        known = self._store.answered(tenant, request)
+        if known is not None and known[0] != fingerprint:
+            reason = "this key came with another request before"
+            raise Refused(422, "Idempotency-Key", reason, "use a new key for every operation")
+        return None if known is None else known[1]
+
+    def _administer(self, write: Callable[[], None]) -> None:
+        write()
+        self.tables = self._store.load()
+
+    def _settle(self) -> None:
+        done = {each.number for each in carried_out(self.tables, self._phases())}
+        self._store.carried_out(done)
+        self.tables = replace(self.tables, open=tuple(o for o in self.tables.open if o.number not in done))
+
+    def _repair(self) -> None:
+        """Make the desired state that of the tables."""
+        wanted, there = self.tables.desired(), read_desired(self._folder)
+        if there.adapters == wanted.adapters and self._folder.desired.exists():
+            return
+        generation = max(there.generation, wanted.generation) + 1
+        self._store.set_generation(generation)
+        self.tables = replace(self.tables, generation=generation)
+        write_desired(self._folder, self.tables.desired())

@@ -1,0 +1,98 @@
+"""The service's real parts inside one process: file, writer, checks and the ASGI app, without a port."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from areal_lora.config.facts import gather_facts
+from areal_lora.config.load import load_config
+from areal_lora.config.models import Config
+from areal_lora.config.rules.guardrails import resolve_targets
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.run_folder.rendezvous import create_secret
+from areal_lora.service.acceptance import Acceptance, api_of
+from areal_lora.service.api import Api
+from areal_lora.service.gateway import Gateway
+from areal_lora.service.observed import Observed
+from areal_lora.service.operator_key import admit_operator, read_key
+from areal_lora.service.rows import Key, Quota, digest_of, new_key
+from areal_lora.service.store import Store
+from areal_lora.service.writer import Writer
+from tests.support.paths import EXAMPLES
+
+
+def service_config(root: Path, **service: Any) -> Config:
+    """The shipped base of a service, below ``root``."""
+    data = {"run": {"name": "served", "root": str(root)}, "model": {"path": str(EXAMPLES / "tiny_model")}}
+    config = load_config([EXAMPLES / "service.yaml", {**data, "service": {"api": service}}])
+    return resolve_targets(config, gather_facts(config, runs_here=False))  # as a run folder records it
+
+
+def section(**changes: Any) -> dict[str, Any]:
+    """The shipped adapter, small."""
+    entry: dict[str, Any] = yaml.safe_load((EXAMPLES / "adapters" / "sums.yaml").read_text())
+    return entry | {"task": {"kind": "word_problems", "n_train": 64, "n_eval": 4}} | changes
+
+
+@dataclass(slots=True)
+class Running:
+    """``keys`` are those of the operator and of two tenants; ``http`` has no key of its own."""
+
+    folder: RunFolder
+    api: Api
+    writer: Writer
+    observed: Observed
+    http: httpx.AsyncClient
+    keys: dict[str, str]
+
+    async def ask(self, who: str, method: str, path: str, **more: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.keys[who]}"} | more.pop("headers", {})
+        return await self.http.request(method, path, headers=headers, **more)
+
+    def record(self, kind: str, key: str, **values: Any) -> None:
+        """What the trainer would write about an adapter of the run."""
+        with self.folder.metrics.open("a") as file:
+            file.write(json.dumps({"kind": kind, "adapter": key} | values) + "\n")
+        self.observed.look()
+
+
+@asynccontextmanager
+async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Running]:
+    """A service of ``config`` with the tenants ``acme`` and ``bolt``. With ``raises`` an unforeseen error is raised."""
+    folder = config.run_folder
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if not folder.secret.exists():
+        create_secret(folder)
+    quota = Quota.of(api_of(config).quota)
+    store, observed = Store(folder.service_tables, config.run.name), Observed(folder)
+    observed.look()
+    admit_operator(store, folder.service_key, quota)
+    keys = {"operator": read_key(folder.service_key)}
+    for tenant in ("acme", "bolt"):
+        keys[tenant] = new_key()
+        store.put_tenant(tenant, quota)
+        store.put_key(Key(digest=digest_of(keys[tenant]), tenant=tenant, label="test"))
+    writer = Writer(store, folder, observed.phases)
+    try:
+        async with Gateway(folder) as gateway:
+            api = Api(
+                config=config,
+                run_folder=folder,
+                writer=writer,
+                observed=observed,
+                acceptance=Acceptance(config),
+                gateway=gateway,
+            )
+            transport = httpx.ASGITransport(app=api.app(), raise_app_exceptions=raises)
+            async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+                yield Running(folder, api, writer, observed, http, keys)
+    finally:
+        writer.close()

@@ -1,0 +1,347 @@
+"""The API over its real ASGI app, file, checks and writer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from safetensors.numpy import load
+
+from areal_lora.checkpoint.store import versions_in
+from areal_lora.run_folder.desired import read_desired
+from areal_lora.run_folder.rendezvous import publish_endpoint
+from areal_lora.service.refused import ErrorBody
+from areal_lora.service.rows import Quota
+from tests.support.checkpoint import trained_run
+from tests.support.service.running import Running, running, section, service_config
+
+Scene = Callable[[Running], Awaitable[None]]
+
+
+def play(tmp_path: Path, scene: Scene, **service: Any) -> None:
+    """Run ``scene`` with a service in ``tmp_path``, which has a space in its name."""
+
+    async def run() -> None:
+        async with running(service_config(tmp_path / "the runs", **service)) as it:
+            await scene(it)
+
+    asyncio.run(run())
+
+
+def desired(it: Running) -> dict[str, str]:
+    return {adapter.key: adapter.phase.value for adapter in read_desired(it.folder).adapters}
+
+
+def refused(response: Any, status: int, path: str = "") -> None:
+    assert response.status_code == status, response.text
+    error = msgspec.json.decode(response.content, type=ErrorBody).error
+    assert error.reason
+    assert path in ("", error.path)
+
+
+def test_an_adapter_is_created_paused_resumed_and_deleted(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        created = await it.ask("acme", "POST", "/v1/adapters", json=section())
+        assert (created.status_code, created.json()["incarnation"]) == (201, 1)
+        assert desired(it) == {"acme-sums.1": "active"}, "the run can read it when the answer comes"
+        it.record("state", "acme-sums.1", state="active", version=0)
+        for verb, wanted in (("pause", "paused"), ("pause", "paused"), ("resume", "active")):
+            changed = await it.ask("acme", "POST", f"/v1/adapters/sums/{verb}")
+            assert (changed.status_code, changed.json()["wanted"]) == (200, wanted)
+            assert desired(it) == {"acme-sums.1": wanted}
+        assert (await it.ask("acme", "DELETE", "/v1/adapters/sums")).status_code == 200
+        assert desired(it) == {}
+        refused(await it.ask("acme", "GET", "/v1/adapters/sums"), 404)
+        again = await it.ask("acme", "POST", "/v1/adapters", json=section())
+        assert again.json()["incarnation"] == 2
+        shown = (await it.ask("acme", "GET", "/v1/adapters/sums")).json()
+        assert (shown["phase"], shown["step"]) == (None, 0), "nothing of its former bearer"
+
+    play(tmp_path, scene)
+
+
+def test_settings_are_those_of_a_start_and_are_refused_like_there(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        for changes, path in (
+            ({"rankk": 3}, "rankk"),
+            ({"rank": 0}, "rank"),
+            ({"rank": 16}, "rank"),
+            ({"target_modules": ["nope"]}, "target_modules"),
+            ({"algorithm": {"kind": "nope"}}, "algorithm.kind"),
+            ({"sampling": {"prompts_per_step": 1, "n_samples": 1, "max_new_tokens": 4}}, "sampling.n_samples"),
+            ({"max_staleness": 9}, "max_staleness"),
+            ({"name": "A"}, "name"),
+            ({"name": None}, "name"),
+        ):
+            refused(await it.ask("acme", "POST", "/v1/adapters", json=section(**changes)), 422, path)
+        assert desired(it) == {}
+
+    play(tmp_path, scene)
+
+
+def test_tenants_see_nothing_of_each_other(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        for tenant, steps in (("acme", 3), ("bolt", 5)):
+            assert (await it.ask(tenant, "POST", "/v1/adapters", json=section(steps=steps))).status_code == 201
+        assert desired(it) == {"acme-sums.1": "active", "bolt-sums.1": "active"}
+        assert (await it.ask("acme", "POST", "/v1/adapters", json=section(name="xyz"))).status_code == 201
+        for method, path in (
+            ("GET", "xyz"),
+            ("DELETE", "xyz"),
+            ("POST", "xyz/pause"),
+            ("POST", "xyz/resume"),
+            ("GET", "xyz/logs"),
+            ("GET", "xyz/metrics"),
+            ("GET", "xyz/download"),
+        ):
+            there = await it.ask("bolt", method, f"/v1/adapters/{path}")
+            never = await it.ask("bolt", method, f"/v1/adapters/{path.replace('xyz', 'not')}")
+            refused(there, 404)
+            assert there.text.replace("xyz", "not") == never.text, "that it exists is not said"
+        refused(await it.ask("bolt", "POST", "/v1/completions", json={"model": "xyz", "prompt": "a"}), 404, "model")
+        listed = (await it.ask("bolt", "GET", "/v1/adapters")).json()["adapters"]
+        assert [(a["name"], a["settings"]["steps"]) for a in listed] == [("sums", 5)]
+        it.record("state", "acme-sums.1", state="failed", version=1, reason="acme's own fault")
+        assert (await it.ask("bolt", "GET", "/v1/adapters/sums/logs")).json() == {"states": []}
+        mine = (await it.ask("acme", "GET", "/v1/adapters/sums/logs")).json()["states"]
+        assert [(record["state"], record["reason"]) for record in mine] == [("failed", "acme's own fault")]
+        assert "adapter" not in mine[0]
+
+    play(tmp_path, scene)
+
+
+def test_a_repeated_request_has_the_first_answer_and_another_one_is_refused(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        headers = {"Idempotency-Key": "one"}
+        first = await it.ask("acme", "POST", "/v1/adapters", json=section(), headers=headers)
+        assert (await it.ask("acme", "DELETE", "/v1/adapters/sums")).status_code == 200
+        second = await it.ask("acme", "POST", "/v1/adapters", json=section(), headers=headers)
+        assert (second.status_code, second.content) == (first.status_code, first.content)
+        assert desired(it) == {}, "nothing was created twice"
+        refused(await it.ask("acme", "POST", "/v1/adapters", json=section(rank=2), headers=headers), 422)
+        refused(await it.ask("acme", "DELETE", "/v1/adapters/sums", headers=headers), 422, "Idempotency-Key")
+        other = await it.ask("bolt", "POST", "/v1/adapters", json=section(rank=2), headers=headers)
+        assert other.status_code == 201, "keys are of one tenant"
+        for key in ("", "x" * 129, "a\tb"):
+            with_key = {"Idempotency-Key": key}
+            refused(await it.ask("acme", "POST", "/v1/adapters/x/pause", headers=with_key), 422, "Idempotency-Key")
+
+    play(tmp_path, scene)
+
+
+def test_the_app_starts_again_with_what_was_acknowledged(tmp_path: Path) -> None:
+    config = service_config(tmp_path / "the runs")
+
+    async def run() -> None:
+        async with running(config) as it:
+            await it.ask("acme", "POST", "/v1/adapters", json=section(), headers={"Idempotency-Key": "one"})
+            await it.ask("acme", "POST", "/v1/adapters/sums/pause")
+            operator = it.keys["operator"]
+        for lost in (False, True):
+            if lost:
+                it.folder.desired.unlink()
+            async with running(config) as it:
+                assert desired(it) == {"acme-sums.1": "paused"}
+                shown = (await it.ask("acme", "GET", "/v1/adapters/sums")).json()
+                assert shown["wanted"] == "paused"
+                assert it.keys["operator"] == operator
+                again = await it.ask("acme", "POST", "/v1/adapters", json=section(), headers={"Idempotency-Key": "one"})
+                assert (again.status_code, again.json()["incarnation"]) == (201, 1)
+
+    asyncio.run(run())
+
+
+def test_quotas_of_adapters_bodies_and_operations(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        quota = {"tenant": "acme", "quota": {"adapters": 1, "operations": 3, "body_kib": 1}}
+        assert (await it.ask("operator", "POST", "/v1/tenants", json=quota)).status_code == 201
+        refused(await it.ask("acme", "POST", "/v1/adapters", content=b"{" + b" " * 1024), 413, "body")
+
+        async def parts() -> Any:
+            for _ in range(20):
+                yield b" " * 100
+
+        refused(await it.ask("acme", "POST", "/v1/adapters", content=parts()), 413, "body")
+        small = {"task": {"kind": "word_problems", "n_train": 8, "n_eval": 2}}
+        assert (await it.ask("acme", "POST", "/v1/adapters", json=section(**small))).status_code == 201
+        refused(await it.ask("acme", "POST", "/v1/adapters", json=section(name="two", **small)), 429, "name")
+        for verb in ("pause", "resume"):
+            assert (await it.ask("acme", "POST", f"/v1/adapters/sums/{verb}")).status_code == 200
+        refused(await it.ask("acme", "POST", "/v1/adapters/sums/pause"), 429, "operations")
+        it.record("state", "acme-sums.1", state="active", version=0)
+        await it.writer.settle()
+        assert (await it.ask("acme", "POST", "/v1/adapters/sums/pause")).status_code == 200
+
+    play(tmp_path, scene)
+
+
+def test_the_operator_makes_tenants_and_keys_and_others_do_not(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        made = await it.ask("operator", "POST", "/v1/tenants", json={"tenant": "new", "quota": {"rank": 4}})
+        assert (made.status_code, made.json()["quota"]["rank"]) == (201, 4)
+        key = (await it.ask("operator", "POST", "/v1/tenants/new/keys", json={"label": "laptop"})).json()["key"]
+        it.keys["new"] = key
+        assert (await it.ask("new", "GET", "/v1/adapters")).json() == {"adapters": []}
+        refused(await it.ask("new", "POST", "/v1/adapters", json=section(rank=8)), 422, "rank")
+        replaced = (await it.ask("operator", "POST", "/v1/tenants/new/keys", json={"label": "laptop"})).json()["key"]
+        refused(await it.ask("new", "GET", "/v1/adapters"), 401)
+        it.keys["new"] = replaced
+        assert (await it.ask("operator", "DELETE", "/v1/tenants/new/keys/laptop")).status_code == 200
+        refused(await it.ask("new", "GET", "/v1/adapters"), 401)
+        for method, path in (
+            ("GET", "/v1/tenants"),
+            ("POST", "/v1/tenants"),
+            ("POST", "/v1/tenants/acme/keys"),
+            ("DELETE", "/v1/tenants/bolt/keys/test"),
+        ):
+            refused(await it.ask("acme", method, path, json={"tenant": "acme"}), 404)
+        refused(await it.ask("operator", "DELETE", "/v1/tenants/local/keys/operator"), 404)
+        refused(await it.ask("operator", "POST", "/v1/tenants/nobody/keys"), 404)
+        for quota in ({"rank": 0}, {"rank": 1.5}, {"nope": 1}, {"weight": -1}):
+            refused(await it.ask("operator", "POST", "/v1/tenants", json={"tenant": "new", "quota": quota}), 422)
+        refused(await it.ask("operator", "POST", "/v1/tenants", json={"tenant": "a-b"}), 422, "tenant")
+        assert it.writer.tables.quotas["acme"] == it.writer.tables.quotas["bolt"]
+        assert isinstance(it.writer.tables.quotas["new"], Quota)
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer al-", "Basic x", "al-0", "Bearer \xff"])
+def test_without_a_valid_key_nothing_is_answered(header: str | None, tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+        for method, path in (("GET", "/v1/adapters"), ("POST", "/v1/adapters"), ("GET", "/v1/tenants")):
+            refused(await it.http.request(method, path, headers=headers), 401, "Authorization")
+
+    play(tmp_path, scene)
+
+
+def test_metrics_come_in_pages(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        await it.ask("acme", "POST", "/v1/adapters", json=section())
+        for step in range(7):
+            it.record("step", "acme-sums.1", step=step, version=step, time_s=1.0, reward_mean=0.25)
+        seen, after = [], 0
+        while (page := (await it.ask("acme", "GET", f"/v1/adapters/sums/metrics?after={after}&limit=3")).json())[
+            "records"
+        ]:
+            seen += [record["step"] for record in page["records"]]
+            after = page["next"]
+        assert seen == list(range(7))
+        shown = (await it.ask("acme", "GET", "/v1/adapters/sums")).json()
+        assert (shown["step"], shown["reward"]) == (7, 0.25)
+        for query in ("after=-1", "after=x", "limit=1001", "after=1e3", "after=٣", "after=" + "9" * 4000):
+            response = await it.ask("acme", "GET", f"/v1/adapters/sums/metrics?{query}")
+            assert response.status_code in (413, 422)
+
+    play(tmp_path, scene)
+
+
+def test_a_download_is_a_tar_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    trained, _ = trained_run.make_run(tmp_path, "acme-sums.1")
+
+    async def scene(it: Running) -> None:
+        await it.ask("acme", "POST", "/v1/adapters", json=section())
+        refused(await it.ask("acme", "GET", "/v1/adapters/sums/download"), 404, "version")
+        trained.checkpoints.rename(it.folder.checkpoints)
+        assert versions_in(it.folder.adapter_checkpoints("acme-sums.1")) == [1, 2, 3]
+        answers = {
+            v: await it.ask("acme", "GET", f"/v1/adapters/sums/download?version={v}") for v in ("newest", "v1", "3")
+        }
+        assert [answer.status_code for answer in answers.values()] == [200, 200, 200], answers["newest"].text
+        weights = {v: tensors(answer.content) for v, answer in answers.items()}
+        assert weights["newest"].keys() == weights["v1"].keys()
+        assert all((weights["newest"][name] == weights["3"][name]).all() for name in weights["3"])
+        assert any((weights["newest"][name] != weights["v1"][name]).any() for name in weights["v1"])
+        for version in ("9", "oldest", "../.."):
+            refused(await it.ask("acme", "GET", f"/v1/adapters/sums/download?version={version}"), 422, "version")
+        assert not any(it.folder.service_exports.iterdir()), "nothing of it stays"
+
+    play(tmp_path, scene)
+
+
+def tensors(content: bytes) -> dict[str, Any]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        assert sorted(tar.getnames()) == ["sums/adapter_config.json", "sums/adapter_model.safetensors"]
+        config, model = (
+            tar.extractfile(f"sums/{name}") for name in ("adapter_config.json", "adapter_model.safetensors")
+        )
+        assert config is not None
+        assert model is not None
+        assert "acme" not in config.read().decode()
+        return load(model.read())
+
+
+@asynccontextmanager
+async def data_plane(it: Running, index: int, answer: Callable[[dict[str, Any]], web.StreamResponse]) -> Any:
+    """A server of the run that answers completions as told."""
+    asked: list[dict[str, Any]] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return answer(asked[-1])
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    app.router.add_post("/v1/chat/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    publish_endpoint(it.folder, "server", index, {"data": runner.addresses[0][1]})
+    try:
+        yield asked
+    finally:
+        await runner.cleanup()
+
+
+def test_inference_has_the_tenants_name_outside_and_the_runs_name_inside(tmp_path: Path) -> None:
+    def reply(body: dict[str, Any]) -> web.Response:
+        if body.get("stream"):
+            line = b'data: {"model":"acme-sums.1@v3","choices":[{"text":"a"}]}\n\n'
+            return web.Response(body=line * 2 + b"data: [DONE]\n\n", content_type="text/event-stream")
+        if body.get("n") == 0:
+            error = {"error": {"message": f"n is 0 for {body['model']}"}}
+            return web.json_response(error, status=400)
+        return web.json_response({"model": "acme-sums.1@v3", "choices": [{"text": "acme-sums.1 is no secret here"}]})
+
+    async def scene(it: Running) -> None:
+        await it.ask("acme", "POST", "/v1/adapters", json=section())
+        body = {"model": "sums", "prompt": "1 + 1 ="}
+        refused(await it.ask("acme", "POST", "/v1/completions", json=body), 503)
+        async with data_plane(it, 0, lambda body: web.Response(status=404)) as empty:
+            refused(await it.ask("acme", "POST", "/v1/completions", json=body), 404, "model")
+            async with data_plane(it, 1, reply) as asked:
+                answers = [
+                    await it.ask("acme", "POST", path, json=body | {"model": model})
+                    for model in ("sums", "sums@v3")
+                    for path in ("/v1/completions", "/v1/chat/completions")
+                ]
+                assert [a.json()["model"] for a in answers] == ["sums@v3"] * 4, "the server without it is passed over"
+                assert [each["model"] for each in asked] == ["acme-sums.1"] * 2 + ["acme-sums.1@v3"] * 2
+                assert len(empty) == 5
+                stream = await it.ask("acme", "POST", "/v1/completions", json=body | {"stream": True})
+                assert stream.text.count('data: {"model":"sums@v3"') == 2
+                assert stream.text.endswith("data: [DONE]\n\n")
+                wrong = await it.ask("acme", "POST", "/v1/completions", json=body | {"n": 0})
+                refused(wrong, 422)
+                assert wrong.json()["error"]["reason"] == "n is 0 for sums"
+                refused(await it.ask("acme", "POST", "/v1/completions", json=body | {"pin_version": True}), 422)
+                for model in ("base", "acme-sums.1", "acme-sums", "bolt-sums.1", "sums@v", "", 3, None):
+                    response = await it.ask("acme", "POST", "/v1/completions", json=body | {"model": model})
+                    assert response.status_code in (404, 422), model
+                refused(await it.ask("bolt", "POST", "/v1/completions", json=body), 404, "model")
+                assert all(each["model"].startswith("acme-sums.1") for each in asked)
+        it.record("publish", "acme-sums.1", version=0, total_ms=1.0)
+        models = (await it.ask("acme", "GET", "/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["sums"]
+        assert (await it.ask("bolt", "GET", "/v1/models")).json()["data"] == []
+
+    play(tmp_path, scene)

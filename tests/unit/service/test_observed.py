@@ -1,0 +1,63 @@
+"""The records of the run by adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.observed import Observed
+from areal_lora.types import AdapterPhase
+
+
+def test_each_adapter_has_its_own_records(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a run")
+    observed = Observed(folder)
+    assert not observed.look()
+    with MetricsWriter(folder) as writer:
+        for name in ("acme-a.1", "bolt-a.1"):
+            writer.write(AdapterStateRecord(adapter=name, state=AdapterPhase.ACTIVE, version=0))
+            writer.write(PublishRecord(adapter=name, version=0, total_ms=1.0))
+        writer.write(StepRecord(adapter="acme-a.1", step=0, version=0, time_s=1.0, reward_mean=0.5, staleness={1: 4}))
+        writer.write(CheckpointRecord(adapter="acme-a.1", version=1, write_s=0.1))
+        writer.write(PublishRecord(adapter="acme-a.1", version=1, total_ms=1.0))
+        writer.write(AdapterStateRecord(adapter="bolt-a.1", state=AdapterPhase.FAILED, version=0, reason="it broke"))
+    observed.look()
+    seen = observed.of("acme-a.1")
+    assert (seen.phase, seen.version, seen.checkpoint) == (AdapterPhase.ACTIVE, 1, 1)
+    assert seen.step is not None
+    assert (seen.step.reward_mean, seen.step.mean_lag) == (0.5, 1.0)
+    assert observed.phases() == {"acme-a.1": AdapterPhase.ACTIVE, "bolt-a.1": AdapterPhase.FAILED}
+    assert observed.of("bolt-a.1").reason == "it broke"
+    assert [r["kind"] for r in observed.records("acme-a.1", 0)] == ["state", "publish", "step", "checkpoint", "publish"]
+    assert [r["kind"] for r in observed.records("acme-a.1", 3, 1)] == ["checkpoint"]
+    assert observed.records("acme-a.1", 99) == observed.records("nobody.1", 0) == []
+    assert [r["state"] for r in observed.states("bolt-a.1")] == ["active", "failed"]
+    text = json.dumps([observed.records(name, 0) for name in ("acme-a.1", "bolt-a.1")])
+    assert "acme" not in text, "the name that the run has is not shown"
+
+
+def test_a_resume_takes_back_what_comes_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a run")
+    with MetricsWriter(folder) as writer:
+        for step in range(3):
+            writer.write(StepRecord(adapter="a.1", step=step, version=step, time_s=1.0))
+            writer.write(CheckpointRecord(adapter="a.1", version=step + 1, write_s=0.1, failed=step == 2))
+        writer.write(ResumeRecord(adapter="a.1", version=2, time_s=2.0))
+    observed = Observed(folder)
+    observed.look()
+    assert observed.of("a.1").checkpoint == 2
+    assert observed.of("a.1").step is None
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    line = b'{"kind":"state","adapter":"a.1","state":"active","version":0,"reason":"","time_s":0.0}\n'
+    observed = Observed(folder)
+    for cut in (1, 40, len(line)):
+        folder.metrics.write_bytes(line[:cut])
+        observed.look()
+        assert (observed.of("a.1").phase is None) == (cut < len(line))
+    assert len(observed.of("a.1").places) == 1

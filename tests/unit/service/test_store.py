@@ -1,0 +1,130 @@
+"""The service's file: what it gives back is what was recorded, after any sequence of operations."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from areal_lora.errors import ConfigError, RecordError
+from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.service.plan import Asked, change, create
+from areal_lora.service.refused import Refused
+from areal_lora.service.rows import AdapterRow, Key, Operation, Quota, Tables, Verb, digest_of
+from areal_lora.service.store import Store
+
+QUOTA = Quota(adapters=9, rank=8, weight=1.0, operations=99, body_kib=1, sequences=64, problems=9, workers=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return opened(tmp_path)
+
+
+def opened(folder: Path) -> Store:
+    store = Store(folder / "a service.sqlite", "run")
+    for tenant in ("acme", "bolt"):
+        store.put_tenant(tenant, QUOTA)
+    return store
+
+
+def operation(row: AdapterRow, verb: Verb, request: str = "", fingerprint: str = "f") -> Operation:
+    return Operation(
+        tenant=row.tenant,
+        name=row.name,
+        incarnation=row.incarnation,
+        verb=verb,
+        request=request,
+        fingerprint=fingerprint,
+        answer=b"answer " + request.encode(),
+        at_s=1.5,
+    )
+
+
+def new(tables: Tables, name: str = "math", tenant: str = "acme") -> AdapterRow:
+    asked = Asked(name=name, rank=4, weight=1.0, settings={"rank": 4, "text": "ä\u2028", "list": [1.5, None]})
+    return create(tables, tenant, asked, now_s=12.5)
+
+
+def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
+    """Random operations; the file is opened again now and then."""
+    seed = int(os.environ.get("AREAL_LORA_SEED", random.randrange(10**6)))
+    print(f"AREAL_LORA_SEED={seed}")
+    draw, store = random.Random(seed), opened(tmp_path)
+    tables = store.load()
+    for n in range(120):
+        tenant, name, verb = draw.choice(["acme", "bolt"]), draw.choice("abc"), draw.choice(list(Verb))
+        try:
+            row = new(tables, name, tenant) if verb is Verb.CREATE else change(tables, {}, tenant, name, verb)
+        except Refused:
+            continue
+        number = store.record(row, operation(row, verb, request=f"r{n}"))
+        tables = tables.after(row, number)
+        if draw.random() < 0.1:
+            store.close()
+            store = opened(tmp_path)
+        assert store.load() == tables
+        assert store.load().desired() == tables.desired()
+    assert len(tables.highest) == 6, "the walk has been everywhere"
+    store.close()
+
+
+def test_an_answer_is_found_by_tenant_and_request(store: Store) -> None:
+    row = new(store.load())
+    store.record(row, operation(row, Verb.CREATE, "key", "print"))
+    assert store.answered("acme", "key") == ("print", b"answer key")
+    assert store.answered("bolt", "key") is None
+    assert store.answered("acme", "other") is None
+
+
+def test_a_name_has_one_bearer_and_a_request_one_operation(store: Store) -> None:
+    tables = store.load()
+    row = new(tables)
+    tables = tables.after(row, store.record(row, operation(row, Verb.CREATE, "key")))
+    second = AdapterRow(
+        tenant="acme", name="math", incarnation=2, wanted=DesiredPhase.ACTIVE, settings={}, created_s=0.0
+    )
+    with pytest.raises(RecordError, match="UNIQUE"):
+        store.record(second, operation(second, Verb.CREATE, "another"))
+
+
+def test_a_label_has_one_key(store: Store) -> None:
+    for text in ("first", "second"):
+        store.put_key(Key(digest=digest_of(text), tenant="acme", label="laptop"))
+    assert list(store.load().keys) == [digest_of("second")]
+    store.drop_key("acme", "laptop")
+    assert not store.load().keys
+
+
+def test_operations_that_were_carried_out_are_not_open(store: Store) -> None:
+    row = new(store.load())
+    first = store.record(row, operation(row, Verb.CREATE))
+    second = store.record(row, operation(row, Verb.RESUME))
+    store.carried_out([first])
+    assert [each.number for each in store.load().open] == [second]
+
+
+def test_commits_are_synced_and_the_plain_key_is_nowhere(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    store.put_key(Key(digest=digest_of("al-secret"), tenant="acme", label="laptop"))
+    store.close()
+    assert all(b"al-secret" not in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    with pytest.raises(ConfigError, match="of run 'run'"):
+        Store(tmp_path / "a service.sqlite", "another")
+    (tmp_path / "text").write_text("no database, but some text that is long enough to be taken for one")
+    with pytest.raises(RecordError, match="not a database"):
+        Store(tmp_path / "text", "run")
+    with closing(sqlite3.connect(tmp_path / "a service.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE meta SET schema_version = 99")
+    with pytest.raises(ConfigError, match="schema 99"):
+        Store(tmp_path / "a service.sqlite", "run")
