@@ -19,7 +19,9 @@ from tests.support.service.running import Running, running, section, service_con
 
 REQUESTS = 5000
 MARKS = {"acme": "acmesownword", "bolt": "boltsownword"}
-"""In the names and reasons of each tenant, and nowhere else."""
+"""In the name of each tenant's adapter, and nowhere else. Others may guess it."""
+SECRETS = {"acme": "acmesecretword", "bolt": "boltsecretword"}
+"""In the settings and reasons of each tenant. No request has it."""
 STATUSES = {200, 201, 401, 404, 405, 413, 422, 429, 503}
 TYPES = (bodies.Adapter, bodies.Accepted, bodies.Adapters, bodies.Records, bodies.Logs, bodies.Models)
 ODD = [
@@ -51,8 +53,10 @@ def test_every_answer_is_typed_and_nothing_leaks(tmp_path: Path) -> None:
 
 async def storm(it: Running, draw: random.Random) -> None:
     for tenant, mark in MARKS.items():
-        assert (await it.ask(tenant, "POST", "/v1/adapters", json=section(name=mark))).status_code == 201
-        it.record("state", f"{tenant}-{mark}.1", state="active", version=0, reason=mark)
+        assert (
+            await it.ask(tenant, "POST", "/v1/adapters", json=section(name=mark, evals=own(tenant)))
+        ).status_code == 201
+        it.record("state", f"{tenant}-{mark}.1", state="active", version=0, reason=SECRETS[tenant])
     before = read_desired(it.folder).adapters
     seen: dict[int, int] = {}
     for _ in range(REQUESTS):
@@ -63,6 +67,7 @@ async def storm(it: Running, draw: random.Random) -> None:
         other = MARKS["bolt" if who == "acme" else "acme"]
         sent = answer.request.content.decode(errors="replace") + str(answer.request.url)
         assert other not in answer.text or other in sent, "a tenant learns what it has not sent"
+        assert SECRETS["bolt" if who == "acme" else "acme"] not in answer.text
         if answer.status_code >= 400:
             error = msgspec.json.decode(answer.content, type=ErrorBody).error
             assert error.path
@@ -75,6 +80,10 @@ async def storm(it: Running, draw: random.Random) -> None:
     assert all(after.get(adapter.key) == adapter for adapter in before), "no one changed what is another's"
     print(dict(sorted(seen.items())))
     assert {200, 401, 404, 405, 413, 422} <= seen.keys(), "the storm is as varied as it says"
+
+
+def own(tenant: str) -> list[dict[str, str]]:
+    return [{"name": SECRETS[tenant]}]
 
 
 def is_of(content: bytes, kind: Any) -> bool:
