@@ -14,10 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from areal_lora.checkpoint.state import PARTS
 from tests.support.distributed.engine_ranks import (
+    CHUNKS,
     CLIPPED,
     DENOMINATOR,
     OPTIMIZER,
+    STEPS,
     TEMPERATURE,
     VALUE_CLIP,
     Case,
@@ -350,6 +353,28 @@ def test_an_adapter_trains_beside_another_one_as_if_it_were_alone(world: World, 
         assert error(seen["other_scores"], seen["base"]) > 1e-3, "the other one learnt nothing"
         assert error(seen["other_scores"], seen["a_scores"]) > 1e-3
         assert "'other' is not resident" in seen["removed"]
+
+
+@all_layouts
+def test_many_steps_beside_another_adapter_differ_in_no_byte(world: World, name: str) -> None:
+    """Gradients before every step, weights and both moments after the last; also where this rank owns none of them."""
+    for rank in world.ranks(name):
+        alone, beside = rank["beside"]["many_alone"], rank["beside"]["many_beside"]
+        assert alone["clock"] == beside["clock"] == STEPS
+        assert alone["gradients"] == beside["gradients"]
+        assert alone["state"].keys() == beside["state"].keys() == set(PARTS)
+        assert alone["state"] == beside["state"]
+        assert len({*alone["gradients"]}) == STEPS or not any(map(len, alone["gradients"]))
+
+
+@all_layouts
+def test_a_step_of_several_passes_is_that_of_one(world: World, name: str) -> None:
+    ranks = [rank["beside"]["many_alone"] for rank in world.ranks(name)]
+    whole, chunked = union(ranks, "whole"), union(ranks, "chunked")
+    assert whole.keys() == chunked.keys()
+    worst = max(float(np.linalg.norm(chunked[n] - g) / np.linalg.norm(g)) for n, g in whole.items())
+    print(f"{name}: worst gradient error of {CHUNKS} passes {worst:.1e} of its tensor's norm")
+    assert worst < 1e-5
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.dropout])

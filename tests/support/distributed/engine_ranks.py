@@ -32,6 +32,7 @@ from tests.support.distributed.oracle import (
     SHARED,
     random_head,
 )
+from tests.support.sizes import size
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # eps = 1 makes the first Adam step g / (|g| + 1): it tells sizes of gradients, not only their signs.
@@ -40,6 +41,8 @@ CLIPPED = 0.5
 DENOMINATOR = 50.0
 TEMPERATURE = 0.7
 VALUE_CLIP = 0.4
+STEPS = size(suite=2, nightly=20)
+CHUNKS = 3
 
 
 @dataclass(frozen=True)
@@ -260,7 +263,8 @@ def beside(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tens
         expert_layout=flipped if case.model == "moe" else case.expert_layout,
     )
     engine.add_adapter(make_spec("twin", path, case), OPTIMIZER, seed=1)
-    engine.add_adapter(other, OPTIMIZER.model_copy(update={"max_grad_norm": 0.3, "eps": 1e-8}), seed=2)
+    others_optimizer = OPTIMIZER.model_copy(update={"max_grad_norm": 0.3, "eps": 1e-8})
+    engine.add_adapter(other, others_optimizer, seed=2)
     engine.load_adapter("twin", adapter)
     batch, seen = make_batch(make_rows()), {}
     mine, others = (replace(batch, adapters=(name,) * len(batch.adapters)) for name in ("twin", "other"))
@@ -284,6 +288,51 @@ def beside(engine: AdapterEngine, path: str, case: Case, adapter: dict[str, Tens
         seen["removed"] = None
     except ArealLoraError as error:
         seen["removed"] = str(error)
+    engine.remove_adapter("twin")
+    seen["many_alone"] = many_steps(engine, make_spec("twin", path, case), adapter)
+    engine.add_adapter(other, others_optimizer, seed=2)
+    seen["many_beside"] = many_steps(engine, make_spec("twin", path, case), adapter, "other")
+    engine.remove_adapter("other")
+    return seen
+
+
+def many_steps(
+    engine: AdapterEngine, spec: AdapterSpec, adapter: dict[str, Tensor], other: str | None = None
+) -> dict[str, Any]:
+    """``STEPS`` steps of a new adapter that is removed afterwards: bytes of its gradients, weights and moments.
+
+    ``other`` makes passes and steps before, between and after those of each step. ``chunked`` are the gradients of
+    the last batch as ``CHUNKS`` passes, ``whole`` as one.
+    """
+    engine.add_adapter(spec, OPTIMIZER, seed=1)
+    engine.load_adapter(spec.name, adapter)
+
+    def passes(name: str, seed: int, chunks: int = 1) -> None:
+        batch = make_batch(make_rows(seed))
+        for part in split_minibatches(replace(batch, adapters=(name,) * len(batch.adapters)), chunks):
+            engine.forward_backward(part, loss_fn, need_entropy=True)
+
+    gradients = []
+    for step in range(STEPS):
+        if other:
+            passes(other, 60 + step)
+        passes(spec.name, 30 + step)
+        gradients.append(engine._residents[spec.name].memory.grads.numpy().tobytes())
+        if other:
+            engine.optim_step(other, DENOMINATOR, OPTIMIZER.lr)
+            passes(other, 90 + step)
+        engine.optim_step(spec.name, DENOMINATOR, OPTIMIZER.lr)
+    state = engine.export_state(spec.name)
+    seen: dict[str, Any] = {
+        "gradients": gradients,
+        "clock": state.step,
+        "state": {part: flat.tobytes() for part, flat in state.parts.items()},
+    }
+    if not other:
+        for name, chunks in (("whole", 1), ("chunked", CHUNKS)):
+            passes(spec.name, 30, chunks)
+            seen[name] = numpy_of(export_gradients(engine, spec.name))
+    engine.remove_adapter(spec.name)
     return seen
 
 
