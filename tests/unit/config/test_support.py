@@ -69,7 +69,9 @@ def own_asks(kind: Kind) -> frozenset[Ask]:
 
 
 @pytest.mark.parametrize(
-    "asks", [*({ask} for ask in support.ASKS), *(set(r.asks) for r in REFUSALS if r.asks)], ids=str
+    "asks",
+    [*({ask} for ask in support.ASKS), *(set(r.asks) for r in REFUSALS if r.asks)],
+    ids=lambda asks: " and ".join(sorted(asks)),
 )
 def test_what_is_asked_for_is_judged_as_the_table_says(asks: set[Ask]) -> None:
     every = [
