@@ -56,6 +56,7 @@ GRADIENT_TOLERANCE = {"megatron": 1e-5, "fsdp": 1e-4}
 # Of the norm of a tensor's gradient; fp32 against float64.
 VALUE_GRADIENT_TOLERANCE = 1e-4
 SEED = 9
+LOT = 7
 
 SPLITS: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2},
@@ -129,8 +130,15 @@ REFERENCE = {case.kind: case.name for case in reversed(CASES) if case.world == 1
 all_layouts = pytest.mark.parametrize("name", list(BY_NAME))
 
 
+def lot_of(case: Case) -> list[Case]:
+    """The cases that run in the same processes: at most ``LOT``, within the time limit on a busy machine, too."""
+    alike = [other for other in CASES if (other.world, other.engine) == (case.world, case.engine)]
+    first = alike.index(case) // LOT * LOT
+    return alike[first : first + LOT]
+
+
 class World:
-    """Models, oracles and, per world size, what the ranks returned (each world is started once)."""
+    """Models, oracles and, per lot of cases, what the ranks returned (each lot is started once)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -139,7 +147,7 @@ class World:
         self.wires = {kind: random_adapter(kind, SEED) for kind in kinds}
         self.oracles = {kind: Oracle(self.paths[kind.partition("+")[0]], kind) for kind in kinds}
         self.rows = make_rows()
-        self._ranks: dict[tuple[int, str], list[Any] | RanksFailed] = {}
+        self._ranks: dict[str, list[Any] | RanksFailed] = {}  # by the first case of a lot
         self._truth: dict[str, Any] = {}
         self._value_truth: dict[str, Any] = {}
         print(f"adapter seed {SEED}")
@@ -148,15 +156,15 @@ class World:
         return {kind: {n: t.numpy() for n, t in wire.items()} for kind, wire in self.wires.items()}
 
     def ranks(self, name: str, part: str | None = None) -> list[dict[str, Any]]:
-        """Per rank, what the case ``name`` returned, or ``part`` of the same world."""
-        world, engine = key = BY_NAME[name].world, BY_NAME[name].engine
+        """Per rank, what the case ``name`` returned, or ``part`` of the same lot."""
+        cases = lot_of(BY_NAME[name])
+        key = cases[0].name
         if key not in self._ranks:
-            cases = [case for case in CASES if (case.world, case.engine) == key]
-            folder = self.folder / f"{engine}-{world}"
+            folder = self.folder / key
             folder.mkdir()
             try:
                 self._ranks[key] = run_ranks(
-                    exercise_all, world, folder, (self.paths, cases, self.numpy_wires()), timeout_s=280.0
+                    exercise_all, cases[0].world, folder, (self.paths, cases, self.numpy_wires()), timeout_s=280.0
                 )
             except RanksFailed as failure:  # kept, or every test would start the world again
                 self._ranks[key] = failure

@@ -399,12 +399,11 @@ def exercise_all(paths: dict[str, str], cases: list[Case], wires: dict[str, dict
     for case in cases:
         results[case.name] = exercise(paths[case.model], case, wires[case.kind])
         forget_layout()
-    if cases[0].engine == "fsdp":
-        return results
-    if cases[0].world == 1:
+    names = {case.name for case in cases}
+    if "single" in names:
         results["extras"] = single_rank_extras(paths["moe"], wires["moe"])
         forget_layout()
-    if cases[0].world == 3:
+    if "pp3" in names:
         results["experts_only"] = experts_only(paths["qwen2_moe"], wires["qwen2_moe"])
         forget_layout()
     return results
