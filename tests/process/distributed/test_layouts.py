@@ -160,7 +160,7 @@ class World:
         cases = lot_of(BY_NAME[name])
         key = cases[0].name
         if key not in self._ranks:
-            folder = self.folder / key
+            folder = self.folder / f"lot-{key}"
             folder.mkdir()
             try:
                 self._ranks[key] = run_ranks(
