@@ -178,7 +178,7 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
                 )
                 for _ in range(2):
                     evaluation = asyncio.create_task(evaluator.run(await publish(), "held-out"))
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.4)  # its first request is there: from then on it keeps its version
                     while not evaluation.done():
                         await publish()
                     results.append(evaluation.result())
