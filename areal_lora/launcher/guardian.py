@@ -1,9 +1,10 @@
-"""Ends the processes of a run whose launcher was itself killed (SIGKILL, out of memory).
+"""Ends the processes of a run whose launcher was itself killed (SIGKILL, out of memory): ``guardian MARK``.
 
 Reads from standard input, one a line: process ids, and after ``shm:`` names of shared memory that
 they use. The end of the input without a last line ``done`` means that the launcher is gone:
 those processes are asked to end, whatever is still alive in their sessions after that is killed, and their
-shared memory removed.
+shared memory removed. A launcher may die between the start of a process and the line with its id, so processes with
+``MARK`` in their environment are ended as well.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ import psutil
 from areal_lora.launcher import shared_memory
 
 DONE, SHARED = "done", "shm:"
+MARK = "AREAL_LORA_LAUNCHER"
+"""Variable in the environment of all that a launcher starts; its value is the launcher's own."""
 GRACE_S = 5.0
 """For the processes to end by themselves after SIGTERM."""
+START_S = 1.0
+"""A process that was being started when the launcher died has its environment after at most so long."""
 
 
 def main() -> int:
@@ -33,12 +38,17 @@ def main() -> int:
         return 0
     shared = {line.removeprefix(SHARED) for line in lines if line.startswith(SHARED)}
     sessions = {int(line) for line in lines if not line.startswith(SHARED)}
-    # Only what the launcher started is asked: it knows in which order its own children must go.
-    _signal(sessions.intersection(members_of(sessions)), signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while (members := members_of(sessions)) and time.monotonic() < deadline:
+    asked = set[int]()
+    ended_s = time.monotonic()
+    while (members := members_of(sessions)) or time.monotonic() < ended_s + START_S:
+        if time.monotonic() > ended_s + GRACE_S:
+            break
+        # Only what the launcher started is asked: it knows in which order its own children must go.
+        _signal(sessions.intersection(members) - asked, signal.SIGTERM)
+        asked |= sessions.intersection(members)
         shared |= shared_memory.used_by(members) - before
         time.sleep(0.1)
+        sessions |= sessions_with(sys.argv[1])
     while members := members_of(sessions):
         _signal(members, signal.SIGKILL)
         time.sleep(0.05)
@@ -62,6 +72,16 @@ def members_of(sessions: set[int]) -> list[int]:
         except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             continue
     return members
+
+
+def sessions_with(mark: str) -> set[int]:
+    """Sessions of the processes that were started with ``mark`` in their environment."""
+    sessions = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if process.environ().get(MARK) == mark:
+                sessions.add(os.getsid(process.pid))
+    return sessions
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
+from uuid import uuid4
 
 import psutil
 
@@ -28,6 +29,7 @@ from areal_lora.launcher import guardian, shared_memory
 from areal_lora.launcher.ended import Ended
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.processes import stacks
+from areal_lora.processes.faults import reached
 
 KILL_WAIT_S = 1.5
 SHARED_LOOKS = 20
@@ -50,11 +52,12 @@ class Supervisor:
         self._shared_ours: set[str] = set()
         self._shared_looks: Counter[str] = Counter()
         self._guardian: subprocess.Popen[bytes] | None = None
+        self._mark = uuid4().hex
 
     def __enter__(self) -> Supervisor:
         _adopt_orphans(True)
         self._guardian = subprocess.Popen(
-            [sys.executable, "-m", guardian.__name__], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", guardian.__name__, self._mark], stdin=subprocess.PIPE, start_new_session=True
         )
         return self
 
@@ -69,6 +72,7 @@ class Supervisor:
         """Start ``specs`` in order. Raises EnvironmentError_ where a program cannot be started."""
         for spec in specs:
             env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES} | spec.env
+            env[guardian.MARK] = self._mark
             with self.log_path(spec).open("ab") as log:
                 if log.tell():
                     when = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -90,6 +94,7 @@ class Supervisor:
                         f"{spec.name} cannot be started with {spec.argv[0]}: {error.strerror}"
                         f" (fix: check {spec.role}'s `python`)"
                     ) from None
+            reached("launcher.process_started")
             self._running.append((spec, process))
             self._tell_guardian(str(process.pid))
 

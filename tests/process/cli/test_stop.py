@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +19,15 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.slow
 
 
-def started(root: Path, name: str, stop_s: float) -> subprocess.Popen[str]:
+def begin(root: Path, name: str, stop_s: float, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.support.cli.held_run", str(root), name, str(stop_s)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def started(root: Path, name: str, stop_s: float) -> subprocess.Popen[str]:
+    process = begin(root, name, stop_s)
     log = root / name / "logs" / "server-0.log"
     wait_until(lambda: log.exists() and "up" in log.read_text(), 30.0)
     return process
@@ -77,3 +85,14 @@ def test_a_killed_launcher_leaves_a_run_that_status_and_stop_understand(tmp_path
         done = areal_lora("stop", tmp_path / "x")
         assert done.returncode == 0, done.stderr
     assert status(tmp_path / "x")["state"] == "stopped"
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_launcher_killed_while_it_starts_a_process_leaves_none(tmp_path: Path, number: int) -> None:
+    """The guardian has not been told of the ``number``-th process, which exists."""
+    with begin(tmp_path, "x", 2.0, AREAL_LORA_FAULT=f"launcher.process_started:{number}:kill") as process:
+        assert process.wait(60.0) == -signal.SIGKILL
+        assert len(list((tmp_path / "x" / "logs").glob("*-?.log"))) == number
+        done = areal_lora("stop", tmp_path / "x")
+        assert done.returncode == 0, done.stderr
+    assert not any(p["alive"] for p in status(tmp_path / "x")["processes"])
