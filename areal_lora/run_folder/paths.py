@@ -137,6 +137,10 @@ class RunFolder:
     def adapter_checkpoints(self, adapter: str) -> Path:
         return self.checkpoints / adapter
 
+    def saved_state(self, adapter: str, label: str) -> Path:
+        """What a client saved of an adapter, until it is dropped; it outlives the adapter."""
+        return self.path / "states" / adapter / label
+
     def adapter_export(self, adapter: str) -> Path:
         """PEFT folder of the trained adapter, written at the end of the run."""
         return self.path / "adapters" / adapter

@@ -1,0 +1,133 @@
+"""Which operations wait, which windows are poisoned, which outcomes the service has not acknowledged. Pure.
+
+    Hello        -> what was not acknowledged, then `Expects` of every adapter
+    Operation    -> it waits; one received before is ignored, one that does not follow is answered by `Expects`
+    Acknowledged -> outcomes are forgotten
+
+The trainer carries out the first operation of an adapter, and calls `complete` with its outcome.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from areal_lora.operations.messages import (
+    Acknowledged,
+    Completed,
+    Expects,
+    Failed,
+    Hello,
+    LoadState,
+    Operation,
+    OptimStep,
+    Outcome,
+    Pass,
+    Poison,
+    Scored,
+    ToService,
+    ToTrainer,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Queue:
+    """Operations of one adapter.
+
+    ``expects`` is the next number. ``poison`` is the first fault of the window, ``passes`` those that gave gradients.
+    """
+
+    expects: int
+    waiting: deque[Operation] = field(default_factory=deque)
+    outcomes: dict[int, Completed] = field(default_factory=dict)
+    poison: Failed | None = None
+    passes: int = 0
+
+
+class Backlog:
+    """Everything by adapter. Messages that it returns are to be sent to the service, in their order."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, Queue] = {}
+        self._gone: dict[str, str] = {}
+
+    def join(self, adapter: str, last: Completed | None) -> list[ToService]:
+        """An adapter begins; ``last`` is the outcome in its checkpoint, None for a new one."""
+        queue = Queue(expects=last.number + 1 if last else 1)
+        if last:
+            queue.outcomes[last.number] = last
+        self._queues[adapter] = queue
+        self._gone.pop(adapter, None)
+        return [*queue.outcomes.values(), Expects(adapter=adapter, number=queue.expects)]
+
+    def leave(self, adapter: str, reason: str) -> list[ToService]:
+        """Its operations that wait have failed, and so will those that come."""
+        queue = self._queues.pop(adapter, None)
+        self._gone[adapter] = reason
+        return [_failed(operation, reason) for operation in (queue.waiting if queue else ())]
+
+    def receive(self, message: ToTrainer) -> list[ToService]:
+        """What to answer at once."""
+        match message:
+            case Hello():
+                return list(self._all())
+            case Acknowledged(adapter=adapter, number=number):
+                outcomes = self._queues[adapter].outcomes if adapter in self._queues else {}
+                for old in [n for n in outcomes if n <= number]:
+                    del outcomes[old]
+                return []
+            case Operation(adapter=adapter, number=number):
+                if adapter not in self._queues:
+                    return [_failed(message, self._gone[adapter])] if adapter in self._gone else []
+                queue = self._queues[adapter]
+                if number > queue.expects:
+                    return [Expects(adapter=adapter, number=queue.expects)]
+                if number == queue.expects:
+                    queue.expects += 1
+                    queue.waiting.append(message)
+                return []
+
+    def first(self, adapters: Sequence[str]) -> Operation | None:
+        """The next operation of the first of ``adapters`` that has one."""
+        queues = (self._queues[adapter] for adapter in adapters if adapter in self._queues)
+        return next((queue.waiting[0] for queue in queues if queue.waiting), None)
+
+    def refused(self, operation: Operation) -> Failed | None:
+        """What becomes of an operation that its window does not allow; None for one that is to be carried out."""
+        queue = self._queues[operation.adapter]
+        match operation.what:
+            case Poison(reason=reason, by_client=by_client):
+                return Failed(reason=reason, by_client=by_client)
+            case Pass() | OptimStep() if queue.poison is not None:
+                return queue.poison
+            case OptimStep() if not queue.passes:
+                return Failed(reason="no pass since the step before it gave gradients", by_client=True)
+        return None
+
+    def complete(self, operation: Operation, outcome: Outcome) -> list[ToService]:
+        """The first operation of its adapter has ended."""
+        queue = self._queues[operation.adapter]
+        assert queue.waiting[0] == operation
+        queue.waiting.popleft()
+        match operation.what:
+            case OptimStep() | LoadState():
+                queue.passes, queue.poison = 0, None
+            case Pass(backward=True) if isinstance(outcome, Scored):
+                queue.passes += 1
+        if isinstance(operation.what, Pass | Poison | LoadState) and isinstance(outcome, Failed) and not queue.poison:
+            where = f"operation {operation.number} of its window failed: {outcome.reason}"
+            queue.poison = Failed(reason=where, by_client=outcome.by_client)
+        completed = Completed(adapter=operation.adapter, number=operation.number, outcome=outcome)
+        queue.outcomes[operation.number] = completed
+        return [completed]
+
+    def _all(self) -> Iterator[ToService]:
+        for adapter, queue in self._queues.items():
+            yield from queue.outcomes.values()
+            yield Expects(adapter=adapter, number=queue.expects)
+
+
+def _failed(operation: Operation, reason: str) -> Completed:
+    outcome = Failed(reason=reason, by_client=False)
+    return Completed(adapter=operation.adapter, number=operation.number, outcome=outcome)

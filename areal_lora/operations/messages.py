@@ -1,0 +1,210 @@
+"""What a client does with its adapter: operations that the service hands to trainer rank 0, and what comes of them.
+
+    service  -- Operation(adapter, number, what) -->  rank 0    numbers 1, 2, 3, ... of each adapter, without gaps
+    service  <-- Completed(adapter, number, outcome) --  rank 0  in the order of the numbers of each adapter
+    service  -- Acknowledged(adapter, number) -->  rank 0        the service's file has the outcome
+    service  -- Hello -->  rank 0                                after every start or reconnect of the service
+    service  <-- Expects(adapter, number) --  rank 0             after Hello, and when an adapter joins or resumes
+
+An `OptimStep` ends a window: the passes since the `OptimStep` or `LoadState` before it. A pass that fails, or a
+`Poison` in place of one that could not be sent, poisons its window: the step then fails, changes nothing and makes no
+version.
+
+An `OptimStep` and a `LoadState`, also one that fails, are in a checkpoint with their number and their outcome before
+they complete. The number is the version of the weights: a `Publish` makes no other, and a new adapter is version 0.
+After a restart of the trainer an adapter expects the number that follows its newest checkpoint. The service sends
+from there again, the passes of the unfinished window included, and the same bytes come of it; in place of one that
+had failed it sends a `Poison`. Therefore it keeps what it sent until an `OptimStep` or a `LoadState` that follows has
+completed.
+
+Outcomes that were not acknowledged are sent again after `Hello`, and that of the newest checkpoint after a restart: the
+service may hear of one twice, and ignores the second.
+
+Arrays are bytes, little-endian, one dimension.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+
+class Loss(StrEnum):
+    """Sums over the targets of all data, each times its weight w.
+
+    l is the new log-probability of a target, q the sampler's, A its advantage.
+
+    ``cross_entropy``        - sum w l
+    ``importance_sampling``  - sum w r A, r = exp(l - q)
+    ``ppo``                  - sum w min(r A, clip(r, low, high) A); low 0.8, high 1.2
+    ``cispo``                - sum w stop_gradient(clip(r, low, high)) l A; low 0, high 4
+    ``dro``                  - sum w (l A - beta / 2 (l - q)^2); beta 0.05
+    """
+
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    PPO = "ppo"
+    CISPO = "cispo"
+    DRO = "dro"
+
+
+class Datum(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence of L inputs; the target of each is the token that follows it."""
+
+    tokens: bytes  # [L + 1] int32
+    weights: bytes  # [L] float32; 0: the target does not count
+    logprobs: bytes = b""  # [L] float32, the sampler's; not for cross_entropy
+    advantages: bytes = b""  # [L] float32; not for cross_entropy
+
+
+class LossSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """None: the default of the loss."""
+
+    clip_low: float | None = None
+    clip_high: float | None = None
+    beta: float | None = None
+
+
+class Pass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Score the data, and with ``backward`` add the gradients of the loss to those of the window."""
+
+    data: tuple[Datum, ...]
+    loss: Loss
+    settings: LossSettings = LossSettings()
+    backward: bool = True
+
+
+class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One AdamW step with the window's summed gradients; it fails if there are none.
+
+    ``grad_clip_norm`` 0: no clipping.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class Poison(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """In place of an operation of the window that could not be sent. It fails, with what is given here."""
+
+    reason: str
+    by_client: bool = False
+
+
+class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Keep weights, moments and clock under ``label`` of this adapter until `DropState`, in place of what was kept."""
+
+    label: str
+
+
+class DropState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Remove what `SaveState` kept; nothing happens if nothing is kept."""
+
+    label: str
+
+
+class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Set the adapter to what ``adapter`` saved under ``label``; with ``optimizer`` moments and clock as well.
+
+    Without, moments and clock begin again. One that fails changes nothing, and poisons the window that it begins.
+    """
+
+    adapter: str
+    label: str
+    optimizer: bool
+
+
+class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have the servers serve the adapter as it is now; nothing is sent if they do."""
+
+
+What: TypeAlias = Pass | OptimStep | Poison | SaveState | DropState | LoadState | Publish
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of a `Pass`: log-probabilities of the targets, [L] float32 for each datum, and the loss as a sum."""
+
+    logprobs: tuple[bytes, ...]
+    loss: float
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of an `OptimStep`: steps taken so far, norm of the gradient before clipping.
+
+    ``skipped``: the gradient was not finite; nothing was changed.
+    """
+
+    step: int
+    grad_norm: float
+    skipped: bool
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of `SaveState`, `DropState` and `LoadState`: steps of the state, its bytes on the disk."""
+
+    step: int
+    n_bytes: int
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of a `Publish`: servers serve the adapter as ``version``."""
+
+    version: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The operation was not carried out. ``by_client``: repeating it would fail again."""
+
+    reason: str
+    by_client: bool
+
+
+Outcome: TypeAlias = Scored | Stepped | Kept | Published | Failed
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    adapter: str
+    number: int
+    what: What
+
+
+class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The outcomes up to ``number`` need not be sent again."""
+
+    adapter: str
+    number: int
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The service begins to listen."""
+
+
+class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    adapter: str
+    number: int
+    outcome: Outcome
+
+
+class Expects(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next operation to send; what was sent from ``number`` on counts as lost.
+
+    Sent after `Hello` for each adapter that is there, when an adapter joins, and for a number that does not follow.
+    """
+
+    adapter: str
+    number: int
+
+
+ToTrainer: TypeAlias = Operation | Acknowledged | Hello
+ToService: TypeAlias = Completed | Expects
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
+decode_to_service = msgspec.msgpack.Decoder(ToService).decode
+decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
