@@ -19,6 +19,7 @@ runs with pacing ``fresh`` and ``full`` in turn; ``--pacing`` does only this. It
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import statistics
@@ -34,11 +35,15 @@ from pacing_runs import compare_pacing
 
 SYNC, OVERLAP, UNPACED = pinned(0), pinned(2), pinned(2, "full")
 OTHERS = (pinned(1), pinned(4), pinned(8))
-LADDER = (200, 280, 360, 440)
+LADDER = (40, 80, 140, 220, 330, 440)
+"""Longest answers in tokens. Wide: which of them makes both sides equal depends on the machine and the versions."""
+REPEATS = 3
+"""Steps of each rung that are measured."""
 
 
-def balance(load: Load, steps: int, root: Path) -> Load:
+def balance(load: Load, root: Path) -> Load:
     """The load whose longest answers make G = T, interpolated between the rungs of a ladder."""
+    steps = REPEATS * len(LADDER) + WARM_UP + WIND_DOWN
     measured = run(SYNC, replace(load, ladder=LADDER), steps, 64, root, "balance")
     surplus = []
     for rung, longest in enumerate(LADDER):
@@ -46,13 +51,20 @@ def balance(load: Load, steps: int, root: Path) -> Load:
         g_s, t_s = (statistics.median(values[i] for i in taken) for values in (measured.g_s, measured.t_s))
         surplus.append(g_s - t_s)
         print(f"balance: longest answer {longest:3}: G {g_s:.2f} s, T {t_s:.2f} s", flush=True)
+    if surplus[0] >= 0 or surplus[-1] <= 0:
+        print("balance: one side is slower at every length; the ratios are of a load that is not balanced", flush=True)
     return replace(load, ladder=(zero_of(LADDER, surplus),))
 
 
 def zero_of(xs: tuple[int, ...], ys: list[float]) -> int:
-    """Where the least-squares line through the points crosses zero, kept within ``xs``."""
-    slope, at_zero = statistics.linear_regression(xs, ys)
-    return xs[0] if slope <= 0 else round(min(max(-at_zero / slope, xs[0]), xs[-1]))
+    """Where rising ``ys`` cross zero, straight between neighbours; the nearest end of ``xs`` if they do not.
+
+    Not a line through all points: the time of a step is no straight line over so wide a ladder.
+    """
+    for (x0, y0), (x1, y1) in itertools.pairwise(zip(xs, ys, strict=True)):
+        if y0 <= 0 <= y1:
+            return round(x0 if y0 == y1 else x0 + (x1 - x0) * -y0 / (y1 - y0))
+    return xs[-1] if ys[-1] < 0 else xs[0]
 
 
 def main() -> None:
@@ -93,7 +105,7 @@ def overlap(
     if options.longest or options.quick:
         load = replace(load, ladder=(options.longest or load.ladder[0],))
     else:
-        load = balance(load, 3 * len(LADDER) + WARM_UP + WIND_DOWN, root)
+        load = balance(load, root)
     print(f"load: {load}", flush=True)
     rounds: list[dict[str, Measured]] = []
     for number in range(n_rounds):

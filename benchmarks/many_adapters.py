@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from async_overlap import LADDER, balance
+from async_overlap import balance
 from machine import environment, require_idle
 from overlap_runs import EXAMPLES, LONGEST, MODEL_LEN, Load, RunFailed, Variant, execute
 
@@ -171,20 +171,29 @@ def rounds(load: Load, root: Path, *, n: int, steps: int, adapters: tuple[int, .
 
 
 def shares(root: Path, total: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Weights 1:2:4 over about ``total`` steps of a trainer that is the slower side."""
+    """Weights 1:2:4 over about ``total`` steps. Which side is slower depends on the machine, and must not matter."""
     load = Load(prompts=8, samples=8, shortest=16, ladder=(17,))
     metrics = run(load, root, "shares", weights=WEIGHTS, steps=round(total / sum(WEIGHTS)) + WARM_UP, eta=4)
-    _, *steps = while_all_train(metrics, len(WEIGHTS), WARM_UP)
+    before, *steps = while_all_train(metrics, len(WEIGHTS), WARM_UP)
     tokens = Counter[str]()
     for step in steps:
-        tokens[step.adapter] += step.n_tokens
+        tokens[step.adapter] += step.trained_tokens
     expected = {f"a{i}": weight / sum(WEIGHTS) for i, weight in enumerate(WEIGHTS)}
     got = {name: tokens[name] / tokens.total() for name in expected}
     error = max(abs(got[name] / share - 1) for name, share in expected.items())
     wait = longest_wait([s.adapter for s in steps])
     text = ", ".join(f"{name} {share:.3f} of {expected[name]:.3f}" for name, share in got.items())
-    print(f"weights 1:2:4, {len(steps)} steps: {text}; off by {error:.1%}; longest wait {wait} steps", flush=True)
-    return {"share_error": error, "share_longest_wait": float(wait)}, {"shares": got, "steps": len(steps)}
+    waited = sum(s.wait_batch_s for s in steps) / (steps[-1].time_s - before.time_s)
+    print(
+        f"weights 1:2:4, {len(steps)} steps: {text}; off by {error:.1%}; longest wait {wait} steps; waiting for "
+        f"rollouts {waited:.0%} of the time",
+        flush=True,
+    )
+    return {"share_error": error, "share_longest_wait": float(wait)}, {
+        "shares": got,
+        "share_steps": len(steps),
+        "share_wait": waited,
+    }
 
 
 def report(found: list[dict[int, Many]]) -> dict[str, float]:
@@ -202,6 +211,7 @@ def report(found: list[dict[int, Many]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write claims, environment and all figures here")
+    parser.add_argument("--shares", action="store_true", help="only the weighted adapters")
     parser.add_argument("--quick", action="store_true", help="one short round of one and two adapters, no balancing")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of each adapter")
@@ -211,31 +221,30 @@ def main() -> None:
     options = parser.parse_args()
     require_idle(0.15, options.force)
     started_s, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="many-"))
-    load = Load()
-    if options.longest or options.quick:
-        load = replace(load, ladder=(options.longest or load.ladder[0],))
-    else:
-        load = balance(load, 3 * len(LADDER) + 5, root)
-    print(f"load: {load}", flush=True)
-    quick = options.quick
     try:
-        found = rounds(
-            load,
-            root,
-            n=1 if quick else options.rounds,
-            steps=8 if quick else options.steps,
-            adapters=ADAPTERS[:2] if quick else ADAPTERS,
-        )
-        weighted, shared = shares(root, 42 if quick else options.share_steps)
+        claims, figures = ({}, {}) if options.shares else overlap(options, root)
+        weighted, shared = shares(root, 42 if options.quick else options.share_steps)
     except RunFailed as failure:
         raise SystemExit(str(failure)) from None
-    claims = report(found) | weighted
     shutil.rmtree(root)
     print(f"{time.monotonic() - started_s:.0f} s")
     if options.json:
-        measured = [{str(count): asdict(many) for count, many in r.items()} for r in found]
-        result = {"claims": claims, "environment": environment(), "load": asdict(load), "rounds": measured, **shared}
+        result = {"claims": claims | weighted, "environment": environment(), **figures, **shared}
         options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+def overlap(options: argparse.Namespace, root: Path) -> tuple[dict[str, float], dict[str, Any]]:
+    """What further equal adapters cost: the claims, and all figures. Raises RunFailed."""
+    load, quick = Load(), options.quick
+    if options.longest or quick:
+        load = replace(load, ladder=(options.longest or load.ladder[0],))
+    else:
+        load = balance(load, root)
+    print(f"load: {load}", flush=True)
+    n, steps, adapters = (1, 8, ADAPTERS[:2]) if quick else (options.rounds, options.steps, ADAPTERS)
+    found = rounds(load, root, n=n, steps=steps, adapters=adapters)
+    measured = [{str(count): asdict(many) for count, many in r.items()} for r in found]
+    return report(found), {"load": asdict(load), "rounds": measured}
 
 
 if __name__ == "__main__":

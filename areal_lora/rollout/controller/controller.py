@@ -20,9 +20,9 @@ from areal_lora.errors import ArealLoraError, RolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.controller.admission import Admission, Claim
+from areal_lora.rollout.controller.admission import Admission
 from areal_lora.rollout.controller.groups import Lease, Ticket
-from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes
+from areal_lora.rollout.controller.runtime import AdapterRuntime, Changes, Rolling
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.rollout.routing import Router
 from areal_lora.types import AdapterRef
@@ -72,10 +72,7 @@ class Controller:
         self._changes = Changes()
         self._evaluating: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._admission = Admission(
-            {
-                name: Claim(sequences=runtime.capacity.n_samples, weight=weights[name])
-                for name, runtime in adapters.items()
-            },
+            {name: runtime.claim(weights[name]) for name, runtime in adapters.items()},
             {name: Rolling(runtime, self._start) for name, runtime in adapters.items()},
         )
 
@@ -222,8 +219,7 @@ class Controller:
         if self._router.servers:
             runtime.resize(len(self._router.servers))
         self._joined[name], self._adapters[name] = opened, runtime
-        claim = Claim(sequences=runtime.capacity.n_samples, weight=opened.weight)
-        self._admission.join(name, claim, Rolling(runtime, self._start))
+        self._admission.join(name, runtime.claim(opened.weight), Rolling(runtime, self._start))
         log.info("%s joins at version %d", name, request.version)
 
     async def _forget(self, name: str) -> None:
@@ -330,24 +326,6 @@ class Controller:
                     runtime.fail(str(error))
             self._admission.admit()
             self._changes.notify()
-
-
-@dataclass(frozen=True, slots=True)
-class Rolling:
-    """An adapter's runtime as the admission sees it; ``start`` begins the task of a group."""
-
-    runtime: AdapterRuntime
-    start: Callable[[AdapterRuntime, Ticket], None]
-
-    @property
-    def running(self) -> int:
-        return len(self.runtime.feed.groups.running)
-
-    def start_one(self) -> bool:
-        ticket = None if self.runtime.paused else self.runtime.feed.admit()
-        if ticket is not None:
-            self.start(self.runtime, ticket)
-        return ticket is not None
 
 
 def _ended(runtime: AdapterRuntime, seq: int, task: asyncio.Task[None]) -> None:

@@ -164,11 +164,12 @@ class AdapterFeed:
         if live is None or (live.prompt.position, live.issue) != (ticket.prompt.position, ticket.issue):
             counters.late += 1
             return False
-        self.groups.stop(live)
+        tokens = sum(sum(t.loss_mask) for t in episode.group.trajectories)
+        self.groups.answer(live, tokens)
         if live is not ticket or live.version is None:
             self.groups.on_expire(live)  # the answer belongs to an abandoned try: the next try is not needed
         self.failures.answered()
-        counters.tokens += sum(sum(t.loss_mask) for t in episode.group.trajectories)
+        counters.tokens += tokens
         counters.generation_s += self._clock() - ticket.begun_s
         versions = [v for t in episode.group.trajectories for v in t.versions if v >= 0]
         finished = Finished(

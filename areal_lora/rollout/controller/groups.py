@@ -48,6 +48,18 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Groups of this process that are not in flight any more: ``answered`` of the ``ended`` ones.
+
+    ``tokens`` are those of the answers that may be trained on.
+    """
+
+    ended: int = 0
+    answered: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The groups of one step, handed to the trainer and not yet committed."""
 

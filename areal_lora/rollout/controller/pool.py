@@ -15,7 +15,7 @@ import msgspec
 
 from areal_lora.data.prompts import PromptStream
 from areal_lora.processes.faults import reached
-from areal_lora.rollout.controller.groups import Finished, Ticket
+from areal_lora.rollout.controller.groups import Finished, Tally, Ticket
 from areal_lora.rollout.controller.staleness import Freshness
 from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.ledger.records import LIVE, GroupState, Row
@@ -62,6 +62,7 @@ class GroupPool:
         self.ready: dict[int, Finished] = {}
         self.leases: dict[int, list[int]] = {}
         self.idle = IdleTime(clock)
+        self.tally = Tally()
         self.on_expire, self._prompts = on_expire, prompts
 
     # ------------------------------------------------------------ loading
@@ -128,8 +129,14 @@ class GroupPool:
     def stop(self, ticket: Ticket) -> None:
         """``ticket`` runs no longer; the caller moves its row."""
         del self.running[ticket.seq]
+        self.tally = replace(self.tally, ended=self.tally.ended + 1)
         if not self.running:
             self.idle.begin()
+
+    def answer(self, ticket: Ticket, tokens: int) -> None:
+        """Stop ``ticket``, whose answers have ``tokens`` to train on."""
+        self.stop(ticket)
+        self.tally = replace(self.tally, answered=self.tally.answered + 1, tokens=self.tally.tokens + tokens)
 
     def expire(self, ticket: Ticket) -> None:
         """Stop ``ticket`` and abandon its request."""

@@ -13,9 +13,10 @@ from areal_lora.data.prompts import Prompt
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.client import GenerationFault
+from areal_lora.rollout.controller.admission import Claim
 from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator
-from areal_lora.rollout.controller.feed import AdapterFeed
-from areal_lora.rollout.controller.groups import Ticket
+from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
+from areal_lora.rollout.controller.groups import Tally, Ticket
 from areal_lora.rollout.controller.retries import generation_failure, scoring_failure
 from areal_lora.rollout.routing import server_observer
 from areal_lora.rollout.workflow import Workflow, first_fault
@@ -101,6 +102,10 @@ class AdapterRuntime:
         self.feed.max_running = self.capacity.groups(servers)
         self.evaluator.max_chunks = self.capacity.chunks(servers)
 
+    def claim(self, weight: float) -> Claim:
+        """Its part of the servers while several adapters want more than there is."""
+        return Claim(sequences=self.capacity.n_samples, groups=self.feed.budget.prompts_per_step, weight=weight)
+
     def hello(self, version: int, *, trainer: str, snapshot: bytes) -> None:
         """A trainer begins at ``version``; what an earlier one made of the adapter is forgotten."""
         self.failure = ""
@@ -147,6 +152,32 @@ class AdapterRuntime:
         events = tuple(self.events)
         self.events.clear()
         return events
+
+
+@dataclass(frozen=True, slots=True)
+class Rolling:
+    """An adapter's runtime as the admission sees it; ``start`` begins the task of a group."""
+
+    runtime: AdapterRuntime
+    start: Callable[[AdapterRuntime, Ticket], None]
+
+    @property
+    def running(self) -> int:
+        return len(self.runtime.feed.groups.running)
+
+    @property
+    def tally(self) -> Tally:
+        return self.runtime.feed.groups.tally
+
+    @property
+    def idle(self) -> bool:
+        return self.runtime.paused or self.runtime.feed.newest == NO_VERSION
+
+    def start_one(self) -> bool:
+        ticket = None if self.runtime.paused else self.runtime.feed.admit()
+        if ticket is not None:
+            self.start(self.runtime, ticket)
+        return ticket is not None
 
 
 def request_seed(run_seed: int, prompt: Prompt, issue: int, resampled: int) -> int:

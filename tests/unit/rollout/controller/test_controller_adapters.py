@@ -18,7 +18,9 @@ from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import retries
+from areal_lora.rollout.controller.admission import Claim
 from areal_lora.rollout.controller.controller import Controller
+from areal_lora.rollout.controller.groups import Tally
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
@@ -191,8 +193,8 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
         raise LedgerError("ledger.sqlite: disk is full")
 
     runtime: Any = SimpleNamespace(
-        feed=SimpleNamespace(expire_overdue=expire_overdue),
-        capacity=SimpleNamespace(n_samples=1),
+        feed=SimpleNamespace(expire_overdue=expire_overdue, groups=SimpleNamespace(tally=Tally())),
+        claim=lambda weight: Claim(sequences=1, groups=1, weight=weight),
         fail=lambda reason: pytest.fail(reason),
     )
     unused: Any = None
