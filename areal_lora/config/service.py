@@ -20,6 +20,12 @@ class QuotaConfig(Section):
     sequences: PositiveInt = Field(4096, description="Answers of one training step: prompts times answers per prompt.")
     problems: PositiveInt = Field(100_000, description="Generated problems of a `word_problems` split.")
     workers: PositiveInt = Field(4, description="Scorer processes of an adapter.")
+    queued: PositiveInt = Field(256, description="Requests of SDK clients that are not answered yet.")
+    queued_mib: PositiveInt = Field(
+        256, description="Data of SDK clients that are kept: of requests that wait, and of those since the last step."
+    )
+    pass_kib: PositiveInt = Field(8192, description="Longest body of a pass of an SDK client, KiB.")
+    saved: PositiveInt = Field(64, description="Saved states of SDK clients.")
 
 
 class ApiConfig(Section):

@@ -16,6 +16,7 @@ from areal_lora.config.service import ApiConfig
 from areal_lora.errors import ArealLoraError, ConfigError
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.service.allowed import allowed
+from areal_lora.service.desk.asks import Lora
 from areal_lora.service.plan import Asked, check_name
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Quota
@@ -33,6 +34,21 @@ class Acceptance:
 
         Raises Refused with a key of the section.
         """
+        _check_driver(section)
+        return self._of_tenant(section, tenant, quota)
+
+    def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> Asked:
+        """The adapter of an SDK client's model, or one that serves a saved state of it. Raises Refused."""
+        section: dict[str, Any] = {
+            "name": name,
+            "workflow": {"kind": "client"},
+            "rank": lora.rank,
+            "alpha": lora.alpha,
+            "target_modules": list(lora.target_modules),
+        }
+        return self._of_tenant(section | ({} if lora.seed is None else {"seed": lora.seed}), tenant, quota)
+
+    def _of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> Asked:
         name = _name(section)
         settings = {key: value for key, value in section.items() if key != "name"}
         try:
@@ -47,6 +63,7 @@ class Acceptance:
 
     def of_operator(self, section: Mapping[str, Any]) -> Asked:
         """A section of the operator's own, who may name any code and file. Raises Refused."""
+        _check_driver(section)
         name = _name(section)
         base = self._config.model_dump(mode="json") | {"adapters": []}
         try:
@@ -81,6 +98,13 @@ def api_of(config: Config) -> ApiConfig:
     if config.service is None or config.service.api is None:
         raise ConfigError("service.api", "the run has no such section", "start it with --serve")
     return config.service.api
+
+
+def _check_driver(section: Mapping[str, Any]) -> None:
+    workflow = section.get("workflow")
+    if isinstance(workflow, Mapping) and workflow.get("kind") == "client":
+        reason = "only models of SDK clients have it"
+        raise Refused(422, "workflow.kind", reason, "make a model with the SDK, or leave it out")
 
 
 def _name(section: Mapping[str, Any]) -> str:

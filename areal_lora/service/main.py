@@ -4,6 +4,8 @@
                                                                        |
     answers  <------------------- metrics.jsonl <----------------------'
 
+    SDK clients --> desk --> commit --> operations --> trainer rank 0 --> outcomes --> commit --> answers
+
 It can be killed at any moment: what was acknowledged is in its file, and a start writes the desired state again.
 """
 
@@ -34,6 +36,7 @@ from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.run_folder.status import set_status
 from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.api import Api
+from areal_lora.service.desk.desk import Desk, Surroundings
 from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.inbox import EVERY_S, Inbox
@@ -81,12 +84,15 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         admit_operator(store, run_folder.service_key, Quota.of(api_config.quota))
         writer = Writer(store, run_folder, observed.phases)
         stack.callback(writer.close)
+        acceptance = Acceptance(config)
+        around = Surroundings.of(config, observed)
+        await stack.enter_async_context(Desk(writer, run_folder, acceptance.of_client, around))
         api = Api(
             config=config,
             run_folder=run_folder,
             writer=writer,
             observed=observed,
-            acceptance=Acceptance(config),
+            acceptance=acceptance,
             gateway=await stack.enter_async_context(Gateway(run_folder)),
         )
         http = HttpServer(api.app(), sock, None)

@@ -40,6 +40,10 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sequences: int
     problems: int
     workers: int
+    queued: int = 256
+    queued_mib: int = 256
+    pass_kib: int = 8192
+    saved: int = 64
 
     @classmethod
     def of(cls, config: QuotaConfig) -> Quota:
@@ -48,6 +52,10 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def body_bytes(self) -> int:
         return self.body_kib << 10
+
+    @property
+    def pass_bytes(self) -> int:
+        return self.pass_kib << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,4 +158,5 @@ def digest_of(key: str) -> str:
 
 
 def new_key() -> str:
-    return f"al-{secrets.token_hex(32)}"
+    """SDK clients take keys with this prefix only."""
+    return f"tml-{secrets.token_hex(32)}"

@@ -7,41 +7,21 @@ exclusive, so that the write-ahead log needs no memory that connections share.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import msgspec
 
 from areal_lora.errors import ConfigError, RecordError
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.service.refused import Refused
 from areal_lora.service.rows import AdapterRow, Key, Open, Operation, Quota, Tables
+from areal_lora.service.schema import ADAPTERS, CLIENTS, SCHEMA_VERSION
 
-SCHEMA_VERSION = 1
-SCHEMA = """
-CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL, generation INTEGER NOT NULL);
-CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL);
-CREATE TABLE keys (
-    digest TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, label TEXT NOT NULL, operator INTEGER NOT NULL,
-    UNIQUE (tenant, label)
-);
-CREATE TABLE adapters (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    tenant TEXT NOT NULL REFERENCES tenants, name TEXT NOT NULL, incarnation INTEGER NOT NULL,
-    wanted TEXT NOT NULL, settings TEXT NOT NULL, created_s REAL NOT NULL,
-    UNIQUE (tenant, name, incarnation)
-);
-CREATE UNIQUE INDEX one_bearer ON adapters (tenant, name) WHERE wanted != 'deleted';
-CREATE TABLE operations (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    tenant TEXT NOT NULL REFERENCES tenants, name TEXT NOT NULL, incarnation INTEGER NOT NULL,
-    verb TEXT NOT NULL, request TEXT, fingerprint TEXT NOT NULL, answer BLOB NOT NULL, at_s REAL NOT NULL,
-    carried_out INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (tenant, request)
-);
-CREATE INDEX still_open ON operations (number) WHERE carried_out = 0;
-"""
+T = TypeVar("T")
 
 
 class Store:
@@ -62,18 +42,42 @@ class Store:
     def _begin(self, run: str) -> None:
         self._db.execute("BEGIN EXCLUSIVE")
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            for statement in SCHEMA.split(";\n"):
-                self._db.execute(statement)
+            self._create(ADAPTERS)
+            self._create(CLIENTS)
             self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (SCHEMA_VERSION, run))
-        self._db.execute("COMMIT")
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
+        if found == (1, run):
+            self._create(CLIENTS)
+            self._db.execute("UPDATE meta SET schema_version = ?", (SCHEMA_VERSION,))
+            found = (SCHEMA_VERSION, run)
+        self._db.execute("COMMIT")
         if found != (SCHEMA_VERSION, run):
             reason = f"it is of run {found[1]!r} in schema {found[0]}, not of {run!r} in schema {SCHEMA_VERSION}"
             self._db.close()
             raise ConfigError(str(self.path), reason, "put the run's own file back")
 
+    def _create(self, tables: str) -> None:
+        for statement in tables.split(";\n"):
+            self._db.execute(statement)
+
     def close(self) -> None:
         self._db.close()
+
+    def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """``work``'s result once its changes are durable. What it refuses leaves the file as it was."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                result = work(self._db)
+            except Refused:
+                self._db.execute("ROLLBACK")
+                raise
+            reached("desk.changed")
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._broken(error) from error
+        reached("desk.committed")
+        return result
 
     def load(self) -> Tables:
         """Everything that decisions need."""
@@ -136,8 +140,12 @@ class Store:
             raise self._broken(error) from error
         return (found[0], found[1]) if found else None
 
-    def record(self, row: AdapterRow, operation: Operation) -> int:
-        """Make the adapter ``row``, and remember the operation; both or nothing. Returns the operation's number."""
+    def record(
+        self, row: AdapterRow, operation: Operation, also: Callable[[sqlite3.Connection], None] = lambda _: None
+    ) -> int:
+        """Make the adapter ``row``, remember the operation, and do ``also``; all or nothing. Returns the operation's
+        number.
+        """
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(
@@ -169,8 +177,12 @@ class Store:
                 ),
             )
             self._db.execute("UPDATE meta SET generation = generation + 1")
+            also(self._db)
             reached("service.recorded")
             self._db.execute("COMMIT")
+        except Refused:
+            self._db.execute("ROLLBACK")
+            raise
         except sqlite3.Error as error:
             raise self._broken(error) from error
         return int(cursor.lastrowid or 0)

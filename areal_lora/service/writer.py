@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ Decide = Callable[[Tables, Phases], AdapterRow]
 class Order:
     """One operation that a tenant asks for; ``decide`` plans it, ``answer`` is what is acknowledged.
 
-    ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused.
+    ``request`` is the idempotency key, or empty; the same key with another ``fingerprint`` is refused. ``also`` is done
+    in the same transaction.
     """
 
     tenant: str
@@ -36,6 +38,7 @@ class Order:
     decide: Decide
     answer: Callable[[AdapterRow], bytes]
     request: str = ""
+    also: Callable[[sqlite3.Connection, AdapterRow], None] = lambda *_: None
 
 
 class Writer:
@@ -64,6 +67,10 @@ class Writer:
     async def answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
         """The answer that the tenant's idempotency key had; None for a new one. Raises Refused for another request."""
         return await self._asked(lambda: self._answered(tenant, request, fingerprint))
+
+    async def change(self, work: Callable[[sqlite3.Connection, Tables], T]) -> T:
+        """``work``'s result once its changes of the file are durable. Raises Refused, and then nothing has changed."""
+        return await self._asked(lambda: self._store.change(lambda db: work(db, self.tables)))
 
     async def put_tenant(self, tenant: str, quota: Quota) -> None:
         await self._asked(lambda: self._administer(lambda: self._store.put_tenant(tenant, quota)))
@@ -123,6 +130,7 @@ class Writer:
                 answer=answer,
                 at_s=time.time(),
             ),
+            lambda db: order.also(db, row),
         )
         reached("service.committed")
         self.tables = self.tables.after(row, number)

@@ -20,6 +20,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.api import Api
+from areal_lora.service.desk.desk import Desk, Surroundings
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.observed import Observed
 from areal_lora.service.operator_key import admit_operator, read_key
@@ -50,6 +51,7 @@ class Running:
     api: Api
     writer: Writer
     observed: Observed
+    desk: Desk
     http: httpx.AsyncClient
     keys: dict[str, str]
 
@@ -80,19 +82,20 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
         keys[tenant] = new_key()
         store.put_tenant(tenant, quota)
         store.put_key(Key(digest=digest_of(keys[tenant]), tenant=tenant, label="test"))
-    writer = Writer(store, folder, observed.phases)
+    writer, acceptance = Writer(store, folder, observed.phases), Acceptance(config)
+    desk = Desk(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
     try:
-        async with Gateway(folder) as gateway:
+        async with desk, Gateway(folder) as gateway:
             api = Api(
                 config=config,
                 run_folder=folder,
                 writer=writer,
                 observed=observed,
-                acceptance=Acceptance(config),
+                acceptance=acceptance,
                 gateway=gateway,
             )
             transport = httpx.ASGITransport(app=api.app(), raise_app_exceptions=raises)
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
-                yield Running(folder, api, writer, observed, http, keys)
+                yield Running(folder, api, writer, observed, desk, http, keys)
     finally:
         writer.close()

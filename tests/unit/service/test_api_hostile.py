@@ -108,7 +108,7 @@ async def asked(it: Running, draw: random.Random, who: str) -> httpx.Response:
             own = f"/v1/adapters/{MARKS[who]}{draw.choice(['', '/logs', '/metrics'])}"
             return await it.http.get(own, headers=headers, params=odd_query(draw))
         case 2:  # wrong keys
-            wrong = draw.choice([{}, {"Authorization": "Bearer al-" + "0" * 64}, {"Authorization": "Basic eA=="}])
+            wrong = draw.choice([{}, {"Authorization": "Bearer tml-" + "0" * 64}, {"Authorization": "Basic eA=="}])
             return await it.http.request(draw.choice(["GET", "POST"]), path, headers=wrong)
         case 3:  # bytes
             return await it.http.post("/v1/adapters", headers=headers, content=draw.randbytes(draw.randrange(300)))

@@ -43,6 +43,6 @@ def test_a_deleted_adapter_is_not_desired_and_its_incarnation_is_remembered() ->
 def test_a_key_is_random_and_only_its_digest_is_kept() -> None:
     keys = {new_key() for _ in range(50)}
     assert len(keys) == 50
-    assert all(re.fullmatch(r"al-[0-9a-f]{64}", key) for key in keys)
+    assert all(re.fullmatch(r"tml-[0-9a-f]{64}", key) for key in keys)
     assert len({digest_of(key) for key in keys}) == 50
     assert digest_of("\udcff") != digest_of("x"), "any header can be looked up"

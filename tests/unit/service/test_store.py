@@ -112,9 +112,9 @@ def test_commits_are_synced_and_the_plain_key_is_nowhere(tmp_path: Path) -> None
     store = opened(tmp_path)
     assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
     assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    store.put_key(Key(digest=digest_of("al-secret"), tenant="acme", label="laptop"))
+    store.put_key(Key(digest=digest_of("tml-secret"), tenant="acme", label="laptop"))
     store.close()
-    assert all(b"al-secret" not in path.read_bytes() for path in tmp_path.iterdir())
+    assert all(b"tml-secret" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
 def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,405 @@
+"""What SDK clients ask of their models: taken durably, carried out in order, answered once.
+
+    submit -> file -> courier -> trainer rank 0 -> courier -> file -> outcome
+    create_model, serve -> rows of the desired state -> the trainer has the adapter
+
+Every call raises `Refused`; what is another tenant's is answered like what does not exist. What a call returns is
+durable. All changes are made by the service's one writer thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from areal_lora.config.models import Config
+from areal_lora.config.slots import adapter_capacity
+from areal_lora.operations.messages import Operation, Outcome
+from areal_lora.processes.watched import watched_task
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.desk import keeping, numbers, requests
+from areal_lora.service.desk import models as made
+from areal_lora.service.desk.asks import Answer, CreateModel, Lora, OfModel, Pending, Serve
+from areal_lora.service.desk.books import Books
+from areal_lora.service.desk.courier import Courier
+from areal_lora.service.desk.places import Places, Snapshot, evicted, fits
+from areal_lora.service.desk.rows import Model, Sampler, Saved, model_id
+from areal_lora.service.observed import Observed, Seen
+from areal_lora.service.plan import Asked, change, create
+from areal_lora.service.refused import Refused
+from areal_lora.service.rows import AdapterRow, Quota, Tables, Verb
+from areal_lora.service.writer import Order, Writer
+from areal_lora.types import AdapterPhase
+
+EVERY_S = 1.0
+FAILED_S = 10.0
+"""An adapter that has failed may still have outcomes on their way."""
+OVER = (AdapterPhase.DONE, AdapterPhase.FAILED, AdapterPhase.DELETED)
+T = TypeVar("T")
+Accept = Callable[[str, str, Lora, Quota], Asked]
+"""Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises Refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the desk sees of the run: the newest of each adapter, all of them, and how many fit on the servers."""
+
+    seen: Callable[[str], Seen]
+    phases: Callable[[], Mapping[str, AdapterPhase]]
+    configured: frozenset[str]
+    capacity: int
+
+    @classmethod
+    def of(cls, config: Config, observed: Observed) -> Surroundings:
+        return cls(
+            seen=observed.of,
+            phases=observed.phases,
+            configured=frozenset(adapter.name for adapter in config.adapters),
+            capacity=adapter_capacity(config),
+        )
+
+
+class Desk:
+    """``async with Desk(...)``: connected to rank 0, and keeping its tables, inside the block."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        run_folder: RunFolder,
+        accept: Accept,
+        around: Surroundings,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._writer, self._folder, self._accept, self._around, self._now_s = writer, run_folder, accept, around, now_s
+        self._courier = Courier(run_folder, self)
+        self._answered: dict[str, asyncio.Event] = {}
+        self._waiting: Counter[str] = Counter()
+        self._fetched: set[str] = set()
+        self._heard_s: dict[str, float] = {}
+        self._used_s: dict[str, float] = {}
+        self._failed_s: dict[str, float] = {}
+        self._begin_s = now_s()
+        self._placing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Desk:
+        self._tasks = [
+            watched_task("desk-link", self._courier.run),
+            watched_task("desk-outcomes", self._courier.receive),
+            watched_task("desk-operations", self._courier.pump),
+            watched_task("desk-keeping", self._keep),
+        ]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    # ------------------------------------------------------------ sessions and models
+
+    async def open_session(self, tenant: str, about: bytes = b"") -> str:
+        return await self._change(lambda books: made.open_session(books, tenant, about))
+
+    async def heartbeat(self, tenant: str, session: str) -> None:
+        """The session is not silent. Raises Refused, with status 410 once it has ended."""
+        await self._change(lambda books: books.session(tenant, session))
+        self._heard_s[session] = self._now_s()
+
+    async def end_session(self, tenant: str, session: str) -> None:
+        """Its models leave; saved states stay."""
+
+        def end(books: Books) -> None:
+            books.session(tenant, session)
+            made.end_session(books, session)
+
+        await self._change(end)
+
+    async def create_model(self, tenant: str, session: str, model_seq: int, fingerprint: str, ask: CreateModel) -> str:
+        """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
+        if not 0 <= model_seq < 1 << 31:
+            raise Refused(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
+        request = f"{model_id(session, model_seq)}:create"
+
+        def begin(books: Books) -> Lora | None:
+            books.session(tenant, session)
+            if requests.known(books, request, fingerprint):
+                return None
+            lora = books.state(tenant, ask.load.path).lora if ask.load is not None else ask.lora
+            if lora is None:
+                raise Refused(422, "lora_config", "it is missing", "give the settings of the model")
+            return lora
+
+        if (lora := await self._change(begin)) is None:
+            return request
+        name, quota = made.name_of(session, model_seq), self._writer.tables.quotas[tenant]
+        asked = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
+
+        def also(db: sqlite3.Connection, row: AdapterRow) -> None:
+            made.insert_model(
+                self._books(db, self._writer.tables), row, session, model_seq, request, fingerprint, ask, lora
+            )
+
+        async with self._placing:
+            await self._make_room(tenant)
+            await self._writer.operate(
+                self._creates(tenant, asked, also, request=f"\n{request}", fingerprint=fingerprint)
+            )
+        return request
+
+    async def forget_model(self, tenant: str, model: str) -> None:
+        """The model's adapter leaves; saved states stay."""
+        await self._change(lambda books: made.leave(books, books.model(tenant, model), "the model was unloaded"))
+
+    async def model(self, tenant: str, model: str) -> Model:
+        return await self._change(lambda books: books.model(tenant, model))
+
+    async def models(self, tenant: str) -> list[Model]:
+        return await self._change(lambda books: books.models("tenant = ? AND gone = 0 AND of_state IS NULL", tenant))
+
+    # ------------------------------------------------------------ requests
+
+    async def submit(self, tenant: str, model: str, seq: int, fingerprint: str, ask: OfModel) -> str:
+        """Take a request of ``model``; returns its id.
+
+        Requests are carried out in the order of ``seq``, which counts from 1, however they arrive. The same ``seq``
+        and ``fingerprint`` is the same request; another fingerprint is refused. A number that never comes is passed
+        over after `order.GAP_S`, and the window that it would have been in fails.
+        """
+        return await self._change(lambda books: requests.submit(books, tenant, model, seq, fingerprint, ask))
+
+    async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
+        """The answer of a request, waited for at most ``wait_s``."""
+        deadline = time.monotonic() + wait_s
+        found = await self._look(tenant, request)
+        if isinstance(found, Pending) and wait_s > 0:
+            event = self._answered.setdefault(request, asyncio.Event())
+            self._waiting[request] += 1
+            try:
+                while isinstance(found := await self._look(tenant, request), Pending):
+                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                        await event.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting[request] -= 1
+                if not self._waiting[request]:
+                    del self._waiting[request], self._answered[request]
+        if not isinstance(found, Pending):
+            self._fetched.add(request)
+        return found
+
+    # ------------------------------------------------------------ saved states and sampling
+
+    async def saved(self, tenant: str, model: str | None = None) -> list[Saved]:
+        """The tenant's named states, oldest first; with ``model`` of this one, which may be gone."""
+        return await self._change(
+            lambda books: books.states(
+                "tenant = ? AND named = 1 AND (expires_s IS NULL OR expires_s > ?) AND model = COALESCE(?, model)",
+                tenant,
+                books.now_s,
+                model,
+            )
+        )
+
+    async def saved_at(self, tenant: str, path: str) -> Saved:
+        return await self._change(lambda books: books.state(tenant, path))
+
+    async def set_ttl(self, tenant: str, path: str, ttl_s: float | None) -> Saved:
+        """The state stays for ``ttl_s`` seconds from now; None: for ever."""
+        requests.check_ttl(ttl_s)
+
+        def keep(books: Books) -> Saved:
+            state = books.state(tenant, path)
+            until = None if ttl_s is None else books.now_s + ttl_s
+            books.do(
+                "UPDATE saved_states SET expires_s = ? WHERE adapter = ? AND label = ?",
+                until,
+                state.adapter,
+                state.label,
+            )
+            return books.state(tenant, path)
+
+        return await self._change(keep)
+
+    async def drop(self, tenant: str, path: str) -> None:
+        """Delete a saved state; its sampling sessions end."""
+        await self._change(lambda books: made.expire(books, books.state(tenant, path)))
+
+    async def open_sampler(self, tenant: str, session: str, sampler_seq: int, path: str | None) -> str:
+        """A sampling session of the saved state ``path``, or of the base; returns its id."""
+        return await self._change(lambda books: made.open_sampler(books, tenant, session, sampler_seq, path))
+
+    async def sampler(self, tenant: str, sampler: str) -> Sampler:
+        return await self._change(lambda books: books.sampler(tenant, sampler))
+
+    async def serve(self, tenant: str, sampler: str, missing: str | None = None) -> Serve | Pending:
+        """Under which name servers have what the sampling session samples.
+
+        ``missing`` is a name that this call gave before and that no server has. A snapshot that is no longer the newest
+        version of its model is served by an adapter of its own, for which the session waits.
+        """
+        found = await self._change(lambda books: made.served(books, tenant, sampler, missing))
+        if isinstance(found, Saved):
+            found = await self._serve_snapshot(tenant, found)
+        path = (await self.sampler(tenant, sampler)).path
+        if path is not None:
+            self._used_s[path] = self._now_s()
+        return found
+
+    async def _serve_snapshot(self, tenant: str, state: Saved) -> Pending:
+        async with self._placing:
+            there = await self._change(lambda books: books.models("of_state = ? AND gone = 0", state.path))
+            if there:
+                return Pending(reason="the weights are loaded again", capacity=True)
+            places = await self._make_room(tenant)
+            if not fits(places):
+                return Pending(reason="no server has a place for the weights at present", capacity=True)
+            name = made.snapshot_name()
+            asked = await asyncio.to_thread(self._accept, name, tenant, state.lora, self._writer.tables.quotas[tenant])
+
+            def also(db: sqlite3.Connection, row: AdapterRow) -> None:
+                made.insert_snapshot(self._books(db, self._writer.tables), row, state)
+
+            await self._writer.operate(self._creates(tenant, asked, also))
+        self._used_s[state.path] = self._now_s()
+        return Pending(reason="the weights are loaded again", capacity=True)
+
+    # ------------------------------------------------------------ for the courier
+
+    async def expected(self, adapter: str, number: int) -> bool:
+        return await self._change(lambda books: numbers.expected(books, adapter, number))
+
+    async def completed(self, adapter: str, number: int, outcome: Outcome) -> None:
+        await self._change(lambda books: numbers.completed(books, adapter, number, outcome))
+
+    async def to_send(self, adapter: str, begin: int, most: int) -> list[Operation]:
+        return await self._change(lambda books: numbers.to_send(books, adapter, begin, most))
+
+    # ------------------------------------------------------------ inside
+
+    def _books(self, db: sqlite3.Connection, tables: Tables) -> Books:
+        return Books(db=db, now_s=self._now_s(), tables=tables)
+
+    async def _change(self, work: Callable[[Books], T]) -> T:
+        """``work``'s result once it is durable; then those who wait for what it changed are woken."""
+
+        def job(db: sqlite3.Connection, tables: Tables) -> tuple[T, Books]:
+            books = self._books(db, tables)
+            return work(books), books
+
+        result, books = await self._writer.change(job)
+        for request in books.answered & self._answered.keys():
+            self._answered[request].set()
+        for adapter in books.moved:
+            self._courier.moved(adapter)
+        return result
+
+    async def _look(self, tenant: str, request: str) -> Answer | Pending:
+        found, adapter = await self._change(lambda books: requests.look(books, tenant, request))
+        if isinstance(found, Pending):
+            seen = self._around.seen(adapter)
+            if seen.phase is AdapterPhase.PENDING or seen.phase is None:
+                return Pending(reason=seen.reason or "the adapter waits for the trainer", capacity=True)
+            if seen.phase is AdapterPhase.PAUSED:
+                return Pending(reason="the adapter is paused")
+        return found
+
+    def _creates(
+        self,
+        tenant: str,
+        asked: Asked,
+        also: Callable[[sqlite3.Connection, AdapterRow], None],
+        request: str = "",
+        fingerprint: str = "",
+    ) -> Order:
+        return Order(
+            tenant=tenant,
+            verb=Verb.CREATE,
+            fingerprint=fingerprint,
+            request=request,
+            decide=lambda tables, _: create(tables, tenant, asked, now_s=self._now_s()),
+            answer=lambda row: row.key.encode(),
+            also=also,
+        )
+
+    async def _make_room(self, tenant: str) -> Places:
+        """Let a snapshot that is not in use leave if the tenant's next adapter needs its place."""
+        found = await self._change(lambda books: books.models("of_state IS NOT NULL AND gone = 0"))
+        snapshots = [
+            Snapshot(model=each.model, tenant=each.tenant, used_s=self._used_s.get(each.of_state or "", each.created_s))
+            for each in found
+        ]
+        if (model := evicted(self._places(tenant), snapshots, tenant, self._now_s())) is not None:
+            await self._change(lambda books: made.evict(books, model))
+            await self._let_leave()
+        return self._places(tenant)
+
+    def _places(self, tenant: str) -> Places:
+        tables, phases = self._writer.tables, self._around.phases()
+        joined = sum(phases.get(row.key) not in OVER for row in tables.adapters.values())
+        configured = sum(phases.get(name) not in OVER for name in self._around.configured)
+        return Places(
+            taken=joined + configured,
+            capacity=self._around.capacity,
+            mine=len(tables.of(tenant)),
+            quota=tables.quotas[tenant].adapters,
+        )
+
+    async def _let_leave(self) -> None:
+        """Take adapters of models that are gone out of the desired state."""
+        for model in await self._change(lambda books: books.models("gone = 1")):
+            row = self._writer.tables.adapters.get((model.tenant, model.name))
+            if row is not None and row.incarnation == model.incarnation:
+                await self._writer.operate(_deletes(model))
+
+    async def _keep(self) -> None:
+        while True:
+            await self.keep()
+            await asyncio.sleep(EVERY_S)
+
+    async def keep(self) -> None:
+        """What the desk does by itself, once."""
+        await self._change(partial(keeping.follow, failed=self._failed()))
+        await self._change(partial(keeping.end_silent, heard_s=self._heard_s, begin_s=self._begin_s))
+        await self._let_leave()
+        await self._change(keeping.seal)
+        await self._change(partial(keeping.expire_states, used_s=self._used_s, begin_s=self._begin_s))
+        for adapter, label in await self._change(keeping.drop_states):
+            await asyncio.to_thread(shutil.rmtree, self._folder.saved_state(adapter, label), ignore_errors=True)
+            await self._change(partial(keeping.dropped, adapter=adapter, label=label))
+        fetched, self._fetched = self._fetched, set()
+        await self._change(partial(keeping.forget, fetched=fetched))
+        await self._make_room_for_waiting()
+
+    async def _make_room_for_waiting(self) -> None:
+        """A model that waits for a place comes before a snapshot that is not in use."""
+        for model in await self._change(lambda books: books.models("of_state IS NULL AND gone = 0 AND joined = 0")):
+            if self._around.seen(model.adapter).phase is AdapterPhase.PENDING:
+                async with self._placing:
+                    await self._make_room(model.tenant)
+                return
+
+    def _failed(self) -> dict[str, str]:
+        """Adapters that have failed for `FAILED_S`, with the reason."""
+        now = self._now_s()
+        failed = {key for key, phase in self._around.phases().items() if phase is AdapterPhase.FAILED}
+        self._failed_s = {key: self._failed_s.get(key, now) for key in failed}
+        return {key: self._around.seen(key).reason for key, at in self._failed_s.items() if now - at >= FAILED_S}
+
+
+def _deletes(model: Model) -> Order:
+    return Order(
+        tenant=model.tenant,
+        verb=Verb.DELETE,
+        fingerprint="",
+        decide=lambda tables, phases: change(tables, phases, model.tenant, model.name, Verb.DELETE),
+        answer=lambda row: b"",
+    )

@@ -1,0 +1,294 @@
+"""The desk with its real file and connection, against a trainer without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from areal_lora.operations.messages import Failed, Operation, OptimStep, Pass, Poison, Scored, Stepped
+from areal_lora.operations.testing import scores
+from areal_lora.service.desk.asks import (
+    CreateModel,
+    Load,
+    Loaded,
+    Opened,
+    Pending,
+    Save,
+    SaveForSampler,
+    Serve,
+    Stored,
+    Train,
+)
+from areal_lora.service.desk.keeping import SILENT_S
+from areal_lora.service.desk.order import GAP_S
+from areal_lora.service.refused import Refused
+from tests.support.service.desk import LORA, STEP, Town, tokens, town, until
+
+
+def test_requests_arrive_in_any_order_and_are_carried_out_in_theirs(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "a run") as it:
+            model = await it.model()
+            order = [3, 2, 4, 1]  # the first chunk comes last
+            asks = {1: tokens(1, 2, 3), 2: tokens(4, 5), 3: tokens(6, 7), 4: STEP}
+            requests = [await it.desk.submit("acme", model, seq, f"print {seq}", asks[seq]) for seq in order]
+            again = [await it.desk.submit("acme", model, seq, f"print {seq}", asks[seq]) for seq in order]
+            assert again == requests
+            answers = dict(zip(order, [await it.answer("acme", each) for each in requests], strict=True))
+            for seq in (1, 2, 3):
+                what = asks[seq].what
+                assert isinstance(what, Pass)
+                assert answers[seq] == scores(what.data, 0)
+            assert answers[4] == Stepped(step=1, grad_norm=3.0, skipped=False)
+            assert [operation.number for operation in it.trainer.carried_out] == [1, 2, 3, 4]
+            with pytest.raises(Refused, match="another request") as refused:
+                await it.desk.submit("acme", model, 2, "other", tokens(1, 1))
+            assert refused.value.status == 422
+
+    asyncio.run(run())
+
+
+def test_a_number_that_never_comes_fails_its_window_only(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            held = await it.desk.submit("acme", model, 2, "print", STEP)
+            assert isinstance(await it.desk.outcome("acme", held, 0.0), Pending)
+            it.now_s += GAP_S + 1
+            answer = await it.answer("acme", held)
+            assert isinstance(answer, Failed)
+            assert "request 1 of its window never came" in answer.reason
+            assert isinstance(await it.asked(model, 3, tokens(1, 2)), Scored)
+            assert isinstance(await it.asked(model, 4, STEP), Stepped)
+            with pytest.raises(Refused, match="passed over"):
+                await it.desk.submit("acme", model, 1, "print", tokens(1, 2))
+
+    asyncio.run(run())
+
+
+def test_save_load_and_begin_from_what_was_saved(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            await it.asked(model, 2, STEP)
+            stored = await it.asked(model, 3, Save(name="one"))
+            assert stored == Stored(path=f"tinker://{model}/weights/one")
+            await it.asked(model, 4, tokens(1, 2))
+            assert await it.asked(model, 5, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == Loaded(
+                model=model, path=stored.path
+            )
+            await it.asked(model, 7, tokens(1, 2))
+            assert await it.asked(model, 8, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            other = await it.model(load=Load(path=stored.path, optimizer=False))
+            await it.asked(other, 1, tokens(1, 2))
+            assert await it.asked(other, 2, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            [state] = await it.desk.saved("acme")
+            assert (state.path, state.step, state.n_bytes) == (stored.path, 1, 1000)
+            with pytest.raises(Refused, match="there is a saved state"):
+                await it.desk.submit("acme", model, 9, "print", Save(name="one"))
+            await it.desk.drop("acme", stored.path)
+            await until(lambda: gone(it))
+            with pytest.raises(Refused, match="no saved state"):
+                await it.desk.saved_at("acme", stored.path)
+
+    async def gone(it: Town) -> bool:
+        return not it.trainer.disk.states
+
+    asyncio.run(run())
+
+
+def test_sampling_sessions(tmp_path: Path) -> None:
+    """Newest, in flight, and a snapshot that is not the newest: an adapter of its own serves it."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            adapter = (await it.desk.model("acme", model)).adapter
+            session = model.partition(":")[0]
+            base = await it.desk.open_sampler("acme", session, 50, None)
+            assert await it.desk.serve("acme", base) == Serve(model=None)
+            opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+            assert isinstance(opened, Opened)
+            assert await it.desk.serve("acme", opened.sampler) == Serve(model=f"{adapter}@v0")
+            await it.asked(model, 2, tokens(1, 2))
+            await it.asked(model, 3, STEP)
+            flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
+            assert isinstance(flying, Opened)
+            assert await it.desk.serve("acme", flying.sampler) == Serve(model=adapter)
+            first = await it.desk.serve("acme", opened.sampler)
+            assert isinstance(first, Pending)
+            assert first.capacity
+
+            async def served() -> bool:
+                return isinstance(await it.desk.serve("acme", opened.sampler), Serve)
+
+            await until(served)
+            again = await it.desk.serve("acme", opened.sampler)
+            assert isinstance(again, Serve)
+            assert again.model is not None
+            assert again.model.startswith("acme-snapshot-")
+            loaded = [op for op in it.trainer.carried_out if op.adapter == again.model.partition("@")[0]]
+            assert [type(op.what).__name__ for op in loaded] == ["LoadState", "Publish"]
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=2) as it:
+            model = await it.model()
+            session = model.partition(":")[0]
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            sampler = await it.desk.open_sampler("acme", session, 0, stored.path)
+
+            async def served() -> bool:
+                return isinstance(await it.desk.serve("acme", sampler), Serve)
+
+            await until(served)
+            other = await it.desk.create_model(
+                "bolt", await it.desk.open_session("bolt"), 0, "p", CreateModel(lora=LORA)
+            )
+            waits = await it.desk.outcome("bolt", other, 0.0)
+            assert isinstance(waits, Pending)
+            it.now_s += 100.0  # the snapshot is not in use
+            await it.answer("bolt", other)
+            found = await it.desk.serve("acme", sampler)
+            assert found == Pending(reason="no server has a place for the weights at present", capacity=True)
+            await it.desk.forget_model("bolt", other.removesuffix(":create"))
+            await until(served)
+
+    asyncio.run(run())
+
+
+def test_crashes_of_the_trainer_lose_no_step(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            made = []
+            for step in range(6):
+                seq = 3 * step
+                requests = [
+                    await it.desk.submit("acme", model, seq + i, f"print {seq + i}", ask)
+                    for i, ask in ((2, tokens(1, 2)), (3, STEP), (1, tokens(3, 4)))
+                ]
+                await asyncio.to_thread(it.trainer.crash)
+                made.append([await it.answer("acme", request) for request in requests][1])
+            assert made == [Stepped(step=step + 1, grad_norm=2.0, skipped=False) for step in range(6)]
+
+    asyncio.run(run())
+
+
+def test_a_restart_of_the_service_continues(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            held = await it.desk.submit("acme", model, 3, "print 3", STEP)
+            disk = it.trainer.disk
+        async with town(tmp_path / "run", disk=disk) as it:
+            assert await it.desk.submit("acme", model, 3, "print 3", STEP) == held
+            assert isinstance(await it.answer("acme", f"{model}:1"), Scored)
+            assert isinstance(await it.asked(model, 2, tokens(1, 2)), Scored)
+            assert await it.answer("acme", held) == Stepped(step=1, grad_norm=2.0, skipped=False)
+
+    asyncio.run(run())
+
+
+def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
+    """The same words as for what does not exist, for every call."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            session = model.partition(":")[0]
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            sampler = await it.desk.open_sampler("acme", session, 0, stored.path)
+            own = await it.desk.open_session("bolt")
+            mine = await it.model("bolt", own)
+            desk = it.desk
+            calls = {
+                "session": (session, lambda name: desk.heartbeat("bolt", name)),
+                "end": (session, lambda name: desk.end_session("bolt", name)),
+                "create": (session, lambda name: desk.create_model("bolt", name, 1, "p", CreateModel(lora=LORA))),
+                "from": (
+                    stored.path,
+                    lambda name: desk.create_model(
+                        "bolt", own, 1, "p", CreateModel(lora=None, load=Load(path=name, optimizer=True))
+                    ),
+                ),
+                "submit": (model, lambda name: desk.submit("bolt", name, 1, "p", STEP)),
+                "model": (model, lambda name: desk.model("bolt", name)),
+                "unload": (model, lambda name: desk.forget_model("bolt", name)),
+                "outcome": (f"{model}:1", lambda name: desk.outcome("bolt", name, 0.0)),
+                "load": (stored.path, lambda name: desk.submit("bolt", mine, 1, "p", Load(path=name, optimizer=True))),
+                "saved": (stored.path, lambda name: desk.saved_at("bolt", name)),
+                "ttl": (stored.path, lambda name: desk.set_ttl("bolt", name, 5.0)),
+                "drop": (stored.path, lambda name: desk.drop("bolt", name)),
+                "open": (stored.path, lambda name: desk.open_sampler("bolt", own, 0, name)),
+                "sampler": (sampler, lambda name: desk.sampler("bolt", name)),
+                "serve": (sampler, lambda name: desk.serve("bolt", name)),
+            }
+            for what, (name, call) in calls.items():
+                reasons = []
+                for asked in (name, odd := name.replace(session, "s" + "0" * 12)):
+                    with pytest.raises(Refused) as refused:
+                        await call(asked)
+                    assert refused.value.status == 404, what
+                    reasons.append(refused.value.body().decode().replace(asked, "NAME"))
+                assert odd != name
+                assert reasons[0] == reasons[1], what
+            assert await desk.saved("bolt") == []
+            assert await desk.saved("bolt", model) == []
+            assert [each.model for each in await desk.models("bolt")] == [mine]
+
+    asyncio.run(run())
+
+
+def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model, other = await it.model(), await it.model()
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            it.now_s += SILENT_S - 10
+            await it.desk.heartbeat("acme", other.partition(":")[0])
+            it.now_s += 20
+
+            async def ended() -> bool:
+                return len(await it.desk.models("acme")) == 1
+
+            await until(ended)
+            with pytest.raises(Refused) as refused:
+                await it.desk.heartbeat("acme", model.partition(":")[0])
+            assert refused.value.status == 410
+            again = await it.model(load=Load(path=stored.path, optimizer=True))
+            assert isinstance(await it.asked(again, 1, tokens(1, 2)), Scored)
+
+    asyncio.run(run())
+
+
+def test_a_failed_pass_fails_its_step(tmp_path: Path) -> None:
+    def fault(operation: Operation) -> Failed | None:
+        bad = isinstance(operation.what, Pass) and len(operation.what.data[0].tokens) == 20
+        return Failed(reason="too long", by_client=True) if bad else None
+
+    async def run() -> None:
+        async with town(tmp_path / "run", fault=fault) as it:
+            model = await it.model()
+            assert await it.asked(model, 1, tokens(1, 2, 3, 4, 5)) == Failed(reason="too long", by_client=True)
+            step = await it.asked(model, 2, STEP)
+            assert isinstance(step, Failed)
+            assert step.by_client
+            refused = Train(what=Poison(reason="no such loss", by_client=True))
+            assert await it.asked(model, 3, refused) == Failed(reason="no such loss", by_client=True)
+            assert isinstance(await it.asked(model, 4, Train(what=OptimStep(lr=1.0))), Failed)
+            await it.asked(model, 5, tokens(1, 2))
+            assert await it.asked(model, 6, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+
+    asyncio.run(run())
