@@ -234,7 +234,7 @@ class TrainBatch:
     sequence i, ``group_ids[i]`` its prompt group, ``sample_ids[i]`` its sample. Sequences of one
     sample share its reward and thus its advantage. ``given[i]``: see `Trajectory`. ``baselines[i]`` is the reward of
     its group's baseline (`TrajectoryGroup`), NaN where there is none. ``values[t]`` is a critic's value of the state
-    before token t, ``returns[t]`` what it should have been.
+    before token t, ``returns[t]`` what it should have been. ``weights[t]`` is what a client gives token t in its loss.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -253,6 +253,7 @@ class TrainBatch:
     values: torch.Tensor | None = None  # [T] fp32
     advantages: torch.Tensor | None = None  # [T] fp32
     returns: torch.Tensor | None = None  # [T] fp32
+    weights: torch.Tensor | None = None  # [T] fp32
 
     @property
     def n_sequences(self) -> int:

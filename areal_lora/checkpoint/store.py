@@ -113,7 +113,15 @@ class Store:
         Raises CheckpointError on every rank, with path and reason, if a rank could not write; PublishError
         if a rank is lost.
         """
-        opened = self._broadcast(self._open(snapshot) if self._exchange.rank == 0 else None)
+        root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
+        return self._write(snapshot, version_folder(root, snapshot.ref.version))
+
+    def keep(self, snapshot: Snapshot, label: str) -> int:
+        """Write ``snapshot`` as the saved state ``label`` of its adapter, in place of what is there; like `write`."""
+        return self._write(snapshot, self._run_folder.saved_state(snapshot.ref.name, label), label)
+
+    def _write(self, snapshot: Snapshot, to: Path, label: str = "") -> int:
+        opened = self._broadcast(self._open(to) if self._exchange.rank == 0 else None)
         if opened.failure:
             raise CheckpointError(opened.failure)
         scratch = Path(opened.folder)
@@ -121,7 +129,7 @@ class Store:
             msgspec.msgpack.decode(raw, type=_Part)
             for raw in self._exchange.all_gather_bytes(msgspec.msgpack.encode(self._write_own(snapshot, scratch)))
         ]
-        closed = self._broadcast(self._close(snapshot, scratch, parts) if self._exchange.rank == 0 else None)
+        closed = self._broadcast(self._close(snapshot, scratch, to, parts, label) if self._exchange.rank == 0 else None)
         if closed.failure:
             raise CheckpointError(closed.failure)
         return sum(entry.nbytes for part in parts for entry in part.entries)
@@ -130,9 +138,9 @@ class Store:
         raw = self._exchange.broadcast_bytes(None if mine is None else msgspec.msgpack.encode(mine))
         return msgspec.msgpack.decode(raw, type=_Rank0Report)
 
-    def _open(self, snapshot: Snapshot) -> _Rank0Report:
-        root = self._run_folder.adapter_checkpoints(snapshot.ref.name)
-        scratch = root / f".{version_folder(root, snapshot.ref.version).name}.{secrets.token_hex(4)}"
+    def _open(self, to: Path) -> _Rank0Report:
+        root = to.parent
+        scratch = root / f".{to.name}.{secrets.token_hex(4)}"
         try:
             for folder in (root.parent, root):
                 if not folder.is_dir():
@@ -155,7 +163,7 @@ class Store:
                 return _Part(entries=(), random=snapshot.random, failure=_reason(e, path))
         return _Part(entries=tuple(entries), random=snapshot.random)
 
-    def _close(self, snapshot: Snapshot, scratch: Path, parts: list[_Part]) -> _Rank0Report:
+    def _close(self, snapshot: Snapshot, scratch: Path, to: Path, parts: list[_Part], label: str) -> _Rank0Report:
         """Write the manifest, then rename the folder (rank 0)."""
         failures = [part.failure for part in parts if part.failure]
         root = scratch.parent
@@ -171,10 +179,13 @@ class Store:
                 self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
                 self._disk.fsync_folder(scratch)
                 reached("trainer.checkpoint.manifest_written")
-                self._disk.rename(scratch, version_folder(root, snapshot.ref.version))
+                if label:
+                    self._disk.remove(to)
+                self._disk.rename(scratch, to)
                 self._disk.fsync_folder(root)
                 reached("trainer.checkpoint.renamed")
-                note_newest(self._disk, root, snapshot.ref.version)
+                if not label:
+                    note_newest(self._disk, root, snapshot.ref.version)
         except OSError as e:
             failures = [_reason(e, scratch)]
         if failures:

@@ -13,6 +13,9 @@ from typing import Literal
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.errors import ConfigError
 
+ENDLESS = 1 << 53
+"""Steps of an adapter that a client drives."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRun:
@@ -30,17 +33,22 @@ class AdapterRun:
     wire_dtype: Literal["float32", "bfloat16"]
     weight: float
 
+    @property
+    def endless(self) -> bool:
+        """Whether a client says how many steps there will be."""
+        return self.steps == ENDLESS
+
 
 def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
     """The settings that count for ``adapter``, an entry of ``config.adapters``."""
+    steps = config.run.steps if adapter.steps is None else adapter.steps
+    every = config.checkpoint.every_steps if adapter.checkpoint_every_steps is None else adapter.checkpoint_every_steps
     return AdapterRun(
-        steps=config.run.steps if adapter.steps is None else adapter.steps,
+        steps=ENDLESS if adapter.is_client else steps,
         seed=config.run.seed if adapter.seed is None else adapter.seed,
         max_staleness=config.rollout.max_staleness if adapter.max_staleness is None else adapter.max_staleness,
         eval_every=config.eval.every_steps if adapter.eval_every_steps is None else adapter.eval_every_steps,
-        checkpoint_every=(
-            config.checkpoint.every_steps if adapter.checkpoint_every_steps is None else adapter.checkpoint_every_steps
-        ),
+        checkpoint_every=1 if adapter.is_client else every,
         wire_dtype=_wire_dtype(config, adapter),
         weight=adapter.weight,
     )

@@ -6,10 +6,11 @@ a further adapter is a further entry.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationInfo, field_validator, model_validator
 
 from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.cluster import ClusterConfig
@@ -106,8 +107,18 @@ class AgentWorkflowConfig(Section):
     )
 
 
+class ClientWorkflowConfig(Section):
+    """A client of the service drives the adapter: no task, no rollouts, no steps of its own."""
+
+    kind: Literal["client"] = "client"
+
+
 WorkflowConfig = Annotated[
-    SingleTurnWorkflowConfig | MultiTurnWorkflowConfig | CustomWorkflowConfig | AgentWorkflowConfig,
+    SingleTurnWorkflowConfig
+    | MultiTurnWorkflowConfig
+    | CustomWorkflowConfig
+    | AgentWorkflowConfig
+    | ClientWorkflowConfig,
     Field(discriminator="kind"),
 ]
 
@@ -167,6 +178,26 @@ class SamplingConfig(Section):
         description="Texts that end an answer; their tokens are trained on, the reward gets the answer without them.",
     )
     timeout_s: PositiveFloat = Field(600.0, description="Seconds for one rollout; after that it is a `timeout`.")
+
+
+CLIENT_KEYS = frozenset(
+    {"name", "rank", "alpha", "rslora", "target_modules", "exclude_modules", "expert_layout", "weight", "seed"}
+    | {"wire_dtype", "workflow"}
+)
+"""What the adapter of a client may set."""
+CLIENT_SECTIONS: Mapping[str, Any] = {
+    "task": {"kind": "word_problems", "n_train": 1, "n_eval": 1},
+    "algorithm": {"kind": "grpo"},
+    "optimizer": {"lr": 1.0},
+    "sampling": {"prompts_per_step": 1, "n_samples": 2, "max_new_tokens": 1},
+}
+"""In place of the sections that are required and that the adapter of a client does not use."""
+
+
+def _workflow_kind(workflow: Any) -> str | None:
+    if isinstance(workflow, Mapping):
+        return workflow.get("kind")
+    return getattr(workflow, "kind", None)
 
 
 class AdapterConfig(Section):
@@ -230,6 +261,35 @@ class AdapterConfig(Section):
         description="Sets of an evaluation; the first one counts for `keep_best`. If empty, one set `held-out`: "
         "greedy single answers to the held-out split.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_client(cls, data: Any) -> Any:
+        """Sections that a client's adapter does not use, so that it has what every adapter has."""
+        if isinstance(data, Mapping) and _workflow_kind(data.get("workflow")) == "client":
+            return {**CLIENT_SECTIONS, **data}
+        return data
+
+    @model_validator(mode="after")
+    def _only_what_a_client_uses(self) -> Self:
+        if self.is_client:
+            unused = sorted(key for key in type(self).model_fields.keys() - CLIENT_KEYS if self._deviates(key))
+            if unused:
+                raise ValueError(f"an adapter of a client has no {unused[0]}: leave it out")
+        return self
+
+    def _deviates(self, key: str) -> bool:
+        """Whether the value at ``key`` is another one than that of an adapter that leaves it out."""
+        field = type(self).model_fields[key]
+        value = getattr(self, key)
+        if key in CLIENT_SECTIONS:
+            return bool(value != TypeAdapter(field.rebuild_annotation()).validate_python(CLIENT_SECTIONS[key]))
+        return bool(value != field.get_default(call_default_factory=True))
+
+    @property
+    def is_client(self) -> bool:
+        """Whether a client of the service drives it."""
+        return isinstance(self.workflow, ClientWorkflowConfig)
 
     @property
     def rewards(self) -> list[RewardConfig]:

@@ -107,6 +107,7 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         values=tokens(batch.values),
         advantages=tokens(batch.advantages),
         returns=tokens(batch.returns),
+        weights=tokens(batch.weights),
     )
 
 

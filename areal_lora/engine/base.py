@@ -54,6 +54,27 @@ every tensor-parallel rank calls it on equal inputs and must return equal sums.
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamValues:
+    """What an optimizer step takes besides its rate. ``max_grad_norm`` None: no clipping."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float | None
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> AdamValues:
+        return cls(
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+
+
 class TrainEngine(Protocol):
     """The verbs of a trainer rank. Each call is collective over all ranks unless its docstring states otherwise."""
 
@@ -104,24 +125,41 @@ class TrainEngine(Protocol):
         ...
 
     def forward_backward(
-        self, batch: TrainBatch, loss_fn: LossFn, *, temperature: float = 1.0, need_entropy: bool = False
+        self,
+        batch: TrainBatch,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        need_entropy: bool = False,
+        scores: torch.Tensor | None = None,
     ) -> dict[str, float]:
         """Add the gradients of the summed loss to those of the adapter that the batch names.
 
         Gradients stay local and undivided until `optim_step`. Returns the loss functions'
         sums over all micro-batches and data-parallel ranks (``loss`` and every stat), each
-        token counted once, equal on every rank. Raises AdapterError for a batch that names
+        token counted once, equal on every rank. ``scores`` [T] fp32 on the host is filled with what the
+        loss functions saw of each token of the whole batch, on every rank. Raises AdapterError for a batch that names
         several adapters or one that is not resident.
         """
         ...
 
-    def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
+    def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide the gradients by ``denominator``, reduce, clip by the adapter's norm, Adam step at ``lr``.
+
+        ``adam`` takes the place of the configured values in this step alone.
 
         Returns ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (1.0 when a gradient was
         not finite on some rank: weights and moments are then untouched). Gradients are zero
         afterwards in every case.
         """
+        ...
+
+    def discard_gradients(self, adapter: str) -> None:
+        """Forget the gradients since the last step, as if no batch had been passed (not collective)."""
+        ...
+
+    def step_count(self, adapter: str) -> int:
+        """The optimizer steps that the adapter has taken, skipped ones aside (not collective)."""
         ...
 
     def adapter_spec(self, adapter: str) -> AdapterSpec:

@@ -13,7 +13,7 @@ from areal_lora.config.adapter_run import more_steps
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Severity
-from areal_lora.config.rules.guardrails import check, resolve_targets
+from areal_lora.config.rules.guardrails import check_start, resolve_targets
 from areal_lora.errors import ConfigErrors, ExitCode
 from areal_lora.launcher.ended import RunEnd
 from areal_lora.launcher.hub import Download, download, resolve
@@ -66,7 +66,7 @@ def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool =
 
 def refuse_or_warn(config: Config, facts: Facts, err: Console) -> None:
     """Raise ConfigErrors for the errors that the guardrails find; print the warnings where there are none."""
-    findings = check(config, facts)
+    findings = check_start(config, facts)
     errors = [finding.error() for finding in findings if finding.severity is Severity.ERROR]
     if errors:
         raise ConfigErrors(errors)

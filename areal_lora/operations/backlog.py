@@ -116,8 +116,7 @@ class Backlog:
             case Pass(backward=True) if isinstance(outcome, Scored):
                 queue.passes += 1
         if isinstance(operation.what, Pass | Poison | LoadState) and isinstance(outcome, Failed) and not queue.poison:
-            where = f"operation {operation.number} of its window failed: {outcome.reason}"
-            queue.poison = Failed(reason=where, by_client=outcome.by_client)
+            queue.poison = Failed(reason=f"its window has failed: {outcome.reason}", by_client=outcome.by_client)
         completed = Completed(adapter=operation.adapter, number=operation.number, outcome=outcome)
         queue.outcomes[operation.number] = completed
         return [completed]

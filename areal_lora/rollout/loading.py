@@ -72,6 +72,8 @@ def build_workflow(
                 tool_parser=chosen.tool_parser,
                 kept=ConversationFile(folder, chosen.conversations_mib << 20) if folder else None,
             )
+        case config.ClientWorkflowConfig():
+            raise ConfigError("workflow.kind", "a client drives the adapter: it has no rollouts", "choose another kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

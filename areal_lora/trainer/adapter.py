@@ -12,8 +12,10 @@ keyed by adapter and belongs to the object that needs it::
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from areal_lora.algorithms.kl import adapted
 from areal_lora.algorithms.registry import Algorithm, build_algorithm
@@ -23,6 +25,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.tokenizer import TextTokenizer
 from areal_lora.errors import ArealLoraError
+from areal_lora.families.shape import ModelShape, read_hf_config
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterPhase, AdapterRef, AdapterSpec, TrainBatch
 
@@ -53,7 +56,8 @@ class Adapter:
 class TrainingState:
     """State that training changes besides tensors. Only the loop changes it.
 
-    ``version`` counts the training steps taken, one batch and one published version each. ``skipped_steps`` counts
+    ``version`` counts the training steps taken, one batch and one published version each; of an adapter that a client
+    drives it is the number of the operation that made the weights. ``skipped_steps`` counts
     the latest steps in a row whose gradients were not finite. ``kl_scale`` times the configured KL coefficient is
     the one in use. ``failure`` is the error of an adapter in phase FAILED.
     """
@@ -129,8 +133,15 @@ def build_adapter(config: Config, adapter: AdapterConfig, probe: TokenRows) -> A
 
 
 def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> TokenRows:
-    """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers."""
+    """The fixed sequences of the truth check (contract C6): held-out problems with their gold answers.
+
+    Without a task, any tokens.
+    """
     sync = config.weight_sync
+    if adapter.is_client:
+        vocabulary = ModelShape.from_hf(read_hf_config(Path(config.model.folder))).vocab
+        choose = random.Random(0)
+        return [[choose.randrange(vocabulary) for _ in range(sync.probe_tokens)] for _ in range(sync.probe_sequences)]
     # Without the chat template: sequences that begin with one system prompt would test the same tokens.
     samples = load_samples(adapter.task, "eval")[: sync.probe_sequences]
     return [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[: sync.probe_tokens] for s in samples]

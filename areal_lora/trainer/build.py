@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -18,7 +19,10 @@ from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
 from areal_lora.data.tokenizer import load_tokenizer
 from areal_lora.distributed.exchange import Exchange, GroupExchange
+from areal_lora.engine.base import TrainEngine
 from areal_lora.engine.engines import build_engine
+from areal_lora.families.shape import ModelShape, read_hf_config
+from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device
 from areal_lora.processes.faults import reached
 from areal_lora.rollout.channel.client import ControllerClient
@@ -29,9 +33,11 @@ from areal_lora.run_folder.status import set_status
 from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing, resume
+from areal_lora.trainer.clients import Clients
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
 from areal_lora.trainer.newcomers import newcomers
+from areal_lora.trainer.passes import Limits
 from areal_lora.trainer.payload import outgoing_payload
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
@@ -67,14 +73,18 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     for name, found in restored.items():
         states[name].kl_scale = found.kl_scale
     client = _connect(config, run_folder, states, restored) if rank == 0 else None
-    rank_0 = _rank_0(config, run_folder, client, states, restored, started_s) if client else None
+    clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
+    rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s) if client else None
     store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
-    saver = Saver(store=store, config=config.checkpoint, committed=partial(_commit, client) if client else None)
+    kept = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk()) if config.service else None
+    saver = Saver(
+        store=store, config=config.checkpoint, committed=partial(_commit, client, clients) if client else None
+    )
     publisher = Publisher(
         run=config.run.name,
         config=config.weight_sync,
         exchange=GroupExchange(timeout_s=CONTROL_TIMEOUT_S),
-        role=_leader(config, run_folder, client, rank_0.auditor) if client and rank_0 else Follower(),
+        role=_leader(config, run_folder, client, rank_0) if client and rank_0 else Follower(),
         sources=engine.adapter_sources(),
         secret=read_secret(run_folder),
         bind=own_place(config.cluster, run_folder).address,
@@ -87,7 +97,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         run_folder=run_folder,
         engine=engine,
         states=states,
-        checkpointing=Checkpointing(config, engine, saver, versions),
+        checkpointing=Checkpointing(config, engine, saver, versions, kept),
         publishing=AdapterPublishing(
             engine, publisher, outgoing_payload(config, engine), on_report, rank_0.recorder.members if rank_0 else None
         ),
@@ -129,6 +139,7 @@ def _rank_0(
     config: Config,
     run_folder: RunFolder,
     client: ControllerClient,
+    clients: Clients | None,
     states: Mapping[str, TrainingState],
     restored: Mapping[str, Restored],
     started_s: float,
@@ -147,6 +158,7 @@ def _rank_0(
         auditor=auditor,
         turns=Turns({name: state.adapter.run.weight for name, state in states.items()}),
         newcomers=newcomers(config, run_folder) if config.service else None,
+        clients=clients,
     )
 
 
@@ -155,22 +167,36 @@ def controller_patience_s(config: Config) -> float:
     return config.run.stall_s + config.run.heartbeat_timeout_s + CONTROLLER_START_S
 
 
-def _commit(client: ControllerClient, ref: AdapterRef) -> None:
-    """Commit the step that produced ``ref``; the checkpoint of ``ref`` is durable. No step produces version 0."""
-    if ref.version:
+def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clients:
+    """Listen for what clients do with their adapters."""
+    shape = ModelShape.from_hf(read_hf_config(Path(config.model.folder)))
+    end = TrainerEnd(run_folder, own_place(config.cluster, run_folder).address)
+    return Clients(run_folder, end, Limits.of(config, shape), engine.base_digest())
+
+
+def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) -> None:
+    """Commit the step that produced ``ref``; the checkpoint of ``ref`` is durable. No step produces version 0.
+
+    The controller has nothing of an adapter that a client drives.
+    """
+    if ref.version and not (clients and ref.name in clients.known):
         client.commit(ref.name, ref.version - 1)
         reached("trainer.committed")
 
 
-def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, auditor: Auditor) -> Leader:
-    """Build rank 0's publish role, which announces to the controller the servers of each active version."""
+def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
+    """Build rank 0's publish role, which announces to the controller the servers of each active version.
+
+    The controller has nothing of an adapter that a client drives.
+    """
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
     wait_servers(run_folder, config.rollout.servers, STARTUP_TIMEOUT_S)
 
     def announce(active: Active) -> None:
-        auditor.servers = active.servers
-        client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost, active.left)
+        rank_0.auditor.servers = active.servers
+        if not (rank_0.clients and active.ref.name in rank_0.clients.known):
+            client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost, active.left)
         reached("trainer.published")
 
     def waits(ref: AdapterRef, held: str) -> None:

@@ -20,12 +20,13 @@ from areal_lora.checkpoint.state import (
     files_of,
     read_files,
 )
-from areal_lora.checkpoint.store import Snapshot
+from areal_lora.checkpoint.store import Snapshot, Store
 from areal_lora.config.adapter_run import AdapterRun, adapter_named, adapter_run
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
+from areal_lora.operations.messages import Kept
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import companions
@@ -42,10 +43,14 @@ LAYOUT = ("world_size", "tp", "pp", "ep", "etp")
 class Checkpointing:
     """One per rank; all calls are collective over the trainer's ranks.
 
-    ``stored`` are the versions, by adapter, whose checkpoints the run resumed from.
+    ``stored`` are the versions, by adapter, whose checkpoints the run resumed from. ``kept`` writes what clients save,
+    in the calling thread.
     """
 
-    def __init__(self, config: Config, engine: TrainEngine, saver: Saver, stored: Mapping[str, int]) -> None:
+    def __init__(
+        self, config: Config, engine: TrainEngine, saver: Saver, stored: Mapping[str, int], kept: Store | None = None
+    ) -> None:
+        self._kept = kept
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
 
@@ -63,6 +68,23 @@ class Checkpointing:
         if self._newest.get(adapter.name) == version or not due(adapter.run, version):
             return None
         self._newest[adapter.name] = version
+        return self._saver.save(self._snapshot(state, controller))
+
+    def forget(self, adapter: str) -> None:
+        """The newest version was not written: it may be saved again."""
+        self._newest.pop(adapter, None)
+
+    def keep(self, state: TrainingState, controller: ControllerState, label: str) -> Kept:
+        """Write what the adapter is now to the folder of its saved state ``label``, in place of what is there.
+
+        Raises CheckpointError on every rank where it cannot be written.
+        """
+        assert self._kept is not None, "the run has no service"
+        snapshot = self._snapshot(state, controller)
+        return Kept(step=snapshot.state.step, n_bytes=self._kept.keep(snapshot, label))
+
+    def _snapshot(self, state: TrainingState, controller: ControllerState) -> Snapshot:
+        adapter, version = state.adapter, state.version
         tensors = self._engine.export_state(adapter.name)
         others = companions.states(self._engine, adapter)
         optimizer = adapter.config.optimizer
@@ -85,10 +107,8 @@ class Checkpointing:
             written_s=0.0,
         )
         ref = AdapterRef(name=adapter.name, version=version)
-        return self._saver.save(
-            Snapshot(
-                ref=ref, state=tensors, companions=others, random=random_state(self._engine.device), manifest=manifest
-            )
+        return Snapshot(
+            ref=ref, state=tensors, companions=others, random=random_state(self._engine.device), manifest=manifest
         )
 
     def join(self, adapter: str) -> Save | None:

@@ -92,7 +92,7 @@ def leave(trainer: Trainer, state: TrainingState) -> None:
         release(trainer, state.adapter)
     if trainer.rank_0:
         trainer.rank_0.turns.leave(state.name)
-        trainer.rank_0.controller.end(state.name)
+        trainer.rank_0.driver(state.adapter).end(state.name, str(state.failure or "the adapter was deleted"))
 
 
 def release(trainer: Trainer, adapter: Adapter) -> None:

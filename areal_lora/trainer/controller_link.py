@@ -15,7 +15,7 @@ from areal_lora.config.adapter_run import adapter_runs
 from areal_lora.config.models import Config
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.channel.client import ControllerClient, WaitingLines
+from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, WaitingLines
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.trainer.adapter import Adapter, ControllerState
 from areal_lora.trainer.recording import Recorder
@@ -82,12 +82,16 @@ class ControllerLink:
         )
 
     def next_work(
-        self, wanted: Sequence[AdapterRef], draining: Collection[str], interruption: Callable[[], Work | None]
+        self,
+        wanted: Sequence[AdapterRef],
+        draining: Collection[str],
+        interruption: Callable[[], Work | None],
+        wait_s: float = SHORT_POLL_S,
     ) -> Work:
         """Wait for a batch of the first of ``wanted`` that has one, consumed at that version.
 
         Or until an adapter of ``draining`` has no evaluation pending, rollouts of a wanted one fail, or there is an
-        ``interruption``, asked for about every second. Evaluations that finish meanwhile are recorded.
+        ``interruption``, asked for every ``wait_s``. Evaluations that finish meanwhile are recorded.
         """
         asked = [m.Wanted(adapter=ref.name, step=ref.version, version=ref.version) for ref in wanted]
         lines = WaitingLines()
@@ -99,7 +103,7 @@ class ControllerLink:
             if (waiting := self._waiting(wanted, draining)) != said:
                 said = waiting
                 self._recorder.status(waiting)
-            reply = self._client.poll(asked)
+            reply = self._client.poll(asked, wait_s)
             self.record_evals(self._client.take_events())
             if isinstance(reply, m.Batch):
                 return self._received(reply)
@@ -141,8 +145,8 @@ class ControllerLink:
         """No group of ``adapter`` is issued; or again."""
         self._client.pause(adapter, paused)
 
-    def end(self, adapter: str) -> None:
-        """Nothing more is needed of ``adapter``: the controller stops its rollouts."""
+    def end(self, adapter: str, reason: str = "") -> None:
+        """Nothing more is needed of ``adapter``: the controller stops its rollouts, for whatever reason."""
         self._evals[adapter].pending.clear()
         self._client.end(adapter)
 

@@ -119,11 +119,11 @@ def join(trainer: Trainer, work: Joins) -> TrainingState | None:
 
 
 def _announce(trainer: Trainer, adapter: Adapter, restored: Restored | None) -> str:
-    """Make the newcomer known on rank 0; returns why the controller cannot roll out for it, or nothing."""
+    """Make the newcomer known on rank 0; returns why it cannot be driven, or nothing."""
     assert trainer.rank_0
     assert trainer.rank_0.newcomers
     version, kept = (restored.version, restored.controller) if restored else (0, ControllerState())
-    if problem := trainer.rank_0.controller.join(adapter, version, kept):
+    if problem := trainer.rank_0.driver(adapter).join(adapter, version, kept):
         return problem
     trainer.rank_0.newcomers.beside.pop(adapter.name, None)
     trainer.rank_0.recorder.joined(AdapterRef(name=adapter.name, version=version), resumed=restored is not None)
@@ -134,7 +134,7 @@ def _announce(trainer: Trainer, adapter: Adapter, restored: Restored | None) -> 
 def pause(trainer: Trainer, state: TrainingState, paused: bool) -> None:
     """Issue no groups of the adapter and give it no turns; or again. What is in progress continues."""
     if trainer.rank_0:
-        trainer.rank_0.controller.pause(state.name, paused)
+        trainer.rank_0.driver(state.adapter).pause(state.name, paused)
     enter(trainer, state, AdapterPhase.PAUSED if paused else state.due_phase)
 
 

@@ -11,7 +11,8 @@
 
 Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9). With several
 adapters the same line is run for whichever has a batch and whose turn it is (`turns`); a fault of one of them ends
-that one (`containment`). Between two steps adapters may join, pause and leave (`joining`).
+that one (`containment`). Between two steps adapters may join, pause and leave (`joining`), and clients drive adapters
+of their own with the same verbs (`operating`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.containment import contained, enter, first_failure, leave
 from areal_lora.trainer.joining import delete, join, pause, roll
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
+from areal_lora.trainer.operating import operate
 from areal_lora.trainer.peft import export_adapter
 from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.waits import (
@@ -37,7 +39,7 @@ from areal_lora.trainer.waits import (
     join_publish,
     next_work,
 )
-from areal_lora.trainer.work import Drained, Faulted, Joins, Leaves, Pauses, TrainOn, Unpublished
+from areal_lora.trainer.work import Drained, Faulted, Joins, Leaves, Operates, Pauses, TrainOn, Unpublished
 from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
 
@@ -58,6 +60,8 @@ def train(trainer: Trainer) -> None:
                 delete(trainer, trainer.states[name])
             case Pauses(adapter=name, paused=paused):
                 pause(trainer, trainer.states[name], paused)
+            case Operates(adapter=name):
+                operate(trainer, trainer.states[name], work)
             case TrainOn() | Drained() | Unpublished() | Faulted():
                 trainer.spans[work.adapter].add("wait_batch", time.perf_counter() - began_s)
                 carry_out(trainer, trainer.states[work.adapter], work)
@@ -150,7 +154,7 @@ def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
     with spans.span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version, save)
     if trainer.rank_0:
-        trainer.rank_0.controller.evaluate_if_due(state.ref)
+        trainer.rank_0.driver(state.adapter).evaluate_if_due(state.ref)
 
 
 def rerequest_evals(trainer: Trainer, state: TrainingState) -> None:

@@ -103,6 +103,11 @@ class AdapterPublishing:
             self._on_report(report)
         self._note_members(report)
 
+    def newest(self, adapter: str) -> int | None:
+        """The version that was published last; None before the first."""
+        kept = self._published.get(adapter)
+        return kept.newest.version if kept and kept.newest else None
+
     def failed(self) -> str | None:
         """An adapter whose publish in progress has failed; ``join`` raises its error (rank 0, not collective)."""
         kept = self._published.items()

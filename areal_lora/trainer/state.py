@@ -10,9 +10,10 @@ from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.obs.trace import Spans
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.adapter import TrainingState
+from areal_lora.trainer.adapter import Adapter, TrainingState
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing
+from areal_lora.trainer.clients import Clients
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.newcomers import Newcomers
 from areal_lora.trainer.publishing import AdapterPublishing
@@ -24,7 +25,7 @@ from areal_lora.trainer.turns import Turns
 class Rank0:
     """State of rank 0 only: the controller link, the recorder, the auditor, and whose turn it is to train.
 
-    ``newcomers`` is there where adapters join and leave.
+    ``newcomers`` and ``clients`` are there where adapters join and leave.
     """
 
     controller: ControllerLink
@@ -32,8 +33,20 @@ class Rank0:
     auditor: Auditor
     turns: Turns
     newcomers: Newcomers | None = None
+    clients: Clients | None = None
+
+    def driver(self, adapter: Adapter) -> ControllerLink | Clients:
+        """Who says what the adapter does next: the controller, which has its rollouts, or its client."""
+        return self.clients_of(adapter) if adapter.config.is_client else self.controller
+
+    def clients_of(self, adapter: Adapter) -> Clients:
+        """The clients, of whose adapters ``adapter`` is one."""
+        assert self.clients is not None, f"{adapter.name} has no client: the run has no service"
+        return self.clients
 
     def close(self) -> None:
+        if self.clients:
+            self.clients.close()
         self.controller.close()
         self.recorder.close()
         self.auditor.close()

@@ -10,13 +10,17 @@ from functools import partial
 
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
+from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.containment import contained
 from areal_lora.trainer.roster import SERVED
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.work import Ended, Roll, ServersChanged, Unpublished, Work, share
+from areal_lora.trainer.work import Ended, Operates, Roll, ServersChanged, Unpublished, Work, share
 from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
+
+_LISTENING_S = 0.02
+"""Of a poll of the controller, where clients wait for answers."""
 
 
 def catch_up(trainer: Trainer) -> None:
@@ -34,7 +38,7 @@ def catch_up(trainer: Trainer) -> None:
 
 def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:
     """Return the adapter's controller state on rank 0, an empty one elsewhere. Not collective."""
-    return trainer.rank_0.controller.state(state.name) if trainer.rank_0 else ControllerState()
+    return trainer.rank_0.driver(state.adapter).state(state.name) if trainer.rank_0 else ControllerState()
 
 
 def join_checkpoint(trainer: Trainer, state: TrainingState) -> None:
@@ -103,19 +107,38 @@ def _decide(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work:
     assert trainer.rank_0
     if (change := roll()) is not None:
         return change
+    operation = _operation(trainer)
     by_phase = {phase: [s.name for s in trainer.states.values() if s.phase is phase] for phase in SERVED}
     if not any(by_phase.values()) and (trainer.rank_0.newcomers is None or trainer.rank_0.newcomers.closed):
         return Ended()
-    wanted = [trainer.states[name].ref for name in trainer.rank_0.turns.order(by_phase[AdapterPhase.ACTIVE])]
+    order = trainer.rank_0.turns.order(by_phase[AdapterPhase.ACTIVE])
+    if operation is not None:
+        order = order[: order.index(operation.adapter)]
+    wanted = [trainer.states[name].ref for name in order if not trainer.states[name].adapter.config.is_client]
+    if operation is not None and not wanted:
+        return operation
     interruption = partial(_interruption, trainer, roll)
-    return trainer.rank_0.controller.next_work(wanted, by_phase[AdapterPhase.DRAINING], interruption)
+    driven = any(state.adapter.config.is_client for state in trainer.states.values())
+    wait_s = 0.0 if operation else _LISTENING_S if driven else SHORT_POLL_S
+    return trainer.rank_0.controller.next_work(wanted, by_phase[AdapterPhase.DRAINING], interruption, wait_s)
 
 
 def _interruption(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work | None:
     """What is to be done before the next batch, on rank 0."""
     if (failed := trainer.publishing.failed()) is not None:
         return Unpublished(adapter=failed)
-    return ServersChanged() if trainer.publishing.changed() else roll()
+    if trainer.publishing.changed():
+        return ServersChanged()
+    return roll() or _operation(trainer)
+
+
+def _operation(trainer: Trainer) -> Operates | None:
+    """The operation of a client whose turn it is among the clients, on rank 0."""
+    if trainer.rank_0 is None or trainer.rank_0.clients is None:
+        return None
+    trainer.rank_0.clients.listen()
+    active = (s for s in trainer.states.values() if s.phase is AdapterPhase.ACTIVE and s.adapter.config.is_client)
+    return trainer.rank_0.clients.first(trainer.rank_0.turns.order(state.name for state in active))
 
 
 def batch_of(state: TrainingState, groups: list[TrajectoryGroup]) -> tuple[TrainBatch, dict[int, int]]:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from areal_lora.distributed.exchange import Exchange
+from areal_lora.operations.messages import Failed, Operation
 from areal_lora.trainer.adapter import TokenRows
 from areal_lora.types import TrajectoryGroup
 
@@ -67,9 +68,17 @@ class Pauses(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     paused: bool
 
 
+class Operates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The client of ``adapter`` asks for ``operation``; ``refused`` is its outcome if it cannot be carried out."""
+
+    adapter: str
+    operation: Operation
+    refused: Failed | None = None
+
+
 Roll: TypeAlias = Joins | Leaves | Pauses
 """Which adapters there are changes."""
-Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged | Roll | Ended
+Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged | Operates | Roll | Ended
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Work).decode

@@ -135,10 +135,23 @@ def user_code(config: Config, facts: Facts) -> Iterator[Finding]:
         yield Finding(path=problem.path, reason=problem.reason, fix=problem.fix)
 
 
+def no_clients(config: Config, facts: Facts) -> Iterator[Finding]:
+    """It would never be driven: the service knows the adapters that it has made."""
+    for i, adapter in enumerate(config.adapters):
+        if adapter.is_client:
+            yield Finding(
+                path=f"adapters.{i}.workflow.kind",
+                reason="only the service of a run makes adapters of clients",
+                fix="start the run with --serve, and create the adapter through the service",
+            )
+
+
 def batches(config: Config, facts: Facts) -> Iterator[Finding]:
     t = config.trainer
     replicas = max(1, t.world_size // (t.tp * t.pp))
     for i, adapter in enumerate(config.adapters):
+        if adapter.is_client:
+            continue
         sampling = adapter.sampling
         if adapter.minibatches > sampling.prompts_per_step:
             yield Finding(

@@ -12,6 +12,7 @@ from areal_lora.config.rules.adapters import (
     a_service_has_room,
     adapter_names,
     batches,
+    no_clients,
     ranks_fit,
     servers_hold_them,
     staleness_fits,
@@ -86,10 +87,15 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(config: Config, facts: Facts) -> tuple[Finding, ...]:
+def check_start(config: Config, facts: Facts) -> tuple[Finding, ...]:
+    """`check` of what a run begins with."""
+    return check(config, facts, (no_clients, *RULES))
+
+
+def check(config: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
     """Return all findings, errors first; of several about one subject (by default: one key) only the first."""
     findings: dict[tuple[str, Severity, str], Finding] = {}
-    for rule in RULES:
+    for rule in rules:
         for finding in rule(config, facts):
             findings.setdefault((finding.path, finding.severity, finding.subject), finding)
     return tuple(sorted(findings.values(), key=lambda finding: finding.severity))

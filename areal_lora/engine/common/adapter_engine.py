@@ -18,7 +18,7 @@ from torch import Tensor
 from areal_lora.algorithms.merging import CastLoss
 from areal_lora.checkpoint.state import PARTS, AdapterState
 from areal_lora.config.models import ModelConfig, OptimizerConfig
-from areal_lora.engine.base import LossFn
+from areal_lora.engine.base import AdamValues, LossFn
 from areal_lora.engine.common.adapter_memory import AdapterMemory, checked
 from areal_lora.engine.common.arena import Range, ShardedModel
 from areal_lora.engine.common.merged import MergedShard, merged_layout
@@ -72,6 +72,7 @@ class Compute(Protocol):
         *,
         need_entropy: bool,
         dropout: Dropout | None,
+        scores: Tensor | None,
     ) -> dict[str, float]:
         """See `TrainEngine.forward_backward`; ``dropout`` are the masks of the adapter's inputs."""
         ...
@@ -156,7 +157,13 @@ class AdapterEngine:
         return self._model.score(batch, adapter, read_values)
 
     def forward_backward(
-        self, batch: TrainBatch, loss_fn: LossFn, *, temperature: float = 1.0, need_entropy: bool = False
+        self,
+        batch: TrainBatch,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        need_entropy: bool = False,
+        scores: Tensor | None = None,
     ) -> dict[str, float]:
         names = set(batch.adapters)
         if len(names) != 1:
@@ -166,11 +173,17 @@ class AdapterEngine:
         resident.trained()
         readout = read_values if resident.spec.value_head else read_logprobs(temperature)
         return self._model.forward_backward(
-            batch, adapter, loss_fn, readout, need_entropy=need_entropy, dropout=resident.dropout()
+            batch, adapter, loss_fn, readout, need_entropy=need_entropy, dropout=resident.dropout(), scores=scores
         )
 
-    def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
-        return self._adapter(adapter).trained().step(denominator, lr)
+    def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
+        return self._adapter(adapter).trained().step(denominator, lr, adam)
+
+    def discard_gradients(self, adapter: str) -> None:
+        self._adapter(adapter).memory.grads.zero_()
+
+    def step_count(self, adapter: str) -> int:
+        return self._adapter(adapter).trained().step_count
 
     def adapter_spec(self, adapter: str) -> AdapterSpec:
         return self._adapter(adapter).spec

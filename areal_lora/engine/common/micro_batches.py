@@ -17,7 +17,8 @@ from areal_lora.engine.common.packed import Packed, to_sequences
 from areal_lora.engine.common.parallel_layout import ParallelLayout
 from areal_lora.types import TrainBatch
 
-Result = tuple[Packed, Mapping[str, float | Tensor] | Tensor]
+Result = tuple[Packed, Mapping[str, float | Tensor], Tensor]
+"""A micro-batch, the sums of its loss function (empty without one), and what the readout read of each token, [t]."""
 
 
 def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> list[MicroPlan]:
@@ -42,32 +43,29 @@ def finish(
     *,
     need_entropy: bool,
     group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Mapping[str, float | Tensor] | Tensor]:
-    """Scalar to differentiate, and what to report, from the model's ``output`` [t, *].
+) -> tuple[Tensor, Mapping[str, float | Tensor], Tensor]:
+    """Scalar to differentiate, sums to report, and what ``readout`` reads of each token, [t] without grad.
 
-    ``rows`` [p] are those of ``packed``'s predictions.
-
-    With a ``loss_fn`` the report has its sums plus ``loss``; without one it is what ``readout`` reads of each token,
-    [t].
+    ``output`` [t, *] is the model's, ``rows`` [p] are those of ``packed``'s predictions. The sums are those of
+    ``loss_fn`` plus ``loss``; there are none without one.
     """
     predicted, entropy = readout(output, rows, packed.targets, group)
     scores = to_sequences(predicted, packed)
     if loss_fn is None:
-        return scores.sum(), scores
+        return scores.sum(), {}, scores.detach()
     if packed.micro is None:
         # Padding only: the backward pass must still run, its collectives are shared with other ranks.
-        return output.sum() * 0.0, {}
+        return output.sum() * 0.0, {}, scores.detach()
     sums = loss_fn(packed.micro, scores, to_sequences(entropy, packed) if need_entropy else None)
     # Keep every rank's graph alive even if no token of this micro-batch is on the mask.
-    return sums.loss + predicted.sum() * 0.0, {"loss": sums.loss.detach(), **sums.stats}
+    return sums.loss + predicted.sum() * 0.0, {"loss": sums.loss.detach(), **sums.stats}, scores.detach()
 
 
 def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool) -> Tensor:
     """[T] fp32 of the whole batch on every rank; ``reports``: this rank's results count. Collective."""
     packed = torch.zeros(batch.n_tokens, device=HOST)
     bounds = batch.cu_seqlens.tolist()
-    for rows, values in results if reports else ():
-        assert isinstance(values, Tensor)
+    for rows, _, values in results if reports else ():
         at = 0
         for sequence in rows.sequences:
             a, b = bounds[sequence], bounds[sequence + 1]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from areal_lora.config.models import OptimizerConfig
+from areal_lora.engine.base import AdamValues
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import spans
 from areal_lora.types import StepStats
@@ -41,7 +42,7 @@ class AdapterOptimizer:
     """
 
     def __init__(self, config: OptimizerConfig, memory: AdapterMemory, classes: Sequence[GradientClass]) -> None:
-        self._config = config
+        self._values = AdamValues.of(config)
         self._classes = classes
         self._grads = memory.grads
         self.step_count = 0
@@ -64,16 +65,21 @@ class AdapterOptimizer:
         )
         self._adam.state.update(state)
 
-    def step(self, denominator: float, lr: float) -> StepStats:
-        """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective."""
+    def step(self, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
+        """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective.
+
+        ``adam`` takes the place of the configured values.
+        """
+        values = adam or self._values
         norm = self._reduce(denominator)
         skipped = not math.isfinite(norm)
         if not skipped:
-            factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
+            factor = 1.0 if values.max_grad_norm is None else min(1.0, values.max_grad_norm / (norm + 1e-6))
             if factor < 1.0:
                 self._grads.mul_(factor)
             for group in self._adam.param_groups:
-                group["lr"] = lr * group["ratio"]
+                group["lr"], group["betas"] = lr * group["ratio"], (values.beta1, values.beta2)
+                group["eps"], group["weight_decay"] = values.eps, values.weight_decay
             self._adam.step()
             self.step_count += 1
         # Kept and zeroed: the modules' gradients are views of it.

@@ -7,7 +7,6 @@ transformers' modelling code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -88,14 +87,17 @@ class FsdpModel:
         *,
         need_entropy: bool,
         dropout: Dropout | None,
+        scores: Tensor | None,
     ) -> dict[str, float]:
         """See `TrainEngine.forward_backward`."""
         sums: Counter[str] = Counter()
+        results: list[Result] = []
         with self._active.using(adapter, dropout):
             for plan in self._plans(batch):
-                _, stats = self._micro_batch(batch, plan, loss_fn, readout, need_entropy=need_entropy)
-                assert isinstance(stats, Mapping)
-                sums.update({name: float(value) for name, value in stats.items()})
+                results.append(self._micro_batch(batch, plan, loss_fn, readout, need_entropy=need_entropy))
+                sums.update({name: float(value) for name, value in results[-1][1].items()})
+        if scores is not None:
+            scores.copy_(whole_scores(batch, results, reports=True))
         return sum_over_ranks(sums, range(self.world_size))
 
     def _plans(self, batch: TrainBatch) -> list[MicroPlan]:
@@ -122,10 +124,10 @@ class FsdpModel:
         )
         logits = output.logits[0]
         rows = torch.arange(len(logits), device=logits.device)
-        loss, result = finish(packed, logits, rows, loss_fn, readout, need_entropy=need_entropy, group=None)
+        loss, sums, scores = finish(packed, logits, rows, loss_fn, readout, need_entropy=need_entropy, group=None)
         if loss_fn is not None:
             loss.backward()
-        return packed, result
+        return packed, sums, scores
 
     def _attach_linear(self, memory: AdapterMemory, bank: Bank) -> None:
         lora_a, lora_b = memory.parameters(bank, 0)

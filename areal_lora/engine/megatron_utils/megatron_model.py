@@ -92,14 +92,16 @@ class MegatronModel:
         *,
         need_entropy: bool,
         dropout: Dropout | None,
+        scores: Tensor | None,
     ) -> dict[str, float]:
         """Add to the adapter's gradients; returns the sums over all ranks. See `TrainEngine.forward_backward`."""
         sums: Counter[str] = Counter()
         with self._active.using(adapter, dropout):
             results = self._run(batch, loss_fn, readout, need_entropy=need_entropy)
-        for _, stats in results:
-            assert isinstance(stats, Mapping)
+        for _, stats, _ in results:
             sums.update({name: float(value) for name, value in stats.items()})
+        if scores is not None:
+            scores.copy_(whole_scores(batch, results, reports=self.rank in self._reporting_ranks()))
         return sum_over_ranks(sums, self._reporting_ranks())
 
     def _run(

@@ -28,10 +28,9 @@ def run_schedule(
     readout: Readout,
     need_entropy: bool,
 ) -> list[Result]:
-    """Run every micro-batch; on the last stage return (packed, stats), elsewhere nothing.
+    """Run every micro-batch; the results on the last stage, elsewhere nothing.
 
-    With a ``loss_fn`` gradients of its plain sums are accumulated and stats are its sums plus
-    ``loss``; without one nothing is differentiated and stats are what ``readout`` reads of each token [t].
+    With a ``loss_fn`` gradients of its plain sums are accumulated; without one nothing is differentiated.
     """
     results: list[Result] = []
 
@@ -42,10 +41,10 @@ def run_schedule(
 
         def judge(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             group = parallel_state.get_tensor_model_parallel_group()
-            loss, result = finish(
+            loss, sums, scores = finish(
                 packed, output[0], packed.sources, loss_fn, readout, need_entropy=need_entropy, group=group
             )
-            results.append((packed, result))
+            results.append((packed, sums, scores))
             return loss, torch.ones((), dtype=torch.int32, device=output.device), {}
 
         return predictions, judge

@@ -97,14 +97,14 @@ class ControllerClient:
                 raise RolloutError(f"{reply.adapter}: {reply.reason}")
             waiting.say(reply.lacking)
 
-    def poll(self, wanted: Sequence[m.Wanted]) -> m.Batch | m.AdapterFailed | m.NotReady:
-        """A batch of the first of ``wanted`` that has one, or what they lack after about a second.
+    def poll(self, wanted: Sequence[m.Wanted], wait_s: float = SHORT_POLL_S) -> m.Batch | m.AdapterFailed | m.NotReady:
+        """A batch of the first of ``wanted`` that has one, or what they lack after ``wait_s``.
 
         Evaluation results that came with the reply are kept for `take_events` and `poll_eval`.
         """
-        request = m.GetBatch(wanted=tuple(wanted), timeout_s=SHORT_POLL_S)
+        request = m.GetBatch(wanted=tuple(wanted), timeout_s=wait_s)
         reply: m.Batch | m.AdapterFailed | m.NotReady = self._session.ask(
-            request, m.Batch, m.AdapterFailed, m.NotReady, wait_s=SHORT_POLL_S
+            request, m.Batch, m.AdapterFailed, m.NotReady, wait_s=wait_s
         )
         if isinstance(reply, m.AdapterFailed):
             return reply

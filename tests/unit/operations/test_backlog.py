@@ -101,7 +101,7 @@ def test_a_window_needs_a_pass_with_gradients() -> None:
 def test_a_fault_poisons_its_window_alone(bad: What | tuple[What, Outcome]) -> None:
     _, fault, after, publish, step, *others = carried_out(Backlog(), PASS, bad, PASS, Publish(), STEP, PASS, STEP)
     assert fault == BROKEN
-    assert after == step == Failed(reason="operation 2 of its window failed: broken", by_client=False)
+    assert after == step == Failed(reason="its window has failed: broken", by_client=False)
     assert publish == Published(version=0)
     assert others == [SCORED, STEPPED]
 

@@ -33,10 +33,10 @@ class Trainer:
         self.checkpointing = SimpleNamespace(join=lambda name: self._note(f"join checkpoint of {name}"))
         self.engine = SimpleNamespace(remove_adapter=lambda name: self._note(f"remove {name}"))
         self.config = SimpleNamespace(service=None)
-        controller = SimpleNamespace(end=lambda name: self._note(f"end {name}"))
+        controller = SimpleNamespace(end=lambda name, reason: self._note(f"end {name}"))
         recorder = SimpleNamespace(phase=lambda ref, phase, reason: self._note(f"{ref} {phase}: {reason}"))
         turns = Turns(dict.fromkeys(names, 1.0))
-        self.rank_0 = SimpleNamespace(controller=controller, recorder=recorder, turns=turns)
+        self.rank_0 = SimpleNamespace(driver=lambda adapter: controller, recorder=recorder, turns=turns)
 
     def _state(self, name: str) -> TrainingState:
         algorithm = SimpleNamespace(critic=None, reference=None)

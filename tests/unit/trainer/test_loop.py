@@ -27,7 +27,8 @@ GROUPS = [episode(stream().at(p), version=3).group for p in range(4)]
 
 def state(name: str, version: int = 3, steps: int = 9) -> TrainingState:
     run = SimpleNamespace(max_staleness=1, steps=steps, weight=1.0)
-    made = TrainingState(adapter=SimpleNamespace(name=name, run=run), version=version)  # type: ignore[arg-type]
+    config = SimpleNamespace(is_client=False)
+    made = TrainingState(adapter=SimpleNamespace(name=name, run=run, config=config), version=version)  # type: ignore[arg-type]
     made.phase = made.due_phase
     return made
 
@@ -38,7 +39,7 @@ class Controller:
     def __init__(self, log: list[str], works: list[Work]) -> None:
         self._log, self._works = log, works
 
-    def next_work(self, wanted: Any, draining: Any, interruption: Callable[[], Work | None]) -> Work:
+    def next_work(self, wanted: Any, draining: Any, interruption: Callable[[], Work | None], wait_s: float) -> Work:
         self._log.append(f"want {' '.join(map(str, wanted))}" + (f", {' '.join(draining)} drains" if draining else ""))
         return interruption() or self._works.pop(0)
 
@@ -67,7 +68,10 @@ class Trainer:
         self.log: list[str] = []
         self.states = {each.name: each for each in states}
         turns = Turns(dict.fromkeys(self.states, 1.0))
-        self.rank_0 = SimpleNamespace(controller=Controller(self.log, works), turns=turns, newcomers=None)
+        controller = Controller(self.log, works)
+        self.rank_0 = SimpleNamespace(
+            controller=controller, driver=lambda adapter: controller, turns=turns, newcomers=None, clients=None
+        )
         self.publishing: Any = Publishing(self.log, changes)
         self.control = SoloExchange()
 
@@ -157,7 +161,7 @@ def changed_for(error: ArealLoraError) -> Any:
     trainer.engine = SimpleNamespace(remove_adapter=lambda name: None)
     trainer.states["a"].adapter.algorithm = SimpleNamespace(critic=None, reference=None)
     trainer.publishing.drop = lambda name: trainer.log.append(f"drop {name}")
-    trainer.rank_0.controller.end = lambda name: trainer.log.append(f"end {name}")
+    trainer.rank_0.controller.end = lambda name, reason: trainer.log.append(f"end {name}")
     trainer.rank_0.recorder = SimpleNamespace(phase=lambda *_: None)
     return trainer
 

@@ -1,0 +1,63 @@
+"""What clients save of their adapters, ``RUN/states/ADAPTER/LABEL``: folders like those of checkpoints, in no order.
+
+They outlive the adapter. Weights, moments and clock are in one, so that whoever loads it chooses.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from areal_lora.checkpoint.recover import verify
+from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest, files_of, read_files
+from areal_lora.engine.base import TrainEngine
+from areal_lora.errors import CheckpointError
+from areal_lora.operations.messages import Kept, LoadState
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.trainer.adapter import Adapter
+from areal_lora.types import AdapterRef
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def named(*names: str) -> str:
+    """Why these are no names of an adapter and of a label; empty if they are."""
+    wrong = next((name for name in names if not NAME.fullmatch(name)), None)
+    return "" if wrong is None else f"{wrong[:128]!r} is no name: up to 128 letters, digits, ., _ and -"
+
+
+def loadable(run_folder: RunFolder, asked: LoadState, adapter: Adapter, base: str) -> str:
+    """Why ``adapter`` on the base with the digest ``base`` cannot become what was saved; empty if it can."""
+    if wrong := named(asked.adapter, asked.label):
+        return wrong
+    folder = run_folder.saved_state(asked.adapter, asked.label)
+    try:
+        saved = _manifest(folder)
+        verify(folder, AdapterRef(name=saved.spec.name, version=saved.version))
+    except FileNotFoundError:
+        return f"{asked.adapter} has no saved state {asked.label!r}"
+    except (OSError, CheckpointError) as error:
+        return f"the saved state {asked.label!r} of {asked.adapter} cannot be read: {error}"
+    if saved.spec.bare() != adapter.spec.bare():
+        return f"the saved state {asked.label!r} is of an adapter with another rank, alpha or other modules"
+    return "" if saved.base_digest == base else f"the saved state {asked.label!r} is of another base model"
+
+
+def load_saved(engine: TrainEngine, run_folder: RunFolder, asked: LoadState, adapter: str) -> Kept:
+    """Set the adapter to a state that is `loadable`. Without the optimizer its moments and its clock begin again."""
+    folder = run_folder.saved_state(asked.adapter, asked.label)
+    saved = _manifest(folder)
+    entries = files_of(saved)
+    parts = read_files([folder / entry.name for entry in entries])
+    step = saved.clock.step if asked.optimizer else 0
+    if not asked.optimizer:
+        empty = {name: np.zeros_like(values) for name, values in parts["weight"].items()}
+        parts = {part: values if part == "weight" else empty for part, values in parts.items()}
+    engine.load_state(adapter, parts, step)
+    return Kept(step=step, n_bytes=sum(entry.nbytes for entry in entries))
+
+
+def _manifest(folder: Path) -> Manifest:
+    return decode_manifest((folder / MANIFEST_FILE).read_bytes())

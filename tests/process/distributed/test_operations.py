@@ -1,0 +1,35 @@
+"""Clients' passes and steps on both engines and several ranks: the same numbers as the engine's verbs, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.distributed.engine_ranks import Case
+from tests.support.distributed.operations_ranks import exercise
+from tests.support.distributed.spawn import run_ranks
+from tests.support.paths import EXAMPLES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CASES = [Case(name="megatron, ep 2", world=2, ep=2), Case(name="fsdp, dp 2", world=2, engine="fsdp")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_operations_are_the_engines_verbs(case: Case, tmp_path: Path) -> None:
+    ranks = run_ranks(exercise, case.world, tmp_path, (str(EXAMPLES / "tiny_model"), case), timeout_s=400.0)
+    for found in ranks:
+        assert found["ops"] == found["plain"], "eight steps, with values of the call and with configured ones"
+        assert found["neighbour"][0] == found["neighbour"][1], "the adapter beside them"
+        assert found["poisoned"][0] == found["poisoned"][1]
+        assert found["after"][0] == found["after"][1], "a forgotten window leaves nothing"
+        np.testing.assert_allclose(found["whole"], found["chunks"], rtol=0, atol=1e-6)
+        for looked, learned in zip(*found["scores"], strict=True):
+            np.testing.assert_allclose(learned, looked, rtol=0, atol=1e-5)
+        rows = [0.0, *found["scores"][0][0]]
+        assert found["alone"][: len(rows)] == rows, "entry t is about token t"
+        assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-4)
+    for key in ("scores", "losses", "parts", "last"):
+        assert ranks[0][key] == ranks[1][key], f"{key}: equal on every rank"

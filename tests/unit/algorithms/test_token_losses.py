@@ -1,0 +1,92 @@
+"""Losses of clients against loops in float64, and their gradients against finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal_lora.algorithms.token_losses import Bounds, Targets, bounds_of, token_loss
+from areal_lora.operations.messages import Loss, LossSettings
+
+SEED = 5
+N = 64
+SETTINGS = (LossSettings(), LossSettings(clip_low=0.5, clip_high=1.5, beta=0.7))
+
+
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """l, q, A, w; some weights are 0. Ratios reach beyond all bounds."""
+    print("seed", SEED)
+    g = torch.Generator().manual_seed(SEED)
+    logp, q = (-3 * torch.rand(N, generator=g, dtype=torch.float64) - 0.01 for _ in range(2))
+    advantages = torch.randn(N, generator=g, dtype=torch.float64)
+    weights = torch.rand(N, generator=g, dtype=torch.float64) * (torch.rand(N, generator=g) > 0.3)
+    return logp, q, advantages, weights
+
+
+def by_hand(loss: Loss, s: LossSettings, logp: float, q: float, a: float, fixed: float) -> float:
+    """What is maximised for one target. ``fixed``: the log-probability that a stopped gradient sees."""
+    r = math.exp(logp - q)
+    match loss:
+        case Loss.CROSS_ENTROPY:
+            return logp
+        case Loss.IMPORTANCE_SAMPLING:
+            return r * a
+        case Loss.PPO:
+            low, high = s.clip_low or 0.8, s.clip_high or 1.2
+            clipped = low if r < low else high if r > high else r
+            return min(r * a, clipped * a)
+        case Loss.CISPO:
+            low, high = s.clip_low or 0.0, s.clip_high or 4.0
+            return max(low, min(high, math.exp(fixed - q))) * logp * a
+        case Loss.DRO:
+            return logp * a - (s.beta or 0.05) / 2 * (logp - q) ** 2
+
+
+def total(loss: Loss, s: LossSettings, logp: Tensor, fixed: Tensor) -> float:
+    _, q, a, w = data()
+    rows = zip(logp.tolist(), q.tolist(), a.tolist(), w.tolist(), fixed.tolist(), strict=True)
+    return -sum(w_ * by_hand(loss, s, l_, q_, a_, f_) for l_, q_, a_, w_, f_ in rows)
+
+
+def loss_of(loss: Loss, s: LossSettings, logp: Tensor) -> Tensor:
+    _, q, advantages, weights = data()
+    return token_loss(loss, bounds_of(loss, s), Targets(logprobs=logp, sampled=q, advantages=advantages), weights)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("loss", Loss)
+def test_sum_and_gradient(loss: Loss, settings: LossSettings) -> None:
+    logp = data()[0].requires_grad_()
+    found = loss_of(loss, settings, logp)
+    assert found.item() == pytest.approx(total(loss, settings, logp.detach(), logp.detach()), abs=1e-10)
+    found.backward()
+    assert logp.grad is not None
+    fixed, h = logp.detach(), 1e-6
+    for i in range(N):
+        up, down = fixed.clone(), fixed.clone()
+        up[i] += h
+        down[i] -= h
+        slope = (total(loss, settings, up, fixed) - total(loss, settings, down, fixed)) / (2 * h)
+        assert float(logp.grad[i]) == pytest.approx(slope, abs=2e-8), i
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_a_target_without_weight_does_not_count_whatever_it_is(loss: Loss) -> None:
+    logp = torch.tensor([-1.0, -800.0, -2.0], requires_grad=True)
+    targets = Targets(
+        logprobs=logp, sampled=torch.tensor([-1.5, 900.0, -1.0]), advantages=torch.tensor([1.0, math.inf, -1.0])
+    )
+    found = token_loss(loss, bounds_of(loss, LossSettings()), targets, torch.tensor([1.0, 0.0, 0.5]))
+    found.backward()
+    assert math.isfinite(found.item())
+    assert logp.grad is not None
+    assert logp.grad.isfinite().all()
+    assert logp.grad[1] == 0
+
+
+def test_defaults() -> None:
+    assert bounds_of(Loss.PPO, LossSettings()) == Bounds(low=0.8, high=1.2)
+    assert bounds_of(Loss.CISPO, LossSettings(clip_high=3.0)) == Bounds(low=0.0, high=3.0)
