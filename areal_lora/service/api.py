@@ -1,4 +1,4 @@
-"""The HTTP API of the service: adapters of tenants, their records and files, inference, tenants and keys.
+"""The HTTP API of the service: adapters of tenants, records and files, inference, tenants, keys, the tinker SDK.
 
 Every request has a bearer key, whose tenant sees its own adapters and nothing of others. Every answer is typed
 (`bodies`), every error an `ErrorBody`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -31,15 +31,17 @@ from areal_lora.service.plan import change, create
 from areal_lora.service.refused import Refused, unknown_adapter
 from areal_lora.service.requests import (
     Caller,
+    Handler,
     as_object,
-    caller,
     decoded,
     fingerprint,
+    guard,
     idempotency_key,
     number,
     read_body,
 )
 from areal_lora.service.rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
+from areal_lora.service.tinker.sdk import Sdk
 from areal_lora.service.writer import Order, Writer
 
 JSON = "application/json"
@@ -47,7 +49,6 @@ CHECKS = 2
 """Adapters whose rows are read, and versions that are exported, at a time."""
 
 log = get_logger(__name__)
-_Route = Callable[[Request, Caller], Awaitable[Response]]
 
 
 class Api:
@@ -62,32 +63,34 @@ class Api:
         observed: Observed,
         acceptance: Acceptance,
         gateway: Gateway,
+        sdk: Sdk,
     ) -> None:
         self._config, self._folder, self._writer, self._observed = config, run_folder, writer, observed
-        self._acceptance, self._gateway = acceptance, gateway
+        self._acceptance, self._gateway, self._sdk = acceptance, gateway, sdk
         self._quota = Quota.of(api_of(config).quota)
         self._heavy = asyncio.Semaphore(CHECKS)
 
     def app(self) -> Starlette:
-        one = "/v1/adapters/{name}"
+        one, guarded = "/v1/adapters/{name}", guard(lambda: self._writer.tables)
         routes = [
             Route("/health", self.health, methods=["GET"]),
-            Route("/v1/adapters", self._guarded(self.create), methods=["POST"]),
-            Route("/v1/adapters", self._guarded(self.overview), methods=["GET"]),
-            Route(one, self._guarded(self.show), methods=["GET"]),
-            Route(one, self._guarded(self._changes(Verb.DELETE)), methods=["DELETE"]),
-            Route(f"{one}/pause", self._guarded(self._changes(Verb.PAUSE)), methods=["POST"]),
-            Route(f"{one}/resume", self._guarded(self._changes(Verb.RESUME)), methods=["POST"]),
-            Route(f"{one}/logs", self._guarded(self.logs), methods=["GET"]),
-            Route(f"{one}/metrics", self._guarded(self.metrics), methods=["GET"]),
-            Route(f"{one}/download", self._guarded(self.download), methods=["GET"]),
-            Route("/v1/models", self._guarded(self.models), methods=["GET"]),
-            Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self.complete), methods=["POST"]),
-            Route("/v1/tenants", self._guarded(self.tenants), methods=["GET"]),
-            Route("/v1/tenants", self._guarded(self.put_tenant), methods=["POST"]),
-            Route("/v1/tenants/{tenant}/keys", self._guarded(self.put_key), methods=["POST"]),
-            Route("/v1/tenants/{tenant}/keys/{label}", self._guarded(self.drop_key), methods=["DELETE"]),
+            Route("/v1/adapters", guarded(self.create), methods=["POST"]),
+            Route("/v1/adapters", guarded(self.overview), methods=["GET"]),
+            Route(one, guarded(self.show), methods=["GET"]),
+            Route(one, guarded(self._changes(Verb.DELETE)), methods=["DELETE"]),
+            Route(f"{one}/pause", guarded(self._changes(Verb.PAUSE)), methods=["POST"]),
+            Route(f"{one}/resume", guarded(self._changes(Verb.RESUME)), methods=["POST"]),
+            Route(f"{one}/logs", guarded(self.logs), methods=["GET"]),
+            Route(f"{one}/metrics", guarded(self.metrics), methods=["GET"]),
+            Route(f"{one}/download", guarded(self.download), methods=["GET"]),
+            Route("/v1/models", guarded(self.models), methods=["GET"]),
+            Route("/v1/completions", guarded(self.complete), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(self.complete), methods=["POST"]),
+            Route("/v1/tenants", guarded(self.tenants), methods=["GET"]),
+            Route("/v1/tenants", guarded(self.put_tenant), methods=["POST"]),
+            Route("/v1/tenants/{tenant}/keys", guarded(self.put_key), methods=["POST"]),
+            Route("/v1/tenants/{tenant}/keys/{label}", guarded(self.drop_key), methods=["DELETE"]),
+            *self._sdk.routes(guarded),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _unexpected})
         app.router.redirect_slashes = False  # a redirect is no typed answer
@@ -221,7 +224,7 @@ class Api:
         await self._writer.drop_key(tenant, label)
         return _answer(bodies.Removed(tenant=tenant, label=label))
 
-    def _changes(self, verb: Verb) -> _Route:
+    def _changes(self, verb: Verb) -> Handler:
         async def handle(request: Request, who: Caller) -> Response:
             name = request.path_params["name"]
             await read_body(request, who.quota.body_bytes)
@@ -250,17 +253,6 @@ class Api:
         if tenant not in self._writer.tables.quotas:
             raise Refused(404, "tenant", f"there is no tenant {tenant[:64]!r}", "make it with POST /v1/tenants")
         return tenant
-
-    def _guarded(self, route: _Route) -> Callable[[Request], Awaitable[Response]]:
-        """Find out who asks, and turn refusals into their bodies."""
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await route(request, caller(request, self._writer.tables))
-            except Refused as refused:
-                return Response(refused.body(), refused.status, media_type=JSON)
-
-        return handle
 
 
 def _check_operator(who: Caller) -> None:

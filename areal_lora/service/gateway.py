@@ -46,9 +46,23 @@ class Gateway:
         await self._session.close()
 
     async def forward(self, path: str, body: dict[str, Any], names: Names) -> Response:
-        """The answer of a server to ``body`` at ``path``. Raises Refused."""
+        """The answer of a server to a tenant's ``body`` at ``path``. Raises Refused."""
         if field := next((field for field in RESERVED if field in body), None):
             raise Refused(422, field, "this field is for the run's own requests", "leave it out")
+        found = await self._asked(path, body, names)
+        if isinstance(found, bytes):
+            return Response(names.outward(found), media_type=JSON)
+        return StreamingResponse(self._events(*found, names), media_type=EVENTS)
+
+    async def answer(self, path: str, body: dict[str, Any], names: Names) -> bytes:
+        """The answer of a server to a ``body`` of the service's own, which asks for no stream. Raises Refused."""
+        found = await self._asked(path, body, names)
+        if isinstance(found, bytes):
+            return found
+        raise Refused(503, "model", "a server sent a stream", "try again")
+
+    async def _asked(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
+        """What the first server that can answers: a whole body, or the server and its stream."""
         data = msgspec.json.encode(body | {"model": names.inner})
         missing = False
         for url in self._servers():
@@ -66,7 +80,7 @@ class Gateway:
                 self._leave(url)
                 raise
             if response.status == 200 and response.content_type == EVENTS:
-                return StreamingResponse(self._events(url, response, names), media_type=EVENTS)
+                return url, response
             try:
                 async with response:
                     payload = await response.read()
@@ -75,7 +89,7 @@ class Gateway:
             finally:
                 self._leave(url)
             if response.status == 200:
-                return Response(names.outward(payload), media_type=JSON)
+                return payload
             if response.status == 404:
                 missing = True
             elif response.status < 500 and response.status != 429:

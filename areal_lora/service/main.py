@@ -44,6 +44,7 @@ from areal_lora.service.observed import Observed
 from areal_lora.service.operator_key import admit_operator
 from areal_lora.service.rows import LOCAL, Quota
 from areal_lora.service.store import Store
+from areal_lora.service.tinker.sdk import Sdk
 from areal_lora.service.writer import Writer
 
 ROLE = "service"
@@ -86,14 +87,16 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         stack.callback(writer.close)
         acceptance = Acceptance(config)
         around = Surroundings.of(config, observed)
-        await stack.enter_async_context(Desk(writer, run_folder, acceptance.of_client, around))
+        desk = await stack.enter_async_context(Desk(writer, run_folder, acceptance.of_client, around))
+        gateway = await stack.enter_async_context(Gateway(run_folder))
         api = Api(
             config=config,
             run_folder=run_folder,
             writer=writer,
             observed=observed,
             acceptance=acceptance,
-            gateway=await stack.enter_async_context(Gateway(run_folder)),
+            gateway=gateway,
+            sdk=await stack.enter_async_context(Sdk(config, desk, gateway)),
         )
         http = HttpServer(api.app(), sock, None)
         plane = watched_task("http-plane", http.serve)

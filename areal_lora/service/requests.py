@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Key, Quota, Tables, digest_of
@@ -29,12 +31,32 @@ class Caller:
         return self.key.tenant
 
 
+Handler = Callable[[Request, Caller], Awaitable[Response]]
+Guard = Callable[[Handler], Callable[[Request], Awaitable[Response]]]
+
+
+def guard(tables: Callable[[], Tables]) -> Guard:
+    """Finds out who asks, and turns refusals into their bodies."""
+
+    def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request, caller(request, tables()))
+            except Refused as refused:
+                return Response(refused.body(), refused.status, media_type="application/json")
+
+        return handle
+
+    return guarded
+
+
 def caller(request: Request, tables: Tables) -> Caller:
-    """Raises Refused (401) for a key that is none."""
-    kind, _, text = request.headers.get("authorization", "").partition(" ")
-    key = tables.keys.get(digest_of(text.strip())) if kind.lower() == "bearer" else None
+    """Raises Refused (401) for a key that is none. The tinker SDK sends its key as ``X-API-Key``."""
+    kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+    text = bearer if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+    key = tables.keys.get(digest_of(text.strip()))
     if key is None:
-        fix = "send Authorization: Bearer KEY with a key that is valid"
+        fix = "send Authorization: Bearer KEY, or X-API-Key: KEY, with a key that is valid"
         raise Refused(401, "Authorization", "the key is missing, or not valid", fix)
     if len(request.url.query) > MOST_QUERY:
         raise Refused(413, "query", f"it is longer than {MOST_QUERY} characters", "shorten it")

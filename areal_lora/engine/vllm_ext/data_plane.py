@@ -221,6 +221,7 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         min_tokens=body.min_tokens,
         seed=body.seed,
         stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
         logprobs=body.wants_logprobs,
         ignore_eos=body.ignore_eos,
         prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,

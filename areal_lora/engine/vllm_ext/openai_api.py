@@ -3,6 +3,7 @@
 Extensions: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
 version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``; with
 ``return_token_ids`` and ``logprobs`` above 0, ``logprobs.top_ids[t]`` are log-probabilities by token id.
+``stop_token_ids`` end an answer like its end token, which is the last of its tokens.
 ``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
 and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.
 Unknown fields are refused: ignoring a setting silently would change the policy.
@@ -26,6 +27,7 @@ class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int = 0
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
     stream: bool = False
     return_token_ids: bool = False
     ignore_eos: bool = False

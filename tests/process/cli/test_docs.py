@@ -109,6 +109,7 @@ HOW: dict[str, How] = {
     "areal-lora remove-servers RUN": Run(says="no spare servers"),
     "areal-lora report runs/NAME": Run(says="report.html"),
     ".venv/bin/python -m areal_lora.launch --config examples/math/service.yaml --serve": PLAN,
+    "python first.py": Elsewhere(test="tests/e2e/test_tinker_run.py::test_the_page", why="the program above it"),
     **dict.fromkeys(
         [
             "areal-lora adapters create service examples/math/adapters/sums.yaml",

@@ -26,6 +26,7 @@ from areal_lora.service.observed import Observed
 from areal_lora.service.operator_key import admit_operator, read_key
 from areal_lora.service.rows import Key, Quota, digest_of, new_key
 from areal_lora.service.store import Store
+from areal_lora.service.tinker.sdk import Sdk
 from areal_lora.service.writer import Writer
 from tests.support.paths import EXAMPLES
 
@@ -85,7 +86,7 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
     writer, acceptance = Writer(store, folder, observed.phases), Acceptance(config)
     desk = Desk(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
     try:
-        async with desk, Gateway(folder) as gateway:
+        async with desk, Gateway(folder) as gateway, Sdk(config, desk, gateway) as sdk:
             api = Api(
                 config=config,
                 run_folder=folder,
@@ -93,6 +94,7 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
                 observed=observed,
                 acceptance=acceptance,
                 gateway=gateway,
+                sdk=sdk,
             )
             transport = httpx.ASGITransport(app=api.app(), raise_app_exceptions=raises)
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:

@@ -52,6 +52,7 @@ SHORT = {
     "service/desk/desk.py:Desk.keep": "the removal of one state's files; it is awaited",
     "service/api.py:Api.download": "the export of one version; it is awaited",
     "service/api.py:_chunks": "one piece of a file; it is awaited",
+    "service/tinker/sampling.py:Sampling.sample": "one sample; its outcome is kept until it is fetched",
     "tasks/scorer.py:_patient": "one scoring; it is awaited",
     "tasks/scorer.py:_Child.spawn": "one look at what this machine allows; it is awaited",
     "tasks/judge.py:LlmJudge.__call__": "one question to the judge; every answer that asked it awaits it",

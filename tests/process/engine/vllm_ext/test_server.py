@@ -411,6 +411,19 @@ def test_forms_of_prompts_and_answers(server: RunningServer) -> None:
             assert many["choices"][0]["token_ids"] == many["choices"][1]["token_ids"]
             assert many["usage"]["prompt_tokens"] == len(ids) + len(PROMPT)
             _, text = await server.post(session, model="math", prompt="1+1=", max_tokens=5, temperature=0.0)
+            whole = many["choices"][0]["token_ids"]
+            _, stopped = await server.post(
+                session,
+                model="math",
+                prompt=ids,
+                max_tokens=5,
+                return_token_ids=True,
+                top_k=1,
+                stop_token_ids=[whole[1]],
+            )
+            first = whole.index(whole[1])
+            assert stopped["choices"][0]["token_ids"] == whole[: first + 1]
+            assert stopped["choices"][0]["finish_reason"] == "stop"
             _, echo = await server.post(
                 session, model="math", prompt="1+1=", max_tokens=5, temperature=0.0, echo=True, logprobs=0
             )

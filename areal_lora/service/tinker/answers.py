@@ -1,0 +1,50 @@
+"""Answers of ``retrieve_future``: what the desk has, in the SDK's words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, assert_never
+
+import msgspec
+from starlette.responses import Response
+
+from areal_lora.operations.messages import Failed, Scored, Stepped
+from areal_lora.service.desk.asks import Answer, Created, Loaded, Opened, Pending, Stored
+from areal_lora.service.tinker.passes import scored_body
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+
+def retrieved(answer: Answer | Pending, request: str) -> Response:
+    """A passing state and a failure are answers as well: an HTTP error would say that retrieving has failed."""
+    match answer:
+        case Scored():
+            return Response(scored_body(answer), media_type=PROTOBUF)
+        case _:
+            return answered(_fields(answer, request))
+
+
+def answered(fields: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(fields), status, media_type=JSON)
+
+
+def _fields(answer: Stepped | Created | Loaded | Stored | Opened | Failed | Pending, request: str) -> dict[str, Any]:
+    match answer:
+        case Stepped(step=step, grad_norm=grad_norm, skipped=skipped):
+            figures = {"step": float(step), "grad_norm": grad_norm, "skipped": float(skipped)}
+            return {"metrics": {name: value for name, value in figures.items() if math.isfinite(value)}}
+        case Created(model=model, path=path):
+            return {"model_id": model} | ({} if path is None else {"path": path})
+        case Loaded(model=model, path=path):
+            return {"model_id": model, "path": path}
+        case Stored(path=path):
+            return {"path": path}
+        case Opened(sampler=sampler):
+            return {"sampling_session_id": sampler}
+        case Failed(reason=reason, by_client=by_client):
+            return {"error": reason, "category": "user" if by_client else "server"}
+        case Pending(reason=reason, capacity=capacity):
+            state = "paused_capacity" if capacity else "active"
+            return {"type": "try_again", "request_id": request, "queue_state": state, "queue_state_reason": reason}
+        case _:
+            assert_never(answer)

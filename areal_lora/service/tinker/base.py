@@ -1,0 +1,69 @@
+"""The run's base as the SDK's clients see it: its name, its tokenizer, and what an adapter of it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_lora.config.models import Config
+from areal_lora.config.slots import served_targets
+from areal_lora.families.family import ATTENTION_LINEARS
+from areal_lora.service.desk.asks import Lora
+from areal_lora.service.refused import Refused
+from areal_lora.service.tinker.bodies import LoraConfig, OptimizerConfig
+
+ALPHA = 32.0
+"""Of every model: the SDK names none."""
+NO_OUTPUT_LAYER = "train_unembed is ignored: this service trains attention and MLP, not the output layer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """``name`` is the hub's, or that of the model's folder. ``tokenizer`` is what transformers loads it from."""
+
+    name: str
+    tokenizer: str
+    context: int
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config) -> Base:
+        folder = Path(config.model.path)
+        local = folder.is_dir()
+        return cls(
+            name=folder.resolve().name if local else config.model.path,
+            tokenizer=str(folder.resolve()) if local else config.model.path,
+            context=config.rollout.max_model_len,
+            targets=served_targets(config),
+        )
+
+    def check(self, asked: str | None) -> None:
+        """Raises Refused for the name of another base."""
+        if asked not in (None, self.name, self.tokenizer):
+            reason = f"{str(asked)[:64]!r} is not the base of this run"
+            raise Refused(422, "base_model", reason, f"use {self.name}")
+
+    def lora(self, asked: LoraConfig | None, optimizer: OptimizerConfig | None) -> Lora:
+        """The settings of a model. Raises Refused."""
+        if asked is None:
+            raise Refused(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
+        check_optimizer(optimizer)
+        targets = tuple(t for t in self.targets if (asked.train_attn if _of_attention(t) else asked.train_mlp))
+        if not targets:
+            reason = f"none of the modules that it names can be adapted here: {', '.join(self.targets)} can"
+            raise Refused(422, "lora_config", reason, "set train_attn or train_mlp")
+        return Lora(rank=asked.rank, alpha=ALPHA, target_modules=targets, seed=asked.seed)
+
+    def shown(self, lora: Lora) -> tuple[bool, bool]:
+        """Whether attention and MLP are trained."""
+        found = [_of_attention(target) for target in lora.target_modules]
+        return any(found), not all(found)
+
+
+def check_optimizer(optimizer: OptimizerConfig | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        raise Refused(422, "optimizer_config", f"{optimizer.type[:64]!r} is not supported", "use AdamW")
+
+
+def _of_attention(target: str) -> bool:
+    return target.rpartition(".")[2] in ATTENTION_LINEARS or "attn" in target

@@ -1,0 +1,257 @@
+"""The routes of the SDK: sessions, models, their operations, futures.
+
+    request --> who asks, form --> desk (durable, in order) --> request id
+    retrieve_future --> desk --> answer, or try_again
+
+Operations of a model come with numbers, in any order, and may come twice. What is wrong with the content of one takes
+its place in the order as a `Poison`, so that the operations behind it do not wait for one that never comes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_lora.operations.messages import OptimStep, Poison
+from areal_lora.service.desk import asks
+from areal_lora.service.desk.desk import Desk
+from areal_lora.service.refused import Refused
+from areal_lora.service.requests import Caller, Guard, Handler, fingerprint
+from areal_lora.service.tinker import bodies
+from areal_lora.service.tinker.answers import answered, retrieved
+from areal_lora.service.tinker.base import NO_OUTPUT_LAYER, Base, check_optimizer
+from areal_lora.service.tinker.passes import read_pass
+from areal_lora.service.tinker.sampling import Sampling
+from areal_lora.service.tinker.wire import body_of, decoded
+
+WAIT_S = 20.0
+"""The SDK waits 45 s for an answer, and asks again after ``try_again``."""
+FLAGS: dict[str, Any] = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "fwdbwd_max_chunk_len": 1024,
+    "fwdbwd_max_chunk_bytes_count": 4_000_000,
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "proto_compress_fwdbwd": False,
+    "create_model_via_load_weights": True,
+    "use_pyqwest_transport": False,
+    "custom_loss_server_side": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+}
+"""With them every SDK version sends passes, also forward ones, in one form, and makes a model from a state at once."""
+DYNAMIC: dict[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+
+
+class Face:
+    """Sessions, models and their operations."""
+
+    def __init__(self, desk: Desk, base: Base, sampling: Sampling) -> None:
+        self._desk, self._base, self._sampling = desk, base, sampling
+
+    def routes(self, guard: Guard) -> list[Route]:
+        posts: dict[str, Handler] = {
+            "client/config": self.config,
+            "client/dynamic_config": self.dynamic_config,
+            "telemetry": self.telemetry,
+            "cancel_future": self.accepted,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{session}/finish": self.finish,
+            "create_model": self.create_model,
+            "get_info": self.info,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save,
+            "save_weights_for_sampler": self.save_for_sampler,
+            "save_weights_external": self.save_external,
+            "load_weights": self.load,
+            "retrieve_future": self.retrieve,
+        }
+        gets: dict[str, Handler] = {"healthz": self.health, "get_server_capabilities": self.capabilities}
+        return [
+            *(Route(f"/api/v1/{path}", guard(handler), methods=["POST"]) for path, handler in posts.items()),
+            *(Route(f"/api/v1/{path}", guard(handler), methods=["GET"]) for path, handler in gets.items()),
+        ]
+
+    # ------------------------------------------------------------ client
+
+    async def config(self, request: Request, who: Caller) -> Response:
+        await body_of(request, who)
+        return answered(FLAGS | {"sample_max_concurrent_requests": max(1, who.quota.queued // 2)})
+
+    async def dynamic_config(self, request: Request, who: Caller) -> Response:
+        await body_of(request, who)
+        return answered(DYNAMIC)
+
+    async def telemetry(self, request: Request, who: Caller) -> Response:
+        """What the SDK reports of itself is not kept."""
+        await body_of(request, who, long=True)
+        return answered({"status": "accepted"})
+
+    async def accepted(self, request: Request, who: Caller) -> Response:
+        await body_of(request, who)
+        return answered({})
+
+    async def health(self, request: Request, who: Caller) -> Response:
+        return answered({"status": "ok"})
+
+    async def capabilities(self, request: Request, who: Caller) -> Response:
+        base = self._base
+        model = {"model_name": base.name, "max_context_length": base.context, "trainable": True, "sampleable": True}
+        return answered({"supported_models": [model]})
+
+    # ------------------------------------------------------------ sessions and models
+
+    async def create_session(self, request: Request, who: Caller) -> Response:
+        asked = decoded(await body_of(request, who), bodies.CreateSession)
+        session = await self._desk.open_session(who.tenant, msgspec.json.encode(asked))
+        return answered({"type": "create_session", "session_id": session, "warning_message": NO_OUTPUT_LAYER})
+
+    async def heartbeat(self, request: Request, who: Caller) -> Response:
+        asked = decoded(await body_of(request, who), bodies.OfSession)
+        await self._desk.heartbeat(who.tenant, asked.session_id)
+        return answered({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request, who: Caller) -> Response:
+        await body_of(request, who)
+        await self._desk.end_session(who.tenant, request.path_params["session"])
+        return answered({})
+
+    async def create_model(self, request: Request, who: Caller) -> Response:
+        body = await body_of(request, who)
+        asked = decoded(body, bodies.CreateModel)
+        self._base.check(asked.base_model)
+        ask = asks.CreateModel(lora=self._base.lora(asked.lora_config, asked.optimizer_config))
+        mark = _mark("create_model", body)
+        return _future(await self._desk.create_model(who.tenant, asked.session_id, asked.model_seq_id, mark, ask))
+
+    async def info(self, request: Request, who: Caller) -> Response:
+        asked = decoded(await body_of(request, who), bodies.OfModel)
+        model = await self._desk.model(who.tenant, asked.model_id)
+        data = {"arch": "lora", "model_name": self._base.name, "tokenizer_id": self._base.tokenizer}
+        return answered(
+            {
+                "type": "get_info",
+                "model_id": model.model,
+                "model_data": data,
+                "model_name": self._base.name,
+                "is_lora": True,
+                "lora_rank": model.lora.rank,
+            }
+        )
+
+    # ------------------------------------------------------------ operations
+
+    async def forward_backward(self, request: Request, who: Caller) -> Response:
+        body = await body_of(request, who, long=True)
+        if "protobuf" not in request.headers.get("content-type", ""):
+            reason = "passes are read as protobuf, which client/config asks for"
+            raise Refused(422, "Content-Type", reason, "use an SDK version that the service page names")
+        asked = read_pass(body)
+        wanted = _poison(asked.wanted) if isinstance(asked.wanted, Refused) else asked.wanted
+        mark = _mark("pass", msgspec.msgpack.encode(wanted))  # entries of a map come in any order when it is sent again
+        return await self._submit(who, asked.model, asked.seq, mark, asks.Train(what=wanted))
+
+    async def optim_step(self, request: Request, who: Caller) -> Response:
+        body = await body_of(request, who)
+        asked = decoded(body, bodies.OptimStep)
+        try:
+            what: OptimStep | Poison = _step(asked)
+        except Refused as refused:
+            what = _poison(refused)
+        return await self._submit(who, asked.model_id, asked.seq_id, _mark("step", body), asks.Train(what=what))
+
+    async def save(self, request: Request, who: Caller) -> Response:
+        body = await body_of(request, who)
+        asked = decoded(body, bodies.SaveWeights)
+        name = asked.path or f"{asked.seq_id:06d}"
+        ask = asks.Save(name=name, ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
+        return await self._submit(who, asked.model_id, asked.seq_id, _mark("save", body), ask)
+
+    async def save_for_sampler(self, request: Request, who: Caller) -> Response:
+        body = await body_of(request, who)
+        asked = decoded(body, bodies.SaveForSampler)
+        ask = asks.SaveForSampler(
+            name=asked.path,
+            sampler_seq=asked.sampling_session_seq_id if asked.path is None else None,
+            in_flight=asked.kind == "inflight",
+            ttl_s=asked.ttl_seconds,
+        )
+        return await self._submit(who, asked.model_id, asked.seq_id, _mark("sampler", body), ask)
+
+    async def save_external(self, request: Request, who: Caller) -> Response:
+        body = await body_of(request, who)
+        asked = decoded(body, bodies.SaveExternal)
+        refused = Refused(422, "save_weights_external", "weights are kept in the run folder alone", "use save_state")
+        ask = asks.Train(what=_poison(refused))
+        return await self._submit(who, asked.model_id, asked.seq_id, _mark("external", body), ask)
+
+    async def load(self, request: Request, who: Caller) -> Response:
+        """Into a model that there is, or into a new one with the settings of the model that saved the state."""
+        body = await body_of(request, who)
+        asked = decoded(body, bodies.LoadWeights)
+        if asked.weights_access_token is not None:
+            raise Refused(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
+        check_optimizer(asked.optimizer_config)
+        self._base.check(asked.base_model)
+        ask, mark = asks.Load(path=asked.path, optimizer=asked.optimizer), _mark("load", body)
+        if asked.model_id is not None and asked.seq_id is not None:
+            return await self._submit(who, asked.model_id, asked.seq_id, mark, ask)
+        if asked.session_id is None or asked.model_seq_id is None:
+            fix = "send model_id and seq_id, or session_id and model_seq_id"
+            raise Refused(422, "model_id", "it names no model", fix)
+        made = asks.CreateModel(lora=None, load=ask)
+        return _future(await self._desk.create_model(who.tenant, asked.session_id, asked.model_seq_id, mark, made))
+
+    async def retrieve(self, request: Request, who: Caller) -> Response:
+        asked = decoded(await body_of(request, who), bodies.Retrieve)
+        if (sample := await self._sampling.retrieve(who, asked.request_id, WAIT_S)) is not None:
+            return sample
+        return retrieved(await self._desk.outcome(who.tenant, asked.request_id, WAIT_S), asked.request_id)
+
+    async def _submit(self, who: Caller, model: str, seq: int, mark: str, ask: asks.OfModel) -> Response:
+        return _future(await self._desk.submit(who.tenant, model, seq, mark, ask))
+
+
+def _step(asked: bodies.OptimStep) -> OptimStep:
+    if asked.optimizer_params is not None or asked.adam_params is None:
+        raise Refused(422, "optimizer_params", "only AdamW is supported", "send adam_params")
+    adam = decoded(asked.adam_params, bodies.AdamParams)
+    for name, least, below in (
+        ("learning_rate", 0.0, math.inf),
+        ("beta1", 0.0, 1.0),
+        ("beta2", 0.0, 1.0),
+        ("eps", 0.0, math.inf),
+        ("weight_decay", 0.0, math.inf),
+        ("grad_clip_norm", 0.0, math.inf),
+    ):
+        if not least <= (value := getattr(adam, name)) < below:
+            raise Refused(422, f"adam_params.{name}", f"{value} is not from {least} to {below}", "correct it")
+    return OptimStep(
+        lr=adam.learning_rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        grad_clip_norm=adam.grad_clip_norm,
+    )
+
+
+def _poison(refused: Refused) -> Poison:
+    return Poison(reason=str(refused), by_client=True)
+
+
+def _mark(verb: str, body: bytes) -> str:
+    """What has to be equal for two requests under one number to be one."""
+    return fingerprint(verb, body)
+
+
+def _future(request: str) -> Response:
+    return answered({"request_id": request})

@@ -1,0 +1,147 @@
+"""Bodies of samples: what a client asks for becomes a request of the data plane, and its answer the SDK's message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_lora.service.refused import Refused
+from areal_lora.service.tinker import protos
+
+MOST_SAMPLES = 1024
+MOST_TOP = 20  # vLLM's own limit
+SEEDS = 1 << 62  # the engine counts samples of one request on from the seed, in 64 bits
+EMPTY_TOP = -99999.0
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    chunks: list[Chunk]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``stop`` None: the end token; [] nothing, not even the end token; else texts or token ids beside it."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /api/v1/asample``."""
+
+    sampling_session_id: str
+    seq_id: int
+    prompt: Prompt
+    sampling_params: Settings
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    type: str = "sample"
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+
+def read_sample(body: dict[str, Any]) -> SampleRequest:
+    """Raises Refused; a field that nothing here serves is refused by its name, unless it asks for nothing."""
+    unknown = sorted(key for key in body.keys() - set(SampleRequest.__struct_fields__) if body[key])
+    if unknown:
+        raise Refused(422, unknown[0], "samples have no such field here", "leave it out")
+    try:
+        request = msgspec.convert(body, SampleRequest)
+    except msgspec.ValidationError as error:
+        raise Refused(422, "sample", str(error)[:200], "correct the request") from None
+    if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
+        raise Refused(422, "prompt", "images and sounds are not supported", "send text as tokens")
+    if not 1 <= request.num_samples <= MOST_SAMPLES:
+        raise Refused(422, "num_samples", f"it is not from 1 to {MOST_SAMPLES}", "correct it")
+    if not 0 <= request.topk_sample_logprobs <= MOST_TOP:
+        raise Refused(422, "topk_sample_logprobs", f"it is not from 0 to {MOST_TOP}", "correct it")
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
+        reason = "it is not from 1 to the length of the prompt - 1, or no prompt_logprobs are asked for"
+        raise Refused(422, "prompt_logprobs_last_n", reason, "correct it")
+    return request
+
+
+def completion(request: SampleRequest, model: str, context: int, *, pinned: bool) -> dict[str, Any]:
+    """The body for a server's ``/v1/completions``. ``pinned``: from the version that ``model`` names, whole."""
+    settings, prompt = request.sampling_params, request.token_ids
+    stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or []
+    return {
+        "model": model,
+        "prompt": prompt,
+        "n": request.num_samples,
+        "max_tokens": max(1, context - len(prompt)) if settings.max_tokens is None else settings.max_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": max(0, settings.top_k),
+        "seed": None if settings.seed is None else settings.seed % SEEDS,
+        "stop": [each for each in stop if isinstance(each, str)],
+        "stop_token_ids": [each for each in stop if isinstance(each, int)],
+        "ignore_eos": settings.stop == [],
+        "logprobs": request.topk_sample_logprobs,
+        "echo": bool(request.prompt_logprobs),
+        "return_token_ids": True,
+        "pin_version": pinned,
+    }
+
+
+class _Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    token_logprobs: list[float]
+    top_ids: list[dict[int, float]] = []
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    finish_reason: str | None
+    token_ids: list[int] = []
+    logprobs: _Logprobs
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    choices: list[_Choice]
+
+
+def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
+    """The SDK's message from a server's answer."""
+    answer = msgspec.json.decode(payload, type=_Answer)
+    n_prompt = len(request.token_ids) if request.prompt_logprobs else 0
+    message = protos.SampleResponse(prompt_cache_hit_tokens=0)
+    for choice in sorted(answer.choices, key=lambda each: each.index):
+        reasons = {"stop": protos.STOP, "length": protos.LENGTH}
+        if choice.finish_reason not in reasons:
+            raise Refused(503, "sample", "a server ended the sample early", "sample again")
+        sequence = message.sequences.add(stop_reason=reasons[choice.finish_reason])
+        sequence.tokens = np.array(choice.token_ids[n_prompt:], "<i4").tobytes()
+        sequence.logprobs = np.array(choice.logprobs.token_logprobs[n_prompt:], "<f4").tobytes()
+        if request.topk_sample_logprobs:
+            _fill_top(sequence.topk, choice.logprobs.top_ids, request.topk_sample_logprobs)
+    if request.prompt_logprobs:
+        scores = np.array(answer.choices[0].logprobs.token_logprobs[:n_prompt], "<f4")
+        last = request.prompt_logprobs_last_n
+        scores[: 1 if last is None else n_prompt - last] = np.nan
+        message.prompt_logprobs = scores.tobytes()
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def _fill_top(message: Any, rows: list[dict[int, float]], k: int) -> None:
+    """The ``k`` most likely tokens of each position, the most likely one first."""
+    ids, values = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), EMPTY_TOP, "<f4")
+    for i, row in enumerate(rows):
+        for j, (token, value) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):
+            ids[i, j], values[i, j] = token, value
+    message.token_ids, message.logprobs, message.k, message.length = ids.tobytes(), values.tobytes(), k, len(rows)

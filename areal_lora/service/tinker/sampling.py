@@ -1,0 +1,153 @@
+"""Sampling sessions and samples. A server of the run answers a sample; what comes of it is kept until it is fetched.
+
+Samples are in memory: after a restart of the service their ids are gone, which makes the SDK sample again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_lora.operations.messages import Failed
+from areal_lora.processes.log import get_logger
+from areal_lora.service.desk.asks import Pending
+from areal_lora.service.desk.desk import Desk
+from areal_lora.service.gateway import Gateway, Names
+from areal_lora.service.refused import Refused
+from areal_lora.service.requests import Caller, Guard, as_object, fingerprint
+from areal_lora.service.tinker import bodies
+from areal_lora.service.tinker.answers import PROTOBUF, answered, retrieved
+from areal_lora.service.tinker.base import Base
+from areal_lora.service.tinker.samples import SampleRequest, completion, read_sample, sampled_body
+from areal_lora.service.tinker.wire import body_of, decoded
+
+BASE = "base"
+PAUSE_S = 0.25
+PATIENCE_S = 900.0
+"""A sample waits this long for a server that holds what it samples; servers restart in that time."""
+KEPT = 4
+"""Finished samples of a tenant that are kept, as a multiple of those that may be in progress."""
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sample:
+    """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not begun."""
+
+    tenant: str
+    mark: str
+    task: asyncio.Task[None] | None = None
+    found: bytes | Failed | None = None
+    waits: Pending | None = None
+
+
+class Sampling:
+    def __init__(self, desk: Desk, base: Base, gateway: Gateway) -> None:
+        self._desk, self._base, self._gateway = desk, base, gateway
+        self._samples: dict[str, _Sample] = {}
+
+    def routes(self, guard: Guard) -> list[Route]:
+        return [
+            Route("/api/v1/create_sampling_session", guard(self.create), methods=["POST"]),
+            Route("/api/v1/asample", guard(self.sample), methods=["POST"]),
+            Route("/api/v1/samplers/{sampler}", guard(self.show), methods=["GET"]),
+        ]
+
+    async def close(self) -> None:
+        tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def create(self, request: Request, who: Caller) -> Response:
+        asked = decoded(await body_of(request, who), bodies.CreateSampler)
+        self._base.check(asked.base_model)
+        if asked.base_model is None and asked.model_path is None:
+            raise Refused(422, "model_path", "neither a state nor a base is named", "send model_path or base_model")
+        sampler = await self._desk.open_sampler(
+            who.tenant, asked.session_id, asked.sampling_session_seq_id, asked.model_path
+        )
+        return answered({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def show(self, request: Request, who: Caller) -> Response:
+        sampler = await self._desk.sampler(who.tenant, request.path_params["sampler"])
+        return answered({"sampler_id": sampler.sampler, "base_model": self._base.name, "model_path": sampler.path})
+
+    async def sample(self, request: Request, who: Caller) -> Response:
+        """The same request again has the id of the first one."""
+        body = await body_of(request, who, long=True)
+        asked, mark = read_sample(as_object(body)), fingerprint("sample", body)
+        sampler = (await self._desk.sampler(who.tenant, asked.sampling_session_id)).sampler
+        name = f"{sampler}:{asked.seq_id}"
+        if (known := self._samples.get(name)) is None:
+            self._make_room(who)
+            self._samples[name] = known = _Sample(tenant=who.tenant, mark=mark)
+            known.task = asyncio.create_task(self._answer(known, name, asked))
+        if known.mark != mark:
+            raise Refused(422, "seq_id", "another request came under this number", "use a new number")
+        ids = [f"{name}:{k}" for k in range(asked.num_samples)]
+        return answered({"request_id": name, "sample_sequence_ids": ids})
+
+    async def retrieve(self, who: Caller, name: str, wait_s: float) -> Response | None:
+        """The answer of a sample; None for the id of something else. Raises Refused."""
+        sample = self._samples.get(name)
+        if sample is None or sample.tenant != who.tenant:
+            if ":sample:" in name:
+                raise Refused(410, "request_id", "this sample is no longer kept", "sample again")
+            return None
+        if sample.task is not None:
+            await asyncio.wait({sample.task}, timeout=wait_s)
+        match sample.found:
+            case bytes(body):
+                return Response(body, media_type=PROTOBUF)
+            case Failed() as failed:
+                return retrieved(failed, name)
+            case None:
+                return retrieved(sample.waits or Pending(reason="it is being sampled"), name)
+
+    def _make_room(self, who: Caller) -> None:
+        """Forget the oldest finished samples of a tenant with many. Raises Refused (429) for too many in progress."""
+        mine = {name: sample for name, sample in self._samples.items() if sample.tenant == who.tenant}
+        finished = [name for name, sample in mine.items() if sample.found is not None]
+        if len(mine) - len(finished) >= who.quota.queued:
+            reason = f"{who.quota.queued} samples are in progress, which is the quota"
+            raise Refused(429, "asample", reason, "wait for some of them")
+        for name in finished[: max(0, len(finished) - KEPT * who.quota.queued + 1)]:
+            del self._samples[name]
+
+    async def _answer(self, sample: _Sample, name: str, asked: SampleRequest) -> None:
+        try:
+            sample.found = await self._sampled(sample, asked)
+        except Refused as refused:
+            sample.found = Failed(reason=str(refused), by_client=refused.status < 500)
+        except Exception as error:  # fault boundary: one sample must not end the service
+            log.error("sample %s failed", name, exc_info=error)
+            sample.found = Failed(reason="an unexpected error; the service's log has it", by_client=False)
+
+    async def _sampled(self, sample: _Sample, asked: SampleRequest) -> bytes:
+        """Raises Refused, also where no server can answer for a long time."""
+        until, missing = time.monotonic() + PATIENCE_S, None
+        while True:
+            served = await self._desk.serve(sample.tenant, asked.sampling_session_id, missing)
+            if isinstance(served, Pending):
+                sample.waits = served
+            else:
+                sample.waits = None
+                inner = served.model or BASE
+                names = Names(BASE, BASE, BASE) if inner == BASE else Names("it", "it", inner)
+                body = completion(asked, inner, self._base.context, pinned="@" in inner)
+                try:
+                    return sampled_body(asked, await self._gateway.answer("/v1/completions", body, names))
+                except Refused as refused:
+                    if refused.status not in (404, 503):
+                        raise
+                    missing = inner if refused.status == 404 else None
+                    if time.monotonic() > until:
+                        raise
+            await asyncio.sleep(PAUSE_S)

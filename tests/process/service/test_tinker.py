@@ -1,0 +1,163 @@
+"""Unmodified SDKs of tinker, two versions and two tenants at a time, with the real service and a scripted trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from areal_lora.operations.messages import Datum, OptimStep, Pass, Poison
+from areal_lora.operations.testing import scores
+from tests.support.tinker.scripted import ScriptedRun
+from tests.support.tinker.sdk import VERSIONS, sdk_path
+
+pytestmark = pytest.mark.slow
+
+TENANTS = dict(zip(VERSIONS, ("acme", "bolt"), strict=True))
+STEPS = 4
+TOKENS = [5, 6, 7, 8, 9]
+NEVER = "s000000000000"
+
+
+def scored(weights: list[float], steps: int, tokens: list[int] = TOKENS) -> tuple[list[float], float]:
+    """Log-probabilities and loss that the scripted trainer has after so many steps."""
+    one = Datum(tokens=np.array(tokens, "<i4").tobytes(), weights=np.array(weights, "<f4").tobytes())
+    found = scores((one,), steps)
+    return np.frombuffer(found.logprobs[0], "<f4").tolist(), found.loss
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedRun]:
+    for version in VERSIONS:
+        sdk_path(version)
+    with ScriptedRun(tmp_path_factory.mktemp("a run"), quota={"adapters": 8, "rank": 8}) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def keys(run: ScriptedRun) -> dict[str, str]:
+    return {version: run.tenant(tenant) for version, tenant in TENANTS.items()}
+
+
+@pytest.fixture(scope="module")
+def tours(run: ScriptedRun, keys: dict[str, str]) -> dict[str, dict[str, Any]]:
+    begun = {version: run.begin(version, "tour.py", keys[version]) for version in VERSIONS}
+    return {version: run.end(process) for version, process in begun.items()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_training(tours: dict[str, dict[str, Any]], version: str) -> None:
+    said, weights = tours[version], [1.0, 1.0, 0.0, 1.0]
+    model = said["model"]
+    assert said["warned"] == ["train_unembed is ignored: this service trains attention and MLP, not the output layer"]
+    assert (said["info"], said["text"], said["models"]) == (["tiny_model", True, 4], "1 + 1", ["tiny_model"])
+    row, loss = scored(weights, 0)
+    assert said["many"] == [2500, pytest.approx(2500 * loss), row]
+    assert said["step"] == {"step": 1.0, "grad_norm": 3.0, "skipped": 0.0}, "three chunks, one window"
+    row, loss = scored(weights, 1)
+    assert said["forward"] == {"loss:sum": pytest.approx(loss)}
+    assert said["custom"]["squares"] == pytest.approx(sum(each**2 for each in row), rel=1e-5)
+    for error, text in said["poisoned"]:
+        assert error == "RequestFailedError"
+        assert "target 0 is not the input token that follows it" in text
+    assert said["after"] == {"step": 2.0, "grad_norm": 1.0, "skipped": 0.0}, "the window after it is another one"
+    session = model.partition(":")[0]
+    assert said["saved"] == [f"tinker://{model}/weights/one", f"{session}:train:1", 3.0]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_sampling_and_lists(run: ScriptedRun, tours: dict[str, dict[str, Any]], version: str) -> None:
+    said = tours[version]
+    model = said["model"]
+    session, path = model.partition(":")[0], f"tinker://{model}/sampler_weights/sampler"
+    assert said["sampled"] == [path, [[[5, 6, 7], [-5 / 64, -6 / 64, -7 / 64], "length"]] * 2]
+    assert said["scores"] == [None, -4 / 64]
+    assert said["newest"] == said["base"] == [5, 6, 7]
+    assert said["rl"] == scored([1.0] * 4, 2, [3, 4, 5, 6, 7])[0]
+    error, text = said["refused"]
+    assert error == "UnprocessableEntityError"
+    assert "topk_prompt_logprobs" in text
+    assert said["runs"] == [f"{session}:train:0", f"{session}:train:1"], "of this tenant alone"
+    assert said["listed"] == [path, f"tinker://{model}/weights/one"]
+    assert said["deleted"] == [path]
+    assert said["weights"] == 4
+    own = [body for body in run.asked if f"{TENANTS[version]}-{session}" in body["model"]]
+    assert {(body["temperature"], body["seed"]) for body in own} == {(0.5, 1), (1.0, None)}
+    assert all("@v" in body["model"] and body["pin_version"] for body in own), "snapshots are of one version"
+    assert [body["model"] for body in run.asked].count("base") == len(VERSIONS)
+
+
+def test_every_pass_reached_the_trainer_once(run: ScriptedRun, tours: dict[str, dict[str, Any]]) -> None:
+    for version, said in tours.items():
+        session = said["model"].partition(":")[0]
+        adapter = f"{TENANTS[version]}-{session}-0.1"
+        done = [operation for operation in run.trainer.carried_out if operation.adapter == adapter]
+        assert [operation.number for operation in done] == list(range(1, len(done) + 1))
+        kinds = [type(operation.what) for operation in done]
+        assert kinds[:9] == [Pass, Pass, Pass, OptimStep, Pass, Pass, Pass, Poison, OptimStep]
+        sizes = [len(operation.what.data) for operation in done if isinstance(operation.what, Pass)]
+        assert sizes[:3] == [1024, 1024, 452], "the chunk that came last is the first one"
+
+
+def test_tenants_do_not_reach_each_others_models(
+    run: ScriptedRun, keys: dict[str, str], tours: dict[str, dict[str, Any]]
+) -> None:
+    """Word for word the answer for what does not exist."""
+    mine, other = VERSIONS
+    model = tours[other]["model"]
+    asks: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("POST", "get_info", {"model_id": model}),
+        ("POST", "optim_step", {"model_id": model, "seq_id": 99, "adam_params": {}}),
+        ("POST", "save_weights", {"model_id": model, "seq_id": 99, "path": "x"}),
+        ("POST", "save_weights_for_sampler", {"model_id": model, "seq_id": 99, "path": "x"}),
+        (
+            "POST",
+            "load_weights",
+            {"model_id": model, "seq_id": 99, "path": f"tinker://{model}/weights/x", "optimizer": True},
+        ),
+        ("POST", "retrieve_future", {"request_id": f"{model}:1"}),
+        ("POST", "weights_info", {"tinker_path": f"tinker://{model}/sampler_weights/sampler"}),
+        ("POST", "session_heartbeat", {"session_id": model.partition(":")[0]}),
+        ("GET", f"training_runs/{model}", None),
+        ("DELETE", f"training_runs/{model}/checkpoints/sampler_weights/sampler", None),
+        ("GET", f"samplers/{model.replace('train', 'sample')}", None),
+        ("POST", "retrieve_future", {"request_id": f"{model.replace('train', 'sample')}:0"}),
+    ]
+    session = model.partition(":")[0]
+    with httpx.Client(base_url=run.url, headers={"X-API-Key": keys[mine]}, timeout=60.0) as http:
+        for method, path, body in asks:
+            there = http.request(method, f"/api/v1/{path}", json=body)
+            no_path, no_body = (json.loads(json.dumps(each).replace(session, NEVER)) for each in (path, body))
+            unknown = http.request(method, f"/api/v1/{no_path}", json=no_body)
+            assert (there.status_code, unknown.status_code) in [(404, 404), (410, 410)], (path, there.text)
+            assert there.text.replace(session, NEVER) == unknown.text, path
+    with httpx.Client(base_url=run.url, headers={"X-API-Key": "tml-none"}, timeout=60.0) as http:
+        assert http.post("/api/v1/create_session", json={}).status_code == 401
+
+
+def test_a_program_does_not_notice_that_the_service_is_killed(run: ScriptedRun, keys: dict[str, str]) -> None:
+    begun = {version: run.begin(version, "steady.py", keys[version], str(STEPS)) for version in VERSIONS}
+    for k in range(STEPS):
+        for process in begun.values():
+            assert process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout.readline() == f"{k}\n", run.log()
+        if k == 1:
+            run.kill()
+        for process in begun.values():
+            process.stdin.write("\n")
+            process.stdin.flush()
+        if k == 1:
+            run.start()
+    for version, process in begun.items():
+        said = run.end(process)
+        assert said["steps"] == [1.0, 2.0, 3.0, 4.0]
+        wanted = [scored([1.0, float(k), 0.0, 1.0], k)[1] for k in range(STEPS)]
+        assert said["losses"] == pytest.approx(wanted)
+        adapter = f"{TENANTS[version]}-{said['model'].partition(':')[0]}-0.1"
+        done = [operation.number for operation in run.trainer.carried_out if operation.adapter == adapter]
+        assert done == list(range(1, 2 * STEPS + 1)), "no operation was carried out twice"

@@ -1,0 +1,184 @@
+"""Bodies of passes and samples against the SDK's own classes, in both versions: what it writes is read, and back."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_lora.operations.messages import Loss, LossSettings, Pass, Scored
+from areal_lora.service.refused import Refused
+from areal_lora.service.tinker.passes import PassRequest, read_pass, scored_body
+from areal_lora.service.tinker.protos import INT64, ForwardBackwardRequest
+from areal_lora.service.tinker.samples import read_sample, sampled_body
+from tests.support.paths import ROOT
+from tests.support.tinker.sdk import VERSIONS, environment
+
+PROGRAM = ROOT / "tests" / "support" / "tinker" / "both_ways.py"
+SAMPLE: dict[str, Any] = {
+    "sampling_session_id": "s1:sample:0",
+    "seq_id": 1,
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+    "sampling_params": {"temperature": 1.0},
+    "num_samples": 2,
+    "prompt_logprobs": True,
+    "topk_sample_logprobs": 2,
+    "prompt_alt_tokens_k": 0,
+    "type": "sample",
+}
+ANSWER = {
+    "choices": [
+        {
+            "index": 1,
+            "finish_reason": "length",
+            "token_ids": [1, 2, 3, 9],
+            "logprobs": {"token_logprobs": [0, -1, -2, -0.5], "top_ids": [{"9": -0.5}]},
+        },
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": [1, 2, 3, 7],
+            "logprobs": {"token_logprobs": [0, -1, -2, -0.125], "top_ids": [{"4": -3, "7": -0.125, "5": -1}]},
+        },
+    ]
+}
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+def ids(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def both_ways(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any], dict[str, PassRequest]]:
+    """Version, what the SDK read of our answers, and what we read of its requests."""
+    scored = scored_body(Scored(logprobs=(floats(-0.5, -0.25), floats(-3.0)), loss=1.5))
+    sampled = sampled_body(read_sample(SAMPLE), json.dumps(ANSWER).encode())
+    answers = {"scored": base64.b64encode(scored).decode(), "sampled": base64.b64encode(sampled).decode()}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        input=json.dumps(answers),
+        env=environment(request.param),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    return (
+        request.param,
+        said["read"],
+        {name: read_pass(base64.b64decode(body)) for name, body in said["written"].items()},
+    )
+
+
+def test_the_sdk_reads_our_answers(both_ways: Any) -> None:
+    version, read, _ = both_ways
+    assert read["metrics"] == {"loss:sum": 1.5}
+    assert read["logprobs"] == [[-0.5, -0.25], [-3.0]]
+    assert read["shapes"] == [[2], [1]]
+    assert read["sequences"] == [["stop", [7], [-0.125]], ["length", [9], [-0.5]]], "in the order of their indices"
+    assert read["prompt_logprobs"] == [None, -1.0, -2.0]
+    if version != VERSIONS[0]:
+        assert read["top"] == [[[[7, -0.125], [5, -1.0]]], [[[9, -0.5]]]]
+
+
+def test_we_read_the_passes_of_the_sdk(both_ways: Any) -> None:
+    _, _, written = both_ways
+    assert {request.model for request in written.values()} == {"s1:train:0"}
+    assert (written["cross_entropy"].seq, written["ppo"].seq) == (7, 3)
+    found = written["cross_entropy"].wanted
+    assert isinstance(found, Pass)
+    assert (found.loss, found.backward) == (Loss.CROSS_ENTROPY, True)
+    first, second = found.data
+    assert (first.tokens, first.weights) == (ids(1, 2, 3, 4), floats(0.0, 1.0, 0.5)), "two chunks are one sequence"
+    assert (second.tokens, second.weights) == (ids(9, 8), floats(-1.0)), "a custom loss has any weight"
+    forward = written["forward"].wanted
+    assert isinstance(forward, Pass)
+    assert (forward.backward, forward.data[0].weights) == (False, floats(1.0, 1.0))
+    ppo = written["ppo"].wanted
+    assert isinstance(ppo, Pass)
+    assert ppo.settings == LossSettings(clip_low=0.7, clip_high=1.3)
+    assert (ppo.data[0].logprobs, ppo.data[0].advantages) == (floats(-0.5, -1.25), floats(0.0, 2.0))
+    importance, dro = written["importance_sampling"].wanted, written["dro"].wanted
+    assert isinstance(importance, Pass)
+    assert isinstance(dro, Pass)
+    assert (importance.loss, importance.settings) == (Loss.IMPORTANCE_SAMPLING, LossSettings())
+    assert (dro.loss, dro.settings) == (Loss.DRO, LossSettings(beta=0.1))
+    sparse = written["sparse"].wanted
+    assert isinstance(sparse, Pass)
+    weights = np.zeros(16, "<f4")
+    weights[3], weights[9] = 1.5, -2.0
+    assert sparse.data[0].weights == weights.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("case", "path"),
+    [
+        ("mask", "data[0].loss_fn_inputs.mask"),
+        ("not shifted", "data[0].loss_fn_inputs.target_tokens"),
+        ("not finite", "data[0].loss_fn_inputs.weights"),
+        ("too few", "data[0].loss_fn_inputs.weights"),
+        ("setting", "loss_fn_config.epsilon"),
+        ("two targets", "data[0].loss_fn_inputs.target_tokens"),
+        ("image", "data[0].model_input[0]"),
+    ],
+)
+def test_what_is_not_served_is_named_and_keeps_its_place(both_ways: Any, case: str, path: str) -> None:
+    _, _, written = both_ways
+    assert written[case].seq == 3
+    refused = written[case].wanted
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.path) == (422, path), str(refused)
+    assert refused.fix
+
+
+def test_random_bytes_are_refused_or_read_and_never_an_error() -> None:
+    seed = 20261123
+    random = np.random.default_rng(seed)
+    whole = _request([ids(1, 2)], {"target_tokens": (2, np.array([2, 3], "<i8").tobytes())})
+    for i in range(3000):
+        body = bytearray(whole)
+        for _ in range(random.integers(1, 6)):
+            body[random.integers(len(body))] = random.integers(256)
+        body = body[: random.integers(len(body) + 1)] if i % 3 == 0 else body
+        with contextlib.suppress(Refused):
+            assert isinstance(read_pass(bytes(body)).wanted, Pass | Refused), seed
+
+
+def _request(chunks: list[bytes], inputs: dict[str, tuple[int, bytes]]) -> bytes:
+    message = ForwardBackwardRequest(model_id=b"s1:train:0", seq_id=1, loss_fn=b"cross_entropy")
+    datum = message.data.add()
+    for chunk in chunks:
+        datum.model_input.add().encoded_text.tokens = chunk
+    for key, (dtype, data) in inputs.items():
+        entry = datum.loss_fn_inputs.add(key=key.encode())
+        entry.value.dense, entry.value.dtype = data, dtype
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def test_a_sparse_tensor_may_not_claim_more_than_it_is() -> None:
+    message = ForwardBackwardRequest(model_id=b"s1:train:0", seq_id=1, loss_fn=b"cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = ids(1, 2)
+    value = datum.loss_fn_inputs.add(key=b"target_tokens").value
+    value.dtype = INT64
+    value.shape.extend([1 << 60, 1])
+    value.sparse_csr.values = value.sparse_csr.col_indices = b""
+    value.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
+    wanted = read_pass(message.SerializeToString()).wanted
+    assert isinstance(wanted, Refused)
+    value.shape[0] = 2
+    value.sparse_csr.crow_indices = np.array([0, 2, 1], "<i8").tobytes()
+    assert isinstance(read_pass(message.SerializeToString()).wanted, Refused)
