@@ -117,6 +117,29 @@ def test_commits_are_synced_and_the_plain_key_is_nowhere(tmp_path: Path) -> None
     assert all(b"tml-secret" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
+def test_a_file_of_the_first_schema_is_taken_over(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    row = new(store.load())
+    store.record(row, operation(row, Verb.CREATE, "key", "print"))
+    before = store.load()
+    store.close()
+    path = tmp_path / "a service.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            if table not in ("meta", "tenants", "keys", "adapters", "operations", "sqlite_sequence"):
+                db.execute(f"DROP TABLE {table}")
+        old = (
+            '{"adapters":9,"rank":8,"weight":1.0,"operations":99,"body_kib":1,"sequences":64,"problems":9,"workers":1}'
+        )
+        db.execute("UPDATE tenants SET quota = ?", (old,))
+        db.execute("UPDATE meta SET schema_version = 1")
+    for _ in range(2):
+        store = Store(path, "run")
+        assert store.load() == before
+        assert store.change(lambda db: db.execute("SELECT COUNT(*) FROM requests").fetchone()) == (0,)
+        store.close()
+
+
 def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:
     opened(tmp_path).close()
     with pytest.raises(ConfigError, match="of run 'run'"):
