@@ -1,8 +1,9 @@
 """Peak memory of an FSDP rank against its shard and one layer: a random Llama of 24 layers on two gloo ranks.
 
-    python benchmarks/fsdp_memory.py [--layers 24] [--ranks 2]
+    python benchmarks/fsdp_memory.py [--layers 24] [--ranks 2] [--hidden 512]
 
-Private memory (anonymous pages) is sampled every millisecond: while the base is loaded, and in a forward and backward
+A model with hardly any weights shows what the process itself needs: modules, hooks, imports of the first pass. Private
+memory (anonymous pages) is sampled every millisecond: while the base is loaded, and in a forward and backward
 pass of a batch so small that activations do not count.
 """
 
@@ -27,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 MIB = 2**20
-SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 512}
+VOCABULARY, HEADS = 512, 8
+LEAST_HIDDEN = 64
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -43,7 +45,6 @@ class Peak:
         self.value, self._over = private_bytes(), threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
-        return self
         return self
 
     def _watch(self) -> None:
@@ -76,38 +77,50 @@ def one_rank(path: str, ranks: int) -> dict[str, float]:
     return {"loading": loading.value - before, "training": training.value - before}
 
 
-def write_model(folder: Path, layers: int) -> str:
+def write_model(folder: Path, layers: int, hidden: int) -> str:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(**SIZES, num_hidden_layers=layers, max_position_embeddings=64, tie_word_embeddings=False)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_attention_heads=HEADS,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=layers,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return str(folder / "model")
+
+
+def peaks(layers: int, hidden: int, ranks: int) -> dict[str, float]:
+    """Bytes of the rank that needs most, by phase."""
+    from tests.support.distributed.spawn import run_ranks
+
+    with tempfile.TemporaryDirectory() as name:
+        path = write_model(Path(name), layers, hidden)
+        seen: list[Any] = run_ranks(one_rank, ranks, Path(name), (path, ranks), timeout_s=300.0)
+    return {phase: max(rank[phase] for rank in seen) for phase in ("loading", "training")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=512)
     chosen = parser.parse_args()
-    from tests.support.distributed.spawn import run_ranks
-
-    h, f, v = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["vocab_size"]
-    layer = 4 * (4 * h * h + 3 * h * f + 2 * h)
+    began = time.monotonic()
+    h, v = chosen.hidden, VOCABULARY
+    layer = 4 * (4 * h * h + 3 * h * 4 * h + 2 * h)
     shard = (chosen.layers * layer + 4 * (2 * v * h + h)) / chosen.ranks
-    with tempfile.TemporaryDirectory() as name:
-        path = write_model(Path(name), chosen.layers)
-        began = time.monotonic()
-        seen: list[Any] = run_ranks(one_rank, chosen.ranks, Path(name), (path, chosen.ranks), timeout_s=300.0)
-        took = time.monotonic() - began
-    table = Table(
-        "MiB of a rank", "bytes", "of shard + one layer", title=f"{chosen.layers} layers, {chosen.ranks} ranks"
-    )
     rows = {"shard": shard, "shard + one layer": shard + layer}
-    for phase in ("loading", "training"):
-        rows[f"peak, {phase}"] = max(rank[phase] for rank in seen)
+    rows |= {f"peak, {phase}": n for phase, n in peaks(chosen.layers, h, chosen.ranks).items()}
+    rows["peak, training, without weights"] = peaks(chosen.layers, LEAST_HIDDEN, chosen.ranks)["training"]
+    title = f"{chosen.layers} layers of {layer / MIB:.0f} MiB, {chosen.ranks} ranks"
+    table = Table("MiB of a rank", "bytes", "of shard + one layer", title=title)
     for what, value in rows.items():
         table.add_row(what, f"{value / MIB:,.0f}", f"{value / (shard + layer):.3f}")
-    Console().print(table, f"{took:.0f} s")
+    Console().print(table, f"{time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

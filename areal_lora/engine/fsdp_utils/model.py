@@ -5,11 +5,15 @@ decoder layer and the output layer are gathered one after the other, when they c
 
     shard of everything | embeddings -> layer 0 -> layer 1 -> ... -> output layer      forward
                         |               layer 0 <- layer 1 <- ... <- output layer      backward
+
+torch holds what it gathers twice for a moment, as it arrived and as parameters. So a large layer is gathered in parts
+(`units_of`).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,6 +32,8 @@ from areal_lora.engine.fsdp_utils.layers import ATTENTION
 from areal_lora.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+UNIT_BYTES = 8 * 2**20
+"""A module with more is gathered in parts. Of less, the fixed cost of a gather (0.1 ms and two hooks) would show."""
 
 
 def build_model(model: ModelConfig, trainer: TrainerConfig, rank: int, device: torch.device) -> nn.Module:
@@ -57,15 +63,40 @@ def _weight_of(module: nn.Module, part: nn.Module) -> str:
 
 
 def shard(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> None:
-    """Apply `fully_shard` to embeddings, decoder layers, output layer, and what remains."""
+    """Apply `fully_shard` to the units of embeddings, decoder layers and output layer, and to what remains."""
     mesh = init_device_mesh(device.type, (trainer.world_size,))
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if trainer.cpu_offload else OffloadPolicy()
     model: Any = module
-    units = [model.get_input_embeddings(), *decoder_layers(module), model.get_output_embeddings()]
-    for unit in (*units, module):
+    parts = [model.get_input_embeddings(), *decoder_layers(module), model.get_output_embeddings()]
+    for unit in (*(unit for part in parts for unit in units_of(part)), module):
         sharded: FSDPModule = fully_shard(unit, mesh=mesh, reshard_after_forward=True, offload_policy=offload)
         # Only itself: by default the backward pass gathers the next layer as well.
         sharded.set_modules_to_backward_prefetch([sharded])
+
+
+def units_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of ``module`` that are gathered apart, inner ones first: large children, and what remains of it.
+
+    Children below an eighth of `UNIT_BYTES` stay with their parent: norms, routers, small projections.
+    """
+    if _bytes_of(module) > UNIT_BYTES:
+        for child in _called_children(module):
+            if _bytes_of(child) > UNIT_BYTES // 8:
+                yield from units_of(child)
+    yield module
+
+
+def _called_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Children of ``module``; those of a list in its place, which is never called itself."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from _called_children(child)
+        else:
+            yield child
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

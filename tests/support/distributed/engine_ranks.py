@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class Case:
     recompute: bool = False
     dropout: bool = False  # also train an adapter with dropout
     engine: Literal["megatron", "fsdp"] = "megatron"
+    unit_bytes: int = 2**23  # FSDP gathers larger modules in parts; 1: every module apart
 
     @property
     def model(self) -> str:
@@ -164,7 +166,8 @@ def build(
     path: str, case: Case, optimizer: OptimizerConfig = OPTIMIZER, targets: tuple[str, ...] = TARGETS
 ) -> AdapterEngine:
     kind = {"megatron": MegatronEngine, "fsdp": FsdpEngine}[case.engine]
-    engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
+    with mock.patch("areal_lora.engine.fsdp_utils.model.UNIT_BYTES", case.unit_bytes):
+        engine = kind(ModelConfig(path=path, dtype="float32"), case.trainer(), torch.device("cpu"))
     engine.add_adapter(make_spec("a", path, case, targets), optimizer, seed=1)
     return engine
 
