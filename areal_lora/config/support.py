@@ -36,7 +36,6 @@ Ask = Literal[
     "given answers",
     "several adapters",
     "a service",
-    "trainer.ep above 1",
     "an agent",
 ]
 """What an adapter's settings ask of engine and servers beyond sampling and one gradient."""
@@ -152,15 +151,6 @@ REFUSALS: tuple[Refusal, ...] = (
         fix="leave it at per_expert, which adapts each module by itself",
     ),
     Refusal(
-        key="adapters.{i}.expert_layout",
-        engine=("megatron",),
-        layout=("shared_outer",),
-        mode=("merged",),
-        asks=frozenset({"trainer.ep above 1"}),
-        reason="lora_A and lora_B of an expert are on two trainer ranks, and merged rollouts need their product",
-        fix="set trainer.ep=1, rollout.adapter_mode=unmerged, or another expert_layout",
-    ),
-    Refusal(
         key="adapters.{i}.algorithm.advantage",
         asks=frozenset({"greedy answers", "an agent"}),
         reason="an agent's requests state how they are sampled, so it has no greedy answer",
@@ -203,11 +193,7 @@ def combination_of(config: Config, adapter: AdapterConfig, family: str, shape: M
 
 def combination_of_run(config: Config, family: str, shape: ModelShape | None) -> Combination:
     """What is decided before any adapter is: a service begins with none."""
-    asked: dict[Ask, bool] = {
-        "several adapters": len(config.adapters) > 1,
-        "a service": config.service is not None,
-        "trainer.ep above 1": config.trainer.ep > 1,
-    }
+    asked: dict[Ask, bool] = {"several adapters": len(config.adapters) > 1, "a service": config.service is not None}
     return Combination(
         engine=config.trainer.engine,
         family=family,

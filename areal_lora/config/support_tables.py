@@ -221,7 +221,10 @@ MODE_LAYOUT = Table(
         ("none", "merged"): (f"{_MERGED_SERVER}[llama]",),
         ("per_expert", "merged"): (f"{_MERGED_RANKS}[tp2 ep2]",),
         ("shared", "merged"): (f"{_MERGED_RANKS}[tp2 ep2, one adapter for all experts]",),
-        ("shared_outer", "merged"): (f"{_MERGED_RANKS}[tp2, lora_A of gate and up shared]",),
+        ("shared_outer", "merged"): (
+            f"{_MERGED_RANKS}[tp2 ep2, lora_A of gate and up shared]",
+            f"{_MERGED_RANKS}[fsdp2, lora_A of gate and up shared]",
+        ),
     },
 )
 

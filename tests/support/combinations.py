@@ -62,7 +62,6 @@ def config_of(c: Combination) -> Config:
         "critic": ("adapters.0.algorithm.advantage=gae",),
         "greedy answers": ("adapters.0.algorithm.advantage=remax",),
         "given answers": ("adapters.0.sft.steps=2",),
-        "trainer.ep above 1": ("trainer.ep=2",),
     }
     asked = sorted(key for ask in c.asks for key in minimal.get(ask, ()))
     if c.algorithm == "dapo" and "greedy answers" in c.asks:

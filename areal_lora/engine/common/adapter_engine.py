@@ -205,7 +205,8 @@ class AdapterEngine:
             folder, held = ModelFolder.of(self._base), DTYPES[self._base.dtype]
             self._merged[adapter] = MergedShard(folder, self.adapter_layout(adapter), self.rank, held)
         # All of the adapter before the first weight: what is sent must not depend on when the iterator runs.
-        return self._merged[adapter].fill(dict(self.export_adapter(adapter)), flat, loss)
+        tensors = dict(self.export_adapter(adapter)) | self._adapter(adapter).memory.shared_tensors()
+        return self._merged[adapter].fill(tensors, flat, loss)
 
     def export_adapter(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
         memory = self._adapter(adapter).memory

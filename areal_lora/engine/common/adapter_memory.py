@@ -114,6 +114,17 @@ class AdapterMemory:
                 at = (t.offset - begin) // 4
                 yield t.name, values[at : at + math.prod(t.shape)].view(t.shape)
 
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Copies of the wire tensors that experts have in common: whole on every rank that has experts."""
+        found = {}
+        for bank in self.arena.banks:
+            if bank.shared:
+                first = self.model.pieces(bank.keys[0])[0]
+                a, b = self.parameters(bank, None)
+                name, values = (first.lora_a, a) if bank.shared == LORA_A else (first.lora_b, b)
+                found[name] = values.detach().to("cpu", copy=True)
+        return found
+
     def _packer(self, dtype: str) -> _Packer:
         if dtype not in self._packers:
             self._packers[dtype] = _Packer(self, self.layout(dtype))

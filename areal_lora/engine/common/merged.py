@@ -5,7 +5,8 @@
 
 The base comes from the folder that every rank has loaded it from. So nothing here touches the model that trains, the
 sum is the same for every parallel layout and engine, and each version is computed from the base, never from the version
-before. A weight is sent by the rank that sends its lora_B.
+before. A weight is sent by the rank that sends the module's lora_B, or its lora_A where experts share one lora_B: the
+rank that has the expert. What experts share is in the memory of every such rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from areal_lora.algorithms.merging import CastLoss, merged
 from areal_lora.engine.common.model_folder import ModelFolder
-from areal_lora.errors import AdapterError
 from areal_lora.weight_sync.layout import AdapterLayout, Payload, Shape, ShardLayout, make_layout
 from areal_lora.weight_sync.served import LORA_A, LORA_B, WEIGHT
 
@@ -37,17 +37,7 @@ class _Source:
 
 
 def merged_layout(adapter: AdapterLayout, dtype: str) -> AdapterLayout:
-    """The layout of the weights that an adapter with the layout ``adapter`` changes, in ``dtype``.
-
-    Raises AdapterError where one rank sends lora_A of a module and another one its lora_B.
-    """
-    source = {t.name: shard.source for shard in adapter.shards for t in shard.tensors}
-    for shard in adapter.shards:
-        if apart := [s.name for s in _sources(adapter, shard) if source[s.lora_a] != shard.source]:
-            raise AdapterError(
-                f"lora_A and lora_B of {apart[0]} are on two trainer ranks; with merged "
-                "rollouts use another expert_layout, or trainer.ep=1"
-            )
+    """The layout of the weights that an adapter with the layout ``adapter`` changes, in ``dtype``."""
     shapes = {t.name: t.shape for shard in adapter.shards for t in shard.tensors}
     owned: dict[int, list[tuple[str, Shape]]] = {
         shard.source: [(s.name, (shapes[s.lora_b][0], shapes[s.lora_a][1])) for s in _sources(adapter, shard)]
@@ -57,17 +47,19 @@ def merged_layout(adapter: AdapterLayout, dtype: str) -> AdapterLayout:
 
 
 def _sources(adapter: AdapterLayout, shard: ShardLayout) -> Iterator[_Source]:
-    """The weights of a shard, in the order in which their lora_B travel."""
-    modules: dict[str, list[str]] = {}  # those that share a lora_B, by its wire name
-    for name, wire in adapter.aliases.items():
+    """The weights of a shard, in the order of the tensors with which they travel."""
+    aliases = adapter.aliases
+    sharing: dict[str, list[str]] = {}  # modules without a lora_B of their own, by the tensor with which they travel
+    for name, wire in aliases.items():
         if name.endswith(LORA_B):
-            modules.setdefault(wire, []).append(name)
+            module = name.removesuffix(LORA_B)
+            lora_a = module + LORA_A
+            sharing.setdefault(wire if lora_a in aliases else lora_a, []).append(module)
     for tensor in shard.tensors:
-        if tensor.name.endswith(LORA_B):
-            for name in (tensor.name, *modules.get(tensor.name, ())):
-                module = name.removesuffix(LORA_B)
-                lora_a = module + LORA_A
-                yield _Source(name=module + WEIGHT, lora_a=adapter.aliases.get(lora_a, lora_a), lora_b=tensor.name)
+        own = [tensor.name.removesuffix(LORA_B)] if tensor.name.endswith(LORA_B) else []
+        for module in (*own, *sharing.get(tensor.name, ())):
+            a, b = (aliases.get(name, name) for name in (module + LORA_A, module + LORA_B))
+            yield _Source(name=module + WEIGHT, lora_a=a, lora_b=b)
 
 
 class MergedShard:
@@ -81,8 +73,8 @@ class MergedShard:
     def fill(self, tensors: Mapping[str, Tensor], flat: np.ndarray, loss: CastLoss) -> Iterator[int]:
         """Fill ``flat`` (uint8, a shard of `merged_layout` in ``loss.dtype``) weight by weight; see `Pack`.
 
-        ``tensors`` are this rank's wire tensors in fp32. ``loss`` counts what the cast loses. Raises
-        UnknownTensorError if the base folder does not fit.
+        ``tensors`` are this rank's wire tensors in fp32, and what its experts share. ``loss`` counts what the cast
+        loses. Raises UnknownTensorError if the base folder does not fit.
         """
         adapter = {s.name.removesuffix(WEIGHT) + LORA_A: tensors[s.lora_a] for s in self._sources}
         adapter |= {s.name.removesuffix(WEIGHT) + LORA_B: tensors[s.lora_b] for s in self._sources}

@@ -16,29 +16,40 @@ from tests.support.distributed.spawn import run_ranks
 
 pytestmark = pytest.mark.slow
 
-VERSIONS = 200
+VERSIONS, VERSIONS_OF_FOUR = 200, 6
 CASES = [
     Case("tp2 ep2", 2, "moe", tp=2, ep=2),
     Case("tp2 ep2, one adapter for all experts", 2, f"moe{SHARED}", tp=2, ep=2),
     Case("tp2, lora_A of gate and up shared", 2, f"moe{OUTER}", tp=2),
+    Case("ep2, lora_A of gate and up shared", 2, f"moe{OUTER}", ep=2),
+    Case("tp2 ep2, lora_A of gate and up shared", 2, f"moe{OUTER}", tp=2, ep=2),
     Case("fsdp2", 2, "moe", engine="fsdp"),
     Case("fsdp2, lora_A of gate and up shared", 2, f"moe{OUTER}", engine="fsdp"),
+    Case("ep4, lora_A of gate and up shared", 4, f"moe{OUTER}", ep=4),
+    Case("ep2 etp2, lora_A of gate and up shared", 4, f"moe{OUTER}", ep=2, etp=2, tp=2),
+    Case("fsdp4, lora_A of gate and up shared", 4, f"moe{OUTER}", engine="fsdp"),
 ]
+World = tuple[dict[str, np.ndarray], dict[str, list[dict[str, Any]]]]
+"""Weights of the base, and by layout what each rank has seen."""
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     tmp = tmp_path_factory.mktemp("merged")
     path = make_model(tmp, "moe")
     (tmp / "ranks").mkdir()
-    seen = run_ranks(publish_many, 2, tmp / "ranks", (path, CASES, VERSIONS), timeout_s=200.0)
+    seen: dict[str, list[dict[str, Any]]] = {}
+    for size, versions in ((2, VERSIONS), (4, VERSIONS_OF_FOUR)):
+        cases = [case for case in CASES if case.world == size]
+        ranks = run_ranks(publish_many, size, tmp / "ranks", (path, cases, versions), timeout_s=200.0)
+        seen |= {case.name: [rank[case.name] for rank in ranks] for case in cases}
     return load_file(Path(path) / "model.safetensors"), seen
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_every_weight_is_what_a_float64_oracle_says(world: Any, case: Case) -> None:
-    base, ranks = world
-    found = [rank[case.name] for rank in ranks]
+def test_every_weight_is_what_a_float64_oracle_says(world: World, case: Case) -> None:
+    base, seen = world
+    found = seen[case.name]
     names = found[0]["names"]
     assert len(names) == len(set(names)) == LAYERS * (4 + 3 * EXPERTS)
     for seed in range(SEEDS):
@@ -55,21 +66,21 @@ def test_every_weight_is_what_a_float64_oracle_says(world: Any, case: Case) -> N
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_200_versions_leave_the_base_and_do_not_drift(world: Any, case: Case) -> None:
-    for rank in world[1]:
-        found = rank[case.name]
+def test_200_versions_leave_the_base_and_do_not_drift(world: World, case: Case) -> None:
+    """On two ranks; fewer on four."""
+    for found in world[1][case.name]:
         assert found["base"], "the model that trains is the same, bit for bit"
         assert found["digests"] == dict.fromkeys(range(SEEDS), 1), "equal adapters give equal bytes in every version"
         assert found["survives"] == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_a_late_reader_gets_the_version_of_the_call(world: Any, case: Case) -> None:
-    assert [rank[case.name]["late"] for rank in world[1]] == [[True] * SEEDS] * 2
+def test_a_late_reader_gets_the_version_of_the_call(world: World, case: Case) -> None:
+    assert [found["late"] for found in world[1][case.name]] == [[True] * SEEDS] * case.world
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_an_error_in_the_middle_names_the_tensor(world: Any, case: Case) -> None:
+def test_an_error_in_the_middle_names_the_tensor(world: World, case: Case) -> None:
     """What was broken off before left the base and the next versions alone: see the tests above."""
-    reasons = [rank[case.name]["broken"] for rank in world[1]]
+    reasons = [found["broken"] for found in world[1][case.name]]
     assert any("down_proj.weight is in no safetensors file" in reason for reason in reasons)

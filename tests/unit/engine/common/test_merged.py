@@ -55,6 +55,30 @@ def test_a_weight_goes_where_its_lora_b_goes_once_per_module() -> None:
     assert layout.digest != merged_layout(ADAPTER, "float32").digest
 
 
+def test_a_weight_whose_lora_b_experts_share_goes_where_its_lora_a_goes() -> None:
+    experts = [f"{M}.experts.{e}" for e in range(2)]
+    outer = make_layout(
+        SPEC,
+        "float32",
+        {
+            0: [
+                (f"{experts[0]}.gate_proj.lora_A.weight", (2, 4)),
+                (f"{experts[0]}.gate_proj.lora_B.weight", (5, 2)),
+                (f"{experts[0]}.down_proj.lora_A.weight", (2, 5)),
+                (f"{experts[0]}.down_proj.lora_B.weight", (4, 2)),
+            ],
+            1: [(f"{experts[1]}.gate_proj.lora_B.weight", (5, 2)), (f"{experts[1]}.down_proj.lora_A.weight", (2, 5))],
+        },
+        {
+            f"{experts[1]}.gate_proj.lora_A.weight": f"{experts[0]}.gate_proj.lora_A.weight",
+            f"{experts[1]}.down_proj.lora_B.weight": f"{experts[0]}.down_proj.lora_B.weight",
+        },
+    )
+    assert {s.source: [(t.name, t.shape) for t in s.tensors] for s in merged_layout(outer, "float32").shards} == {
+        e: [(f"{experts[e]}.gate_proj.weight", (5, 4)), (f"{experts[e]}.down_proj.weight", (4, 5))] for e in range(2)
+    }
+
+
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_share_of_a_rank(tmp_path: Path, base: dict[str, torch.Tensor], held: torch.dtype, dtype: str) -> None:
