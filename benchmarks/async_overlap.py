@@ -1,4 +1,4 @@
-"""What asynchrony buys: ``python benchmarks/async_overlap.py [--json FILE] [--quick]``; about 15 minutes.
+"""What asynchrony buys: ``python benchmarks/async_overlap.py [--json FILE] [--quick]``; about 20 minutes.
 
 Two cores and the whole stack: launcher, Megatron, vLLM, controller, checkpoints, weight sync. Every
 variant trains the same tiny model on the same prompts with the same long-tailed answer lengths:
@@ -35,7 +35,7 @@ from pacing_runs import compare_pacing
 
 SYNC, OVERLAP, UNPACED = pinned(0), pinned(2), pinned(2, "full")
 OTHERS = (pinned(1), pinned(4), pinned(8))
-LADDER = (40, 80, 140, 220, 330, 440)
+LADDER = (60, 120, 200, 300, 440)
 """Longest answers in tokens. Wide: which of them makes both sides equal depends on the machine and the versions."""
 REPEATS = 3
 """Steps of each rung that are measured."""
@@ -49,22 +49,22 @@ def balance(load: Load, root: Path) -> Load:
     for rung, longest in enumerate(LADDER):
         taken = [i for i in range(len(measured.step_s)) if (i + WARM_UP) % len(LADDER) == rung]
         g_s, t_s = (statistics.median(values[i] for i in taken) for values in (measured.g_s, measured.t_s))
-        surplus.append(g_s - t_s)
+        surplus.append((g_s - t_s) / (g_s + t_s))
         print(f"balance: longest answer {longest:3}: G {g_s:.2f} s, T {t_s:.2f} s", flush=True)
-    if surplus[0] >= 0 or surplus[-1] <= 0:
-        print("balance: one side is slower at every length; the ratios are of a load that is not balanced", flush=True)
-    return replace(load, ladder=(zero_of(LADDER, surplus),))
+    if min(surplus) > 0 or max(surplus) < 0:
+        print("balance: one side is slower at every length; taken is the length at which they differ least", flush=True)
+    return replace(load, ladder=(balanced_at(LADDER, surplus),))
 
 
-def zero_of(xs: tuple[int, ...], ys: list[float]) -> int:
-    """Where rising ``ys`` cross zero, straight between neighbours; the nearest end of ``xs`` if they do not.
+def balanced_at(lengths: tuple[int, ...], surplus: list[float]) -> int:
+    """Where ``surplus`` first rises through zero, straight between neighbours; else where it is nearest to zero.
 
     Not a line through all points: the time of a step is no straight line over so wide a ladder.
     """
-    for (x0, y0), (x1, y1) in itertools.pairwise(zip(xs, ys, strict=True)):
-        if y0 <= 0 <= y1:
-            return round(x0 if y0 == y1 else x0 + (x1 - x0) * -y0 / (y1 - y0))
-    return xs[-1] if ys[-1] < 0 else xs[0]
+    for (x0, y0), (x1, y1) in itertools.pairwise(zip(lengths, surplus, strict=True)):
+        if y0 <= 0 < y1:
+            return round(x0 + (x1 - x0) * -y0 / (y1 - y0))
+    return min(zip(lengths, surplus, strict=True), key=lambda point: abs(point[1]))[0]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a second adapter costs: ``python benchmarks/many_adapters.py [--json FILE] [--quick]``; about 25 minutes.
+"""What a second adapter costs: ``python benchmarks/many_adapters.py [--json FILE] [--quick]``; about 20 minutes.
 
 Two cores and the whole stack, trainer on one and server on the other. Every run is synchronous (``max_staleness`` 0):
 one adapter alone trains while the server waits, and waits while the server rolls out. Adapters of one run are equal

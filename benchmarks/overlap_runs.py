@@ -68,9 +68,13 @@ IN_TURN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The work of one step. ``ladder`` are the longest answers, taken in turn by step."""
+    """The work of one step. ``ladder`` are the longest answers, taken in turn by step.
 
-    prompts: int = 16
+    With fewer prompts a server's step costs mostly what it costs without any, and rollouts are twice as slow as
+    training at every length of answers.
+    """
+
+    prompts: int = 64
     samples: int = 8
     shortest: int = 24
     ladder: tuple[int, ...] = (384,)
