@@ -171,10 +171,15 @@ class Rolling:
 
     @property
     def idle(self) -> bool:
-        return self.runtime.paused or self.runtime.feed.newest == NO_VERSION
+        return self._off or self.runtime.feed.newest == NO_VERSION
+
+    @property
+    def _off(self) -> bool:
+        """A version may be announced after the rollouts have failed: no group of it is issued."""
+        return self.runtime.paused or bool(self.runtime.failure)
 
     def start_one(self) -> bool:
-        ticket = None if self.runtime.paused else self.runtime.feed.admit()
+        ticket = None if self._off else self.runtime.feed.admit()
         if ticket is not None:
             self.start(self.runtime, ticket)
         return ticket is not None

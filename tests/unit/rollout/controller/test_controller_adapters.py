@@ -101,6 +101,23 @@ def test_a_workflow_that_breaks_ends_its_adapter_only(
         other.close()
 
 
+def test_a_version_that_is_announced_after_the_fault_begins_no_rollouts(
+    controller: Callable[..., Running], tmp_path: Path
+) -> None:
+    """The trainer publishes in the background, and hears of the fault only when it asks for a batch."""
+    (tmp_path / "environment.py").write_text(BROKEN)
+    workflow = MultiTurnWorkflowConfig(environment=f"{tmp_path}/environment.py:Broken")
+    run = controller(FakeServer(), twins={"broken": {"workflow": workflow}}, eta=0, steps=3)
+    run.activate(0, "broken")
+    reply: object = None
+    while not isinstance(reply, m.AdapterFailed):
+        reply = run.client.poll(wanted("broken"))
+    issued = run.client.stats("broken").issued
+    run.announce(0, name="broken")
+    stats = run.client.stats("broken")
+    assert (stats.issued, stats.running) == (issued, 0)
+
+
 def test_an_adapter_that_has_ended_gets_no_groups_and_leaves_its_places(controller: Callable[..., Running]) -> None:
     server = FakeServer(delay_s=lambda k: 0.02)
     run = controller(server, twins={"twin": {}}, eta=2)
