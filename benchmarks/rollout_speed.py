@@ -150,6 +150,7 @@ class Publishing:
         shape = ModelShape.from_hf(read_hf_config(Path(self.config.model.folder)))
         one = ParallelLayout(world=1, tp=1, pp=1, ep=1, etp=1, stage_layers=(shape.layers,), experts=shape.experts)
         spec = self.config.adapters[0].spec(self.config.model.path)
+        self._name = spec.name
         self._memory = AdapterMemory(ShardedModel(shape=shape, layout=one), spec, 0, torch.device("cpu"))
         plain, base = self._memory.layout("float32"), ModelFolder.at(self.config.model.folder)
         self._shard = MergedShard(base, plain, 0, torch.float32)
@@ -176,7 +177,7 @@ class Publishing:
         if self.mode == "merged":
             tensors = dict(self._memory.tensors(self._memory.weights, {}))
             pack = partial(self._shard.fill, tensors, loss=CastLoss(dtype=torch.float32, rows=64))
-        ref = AdapterRef(name=self.layout.spec.name, version=self._version)
+        ref = AdapterRef(name=self._name, version=self._version)
         self._version += 1
         digest = base_digest(self.config.model.folder)
         return self._publisher.publish(ref, None, self.layout, pack, digest, None).wait().phases

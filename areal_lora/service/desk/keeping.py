@@ -18,7 +18,7 @@ from areal_lora.service.desk.numbers import append, fail_open, promote
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0
 UNUSED_S = 3600.0
-SILENT_S = 86400.0
+SILENT_S = 3600.0
 ENDED_S = 30 * 86400.0
 """Sessions and models that are gone are forgotten after that time."""
 
