@@ -178,7 +178,7 @@ class Discount:
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, discount: Discount) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, Schulman et al. (arXiv 1506.02438), equation 16. Returns advantages, returns.
 
-    All are packed [T] of trained tokens only: entry t speaks of the action that samples token t, ``values[t]`` of
+    All are packed [T] of trained tokens only: entry t describes the action that samples token t, ``values[t]`` of
     the state before it. ``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``; the value
     after a sequence's last token is 0. Returns are ``A_t + V_t``.
     """

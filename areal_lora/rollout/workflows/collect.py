@@ -1,6 +1,6 @@
 """From prompts, answers and what came between them to trajectories in the alignment of contract C10.
 
-This is the only place of the rollout plane that lays tokens out: entry t of every array speaks of
+This is the only place of the rollout plane that lays tokens out: entry t of every array describes
 token t, and the loss mask is on exactly where the model itself sampled::
 
     token_ids         p0  p1 | a0  a1  a2 | r0  r1 | b0  b1
