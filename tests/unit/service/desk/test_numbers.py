@@ -239,7 +239,7 @@ class Exchange(RuleBasedStateMachine):
         self.ledger.db.close()
 
     def _check_windows(self) -> None:
-        made, window, spoiled, before = [], [], False, 0
+        made, window, spoiled, unsure, before = [], [], False, False, 0
         for seq in sorted(self.script):
             ask, answer = self.script[seq], self.answers[seq]
             spoiled, before = spoiled or seq != before + 1, seq
@@ -247,6 +247,7 @@ class Exchange(RuleBasedStateMachine):
                 case Train(what=Pass(settings=marked)):
                     lost = isinstance(answer, Failed) and answer.reason.startswith(LOST)
                     spoiled = spoiled or (isinstance(answer, Failed) and not lost)
+                    unsure = unsure or lost  # the trainer died with the outcome: the pass may have failed
                     window.append(marked.beta or 0.0)
                     if isinstance(answer, Scored):
                         assert answer.loss == marked.beta
@@ -254,11 +255,12 @@ class Exchange(RuleBasedStateMachine):
                     assert isinstance(answer, Failed)
                     spoiled = True
                 case Train(what=OptimStep()):
-                    assert isinstance(answer, Failed) == (spoiled or not window), (seq, answer)
+                    failed = isinstance(answer, Failed)
+                    assert failed == (spoiled or not window) or (unsure and failed), (seq, answer)
                     if isinstance(answer, Stepped):
                         made.append(tuple(window))
                         assert answer.step == len(made)
-                    window, spoiled = [], False
+                    window, spoiled, unsure = [], False, False
         assert self.trainer.checkpoint[0] == tuple(made), "each step once, in order, with its passes"
 
     def _ask(self, seq: int, kind: str) -> OfModel:
