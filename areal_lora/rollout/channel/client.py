@@ -97,11 +97,12 @@ class ControllerClient:
                 raise RolloutError(f"{reply.adapter}: {reply.reason}")
             waiting.say(reply.lacking)
 
-    def poll(self, wanted: Sequence[m.Wanted], wait_s: float = SHORT_POLL_S) -> m.Batch | m.AdapterFailed | m.NotReady:
-        """A batch of the first of ``wanted`` that has one, or what they lack after ``wait_s``.
+    def poll(self, wanted: Sequence[m.Wanted], wait_s: float | None = None) -> m.Batch | m.AdapterFailed | m.NotReady:
+        """A batch of the first of ``wanted`` that has one, or what they lack after ``wait_s``, by default a second.
 
         Evaluation results that came with the reply are kept for `take_events` and `poll_eval`.
         """
+        wait_s = SHORT_POLL_S if wait_s is None else wait_s
         request = m.GetBatch(wanted=tuple(wanted), timeout_s=wait_s)
         reply: m.Batch | m.AdapterFailed | m.NotReady = self._session.ask(
             request, m.Batch, m.AdapterFailed, m.NotReady, wait_s=wait_s
