@@ -44,6 +44,7 @@ from areal_lora.service.desk.order import GAP_S
 from areal_lora.service.desk.requests import look, submit
 from areal_lora.service.refused import Refused
 from tests.support.service.books import Ledger
+from tests.support.sizes import NIGHTLY, size
 
 LOST = "a restart of the trainer"
 
@@ -285,7 +286,10 @@ class Exchange(RuleBasedStateMachine):
 
 
 TestExchange = Exchange.TestCase
-TestExchange.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+# The same walks in every run of the suite, new ones in each nightly run.
+TestExchange.settings = settings(
+    max_examples=size(200, 2000), stateful_step_count=50, deadline=None, derandomize=not NIGHTLY
+)
 
 
 def test_a_pass_that_failed_fails_again_after_a_restart() -> None:
