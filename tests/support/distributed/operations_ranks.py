@@ -78,7 +78,7 @@ def exercise(path: str, case: Case) -> dict[str, Any]:
     found["ops"], found["plain"] = digest(engine, "ops"), digest(engine, "plain")
     found["neighbour"] = (neighbour, digest(engine, "a"))
 
-    # A pass whose gradients are forgotten; then the window goes on as if it had not been.
+    # A pass whose gradients are forgotten; then the window continues as if it had not been.
     before = digest(engine, "ops")
     carry_out(engine, Pass(data=every, loss=Loss.PPO), "ops")
     engine.discard_gradients("ops")

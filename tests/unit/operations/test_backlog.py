@@ -59,7 +59,7 @@ def carried_out(backlog: Backlog, *whats: What | tuple[What, Outcome]) -> list[O
 
 def test_numbers_follow_each_other() -> None:
     backlog = Backlog()
-    assert backlog.receive(operation(1)) == [], "nobody is there"
+    assert backlog.receive(operation(1)) == [], "no service is there"
     assert backlog.join("a.1", None) == [Expects(adapter="a.1", number=1)]
     assert backlog.receive(operation(2)) == [Expects(adapter="a.1", number=1)]
     assert backlog.receive(operation(1)) == []
