@@ -1,4 +1,4 @@
-"""The section ``service.api``: with it a run takes adapters over HTTP and from its inbox."""
+"""The section ``service``, and ``service.api``: with it a run takes adapters over HTTP and from its inbox."""
 
 from __future__ import annotations
 
@@ -45,3 +45,17 @@ class ApiConfig(Section):
         description="Base URLs of judges that tenants may ask, each with the variable of its key, or null.",
     )
     quota: QuotaConfig = QuotaConfig()
+
+
+class ServiceConfig(Section):
+    """Adapters join and leave while the run works (`run_folder.desired`); it does not end without any."""
+
+    target_modules: list[str] = Field(
+        ["all-linear"],
+        min_length=1,
+        description="Modules that servers can adapt beside those of the listed adapters; a newcomer with others fails.",
+    )
+    api: ApiConfig | None = Field(
+        None,
+        description="HTTP API and inbox through which adapters come (`--serve`); without it a program of yours does.",
+    )

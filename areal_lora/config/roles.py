@@ -1,0 +1,147 @@
+"""The sections of the processes of a run, and of what they send each other: trainer, rollout servers, publishes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from areal_lora.config.section import NonNegFloat, NonNegInt, Section
+
+
+class TrainerConfig(Section):
+    engine: Literal["megatron", "fsdp"] = Field(
+        "megatron",
+        description="`megatron`: Megatron-core, all parallel sizes. `fsdp`: transformers' model, frozen weights "
+        "sharded over all ranks; `tp`, `pp`, `ep` and `etp` stay 1.",
+    )
+    world_size: PositiveInt = Field(description="Trainer processes (one per GPU).")
+    tp: PositiveInt = Field(1, description="Tensor parallel size.")
+    pp: PositiveInt = Field(1, description="Pipeline parallel size.")
+    ep: PositiveInt = Field(1, description="Expert parallel size.")
+    etp: PositiveInt = Field(1, description="Tensor parallel size inside experts.")
+    pp_layers: list[PositiveInt] | None = Field(
+        None, description="Layers of each pipeline stage; if unset, evenly distributed, earlier stages first."
+    )
+    max_tokens_per_microbatch: PositiveInt = Field(8192, description="Token budget of one packed micro-batch.")
+    recompute: bool = Field(False, description="Recompute activations in the backward pass.")
+    cpu_offload: bool = Field(
+        False,
+        description="Keep the frozen shards in host memory; a layer is copied to the GPU when it computes (fsdp).",
+    )
+    threads: PositiveInt = Field(1, description="OpenMP threads of each trainer process.")
+    python: str | None = Field(None, description="Interpreter of the trainer role; this one if unset.")
+
+
+class RolloutConfig(Section):
+    servers: PositiveInt = Field(1, description="Replicas of the rollout server.")
+    tp: PositiveInt = Field(1, description="Tensor parallel size of one replica.")
+    expert_parallel: bool = Field(
+        False, description="Distribute whole experts over the workers of a replica instead of splitting each expert."
+    )
+    max_staleness: NonNegInt = Field(2, description="Largest staleness of a trained token, in versions.")
+    pacing: Literal["fresh", "full"] = Field(
+        "fresh",
+        description="`fresh`: groups are sampled as late as the trainer allows, so that it need not wait. `full`: as "
+        "early as `max_staleness` allows.",
+    )
+    adapter_mode: Literal["unmerged", "merged"] = Field(
+        "unmerged",
+        description="What servers hold: the base and adapters in slots, or one version merged into the weights. "
+        "`merged`: vLLM runs without LoRA, a publish sends all adapted weights in `model.dtype` and always interrupts "
+        "running sequences.",
+    )
+    in_flight: Literal["finish", "interrupt"] = Field(
+        "finish",
+        description="At a publish, running sequences finish on their version, or are interrupted and continue on the "
+        "newest one.",
+    )
+    deterministic: bool = Field(
+        False, description="Run one sequence at a time without prefix cache, so no answer depends on another request."
+    )
+    max_lora_rank: PositiveInt = Field(32, description="Largest adapter rank a server accepts.")
+    max_adapters: PositiveInt | None = Field(
+        None, description="Adapters that a server holds at a time; decides its slots. If unset, those of the list."
+    )
+    max_model_len: PositiveInt = Field(4096, description="Longest sequence, prompt and answers together, in tokens.")
+    max_num_seqs: PositiveInt = Field(256, description="Sequences that a replica samples at once.")
+    max_num_batched_tokens: PositiveInt = Field(8192, description="Tokens of one step of a replica, prompts included.")
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="Share of a device's memory that a server claims."
+    )
+    kv_cache_gib: PositiveFloat | None = Field(
+        None,
+        description="KV cache of each worker, GiB. On GPUs, if unset, vLLM takes what `gpu_memory_utilization` leaves; "
+        "`cluster.share_devices` requires it.",
+    )
+    enforce_eager: bool = Field(False, description="Run vLLM without CUDA graphs: slower, and less memory.")
+    threads: PositiveInt = Field(1, description="OpenMP threads of a server's worker on CPU.")
+    port: NonNegInt = Field(
+        0, description="Data-plane port of server 0; server i uses `port + i`. 0: the system chooses."
+    )
+    max_restarts: NonNegInt = Field(3, description="Restarts of each server after a failure.")
+    python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether a publish interrupts running sequences; with merged weights no other version exists."""
+        return self.in_flight == "interrupt" or self.adapter_mode == "merged"
+
+    @property
+    def resident_versions(self) -> int:
+        """Adapter slots for versions: every version that is still trainable, plus the incoming one."""
+        return self.max_staleness + 2
+
+
+class WeightSyncConfig(Section):
+    backend: Literal["auto", "nccl", "hccl", "gloo"] = Field(
+        "auto",
+        description="What carries versions: `nccl` between GPUs, `hccl` between NPUs, `gloo` between hosts' memories. "
+        "`auto`: that of `cluster.device`, and gloo where a trainer rank and a server share a device.",
+    )
+    bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
+    wire_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type in which versions are sent.")
+    timeout_s: PositiveFloat = Field(
+        30.0, description="Seconds for a whole publish: transfer, exclusion of lost servers, second transfer."
+    )
+    rejoin_s: NonNegFloat = Field(
+        120.0,
+        description="Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin.",
+    )
+    probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
+    probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
+    probe_tolerance: PositiveFloat = Field(1e-4, description="Largest allowed mean |logp trainer - logp server|.")
+
+    @property
+    def attempt_s(self) -> float:
+        """Time limit of one transfer, on both sides; a second transfer also fits into ``timeout_s``."""
+        return 0.4 * self.timeout_s
+
+    @property
+    def ping_s(self) -> float:
+        """Silence after which a server counts as dead."""
+        return min(2.0, 0.1 * self.timeout_s)
+
+    @property
+    def slot_s(self) -> float:
+        """Time that a publish waits while no server has an adapter slot for it."""
+        return self.timeout_s + self.rejoin_s
+
+    @property
+    def answer_s(self) -> float:
+        """Largest delay of a server's answer after the end of a transfer, so that its own diagnosis can arrive."""
+        return 0.1 * self.attempt_s
+
+    @property
+    def verdict_s(self) -> float:
+        """Time that rank 0 may need after the last transfer, which has ended by ``timeout_s``.
+
+        It covers the last answers, then pings of failed servers, stop requests to some, and the probe. Instead of the
+        last two, rank 0 may search for servers to send to.
+        """
+        return self.answer_s + 3 * self.ping_s
+
+    @property
+    def publish_s(self) -> float:
+        """Largest time of a publish from its gate on, except that with too few members ``rejoin_s`` is added."""
+        return self.timeout_s + self.verdict_s
