@@ -40,23 +40,27 @@ class Held:
     """What a run holds at one moment: processes of its launcher, their ports, their shared memory."""
 
     processes: list[psutil.Process]
-    ports: set[int] = field(default_factory=set)
+    listeners: set[tuple[int, int]] = field(default_factory=set)  # with the inode: others may take a port that is free
     shared: set[str] = field(default_factory=set)
+
+    @property
+    def ports(self) -> set[int]:
+        return {port for port, _ in self.listeners}
 
     @classmethod
     def by(cls, launcher: int, shared: Iterable[str] = ()) -> Held:
         held = cls([psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)], shared=set(shared))
         for process in held.processes:
             try:
-                connections = process.net_connections(kind="tcp")
+                inodes = sockets_of(process.pid)
                 maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
-            held.ports |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-            inodes = {line.split()[4] for line in maps if f" {SHARED}/" in line}  # a semaphore's path is another one
+            held.listeners |= {listener for listener in listening() if listener[1] in inodes}
+            files = {line.split()[4] for line in maps if f" {SHARED}/" in line}  # a semaphore's path is another one
             for path in SHARED.iterdir():
                 with suppress(FileNotFoundError):
-                    held.shared |= {path.name} if str(path.stat().st_ino) in inodes else set()
+                    held.shared |= {path.name} if str(path.stat().st_ino) in files else set()
         return held
 
     def left(self, environment: Mapping[str, str]) -> list[str]:
@@ -64,7 +68,7 @@ class Held:
         alive = {p.pid: p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE}
         alive |= {p.pid: p for p in marked(environment)}
         words = [f"process {p.pid} {words_of(p)}" for p in alive.values()]
-        words += [f"port {port}" for port in sorted(self.ports & listening())]
+        words += [f"port {port}" for port, _ in sorted(self.listeners & listening())]
         return words + [f"shared memory {name}" for name in self.shared if (SHARED / name).exists()]
 
     def gone_after_s(self, environment: Mapping[str, str], began_s: float) -> float:
@@ -95,11 +99,21 @@ def marked(environment: Mapping[str, str]) -> list[psutil.Process]:
     return found
 
 
-def listening() -> set[int]:
-    """Ports of this machine with a listener of any process. Connections that linger do not count."""
+def sockets_of(pid: int) -> set[int]:
+    """Inodes of the sockets that a process has open. Raises OSError if it has ended."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            kind, _, inode = str(descriptor.readlink()).partition(":")
+            found |= {int(inode.strip("[]"))} if kind == "socket" else set()
+    return found
+
+
+def listening() -> set[tuple[int, int]]:
+    """Port and inode of every listener of this machine. Connections that linger do not count."""
     lines = [line for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     rows = [line.split() for line in lines]
-    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    return {(int(row[1].rpartition(":")[2], 16), int(row[9])) for row in rows if row[3] == "0A"}
 
 
 def figures(seconds: Iterable[float]) -> str:

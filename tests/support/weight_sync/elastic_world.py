@@ -369,7 +369,7 @@ class World:
             self.fleet = VirtualFleet(self)
             patch.setattr(leader, "Fleet", lambda *_: self.fleet)
             patch.setattr(routing.asyncio, "sleep", _yield)
-            patch.setattr(membership, "watched_thread", lambda *_: None)
+            patch.setattr(membership, "watched_thread", lambda *_: types.SimpleNamespace(join=lambda: None))
             patch.setattr(membership.Membership.__init__, "__defaults__", (self.clock,))
             self.start()
             self.leader = Leader(
@@ -379,7 +379,10 @@ class World:
                 self.at(self.rng.uniform(0, 0.9) * self._seconds, self.start)
                 self.at(self.rng.uniform(0.05, 0.95) * self._seconds, self.depart)
             self.at(WATCH_S, self._watch)
-            self._train()
+            try:
+                self._train()
+            finally:
+                self.leader.close()
 
     def _watch(self) -> None:
         watcher = self.leader.roster._watcher
