@@ -41,7 +41,9 @@ class Columns(Section):
         None, description="Column with a list of chat messages (`role`, `content`); replaces `prompt`."
     )
     answer: str | None = Field(
-        "answer", description="Column with the gold answer, of any type; null if the reward needs none."
+        "answer",
+        description="Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; null if the "
+        "reward needs none.",
     )
     id: str | None = Field(None, description="Column that identifies a row; its number if unset.")
 

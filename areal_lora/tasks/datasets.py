@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, assert_never
 
@@ -26,7 +26,7 @@ from areal_lora.errors import ConfigError
 from areal_lora.tasks.loading import load_import_path
 from areal_lora.tasks.long_problems import long_problem
 from areal_lora.tasks.rewards import extract_answer
-from areal_lora.tasks.rows import Row, RowSource, read_rows
+from areal_lora.tasks.rows import Row, RowSource, read_rows, value_of
 from areal_lora.tasks.word_problems import Split, word_problem
 from areal_lora.types import Sample
 
@@ -144,9 +144,19 @@ def _asked(keep: Any, name: str | None, row: Row) -> bool:
 
 
 def _column(row: Row, name: str, key: str) -> Any:
-    if name not in row.values:
-        raise ConfigError(row.place, f"no column {name!r}", f"set {key} to one of: {', '.join(row.values)}")
-    return row.values[name]
+    try:
+        return value_of(row.values, name)
+    except KeyError:
+        fix = f"set {key} to one of: {', '.join(_names(row.values))}"
+        raise ConfigError(row.place, f"no column {name!r}", fix) from None
+
+
+def _names(columns: Mapping[str, Any]) -> Iterator[str]:
+    """What a column may be called: the fields of an object by their paths."""
+    for name, value in columns.items():
+        yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{field}" for field in _names(value))
 
 
 def _text(row: Row, name: str, key: str) -> str:

@@ -12,7 +12,7 @@ import datetime
 import decimal
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,22 @@ class Row:
 
     place: str
     values: dict[str, Any]
+
+
+def value_of(columns: Mapping[str, Any], name: str) -> Any:
+    """The value of column ``name``, or of a field in it: ``reward_model.ground_truth``. A column whose own name has
+    dots takes precedence.
+
+    Raises KeyError where the row has neither.
+    """
+    if name in columns:
+        return columns[name]
+    value: Any = columns
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise KeyError(name)
+        value = value[part]
+    return value
 
 
 def read_rows(source: RowSource) -> Iterator[Row]:

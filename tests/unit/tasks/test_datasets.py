@@ -143,6 +143,24 @@ def test_no_answer_and_ids_of_its_own(tmp_path):
     assert [(s.uid, s.answer) for s in made] == [("dataset/eval/1", None), ("dataset/eval/2", None)]
 
 
+def test_a_column_may_be_a_field_of_an_object(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"ground_truth": "2"}, "info": {"split": "a"}},
+        {"prompt": [{"role": "user", "content": "1+2"}], "reward_model": {"ground_truth": "3"}, "info": {"split": "b"}},
+    ]
+    columns = {"messages": "prompt", "answer": "reward_model.ground_truth"}
+    fields = {"columns": columns, "format": {"kind": "chat"}, "where": {"info.split": "b"}}
+    (made,) = load_samples(general(tmp_path, rows, **fields), "train")
+    assert (made.prompt, made.answer, made.columns) == ("1+2", "3", rows[1])
+    rows[1]["reward_model.ground_truth"] = "a column's own name comes first"
+    (made,) = load_samples(general(tmp_path, rows, **fields), "train")
+    assert made.answer == "a column's own name comes first"
+    with pytest.raises(ConfigError, match=r"no column 'reward_model.truth' .*reward_model\.ground_truth, info"):
+        load_samples(
+            general(tmp_path, rows[:1], **fields | {"columns": {**columns, "answer": "reward_model.truth"}}), "train"
+        )
+
+
 def test_chat_puts_the_system_prompt_first_and_keeps_given_messages(tmp_path):
     chat = {"kind": "chat", "system_prompt": "Think.", "template": "Solve {problem}."}
     made = load_samples(general(tmp_path, format=chat), "train")

@@ -24,6 +24,8 @@ def test_the_gold_answer_or_a_column() -> None:
     for column in ("n", "wrked"):
         with pytest.raises(ConfigError, match="answer, worked, n"):
             given_answer(sample, column)
+    nested = Sample(uid="s", prompt="p", answer="4", columns={"extra_info": {"worked": "2+2=4"}})
+    assert given_answer(nested, "extra_info.worked") == "2+2=4"
 
 
 def test_all_rows_are_checked_before_a_start(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""docs/en/switching.md: its keys exist, and its files train what verl's data and rewards describe."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from areal_lora.config.load import load_config
+from areal_lora.config.reward import FunctionReward
+from areal_lora.tasks.datasets import load_samples
+from areal_lora.tasks.score_item import ScoreItem
+from areal_lora.tasks.scorer import ScorerPool
+from tests.support.docs import blocks
+from tests.support.paths import EXAMPLES, ROOT
+
+PAGE = ROOT / "docs" / "en" / "switching.md"
+FILES = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
+COMPUTE_SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info["index"] >= 0
+    return float(solution_str.rpartition("####")[2].strip() == ground_truth)
+"""
+
+
+def verl_rows(split: str, n: int) -> list[dict[str, object]]:
+    """Rows as verl's `examples/data_preprocess/gsm8k.py` writes them."""
+    return [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"What is {i} plus 1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"split": split, "index": i},
+        }
+        for i in range(n)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for split in ("train", "test"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl_rows(split, 80)), tmp_path / f"{split}.parquet")
+    (tmp_path / "compute_score.py").write_text(COMPUTE_SCORE)
+    for block in blocks(PAGE):
+        (tmp_path / block.text.partition("\n")[0].removeprefix("# ")).write_text(block.text)
+    return tmp_path
+
+
+def test_keys_of_the_table_exist() -> None:
+    """The first column names keys of the schema."""
+    table = PAGE.read_text().partition("## What is different")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = [part.partition(":")[0] for cell in cells for part in cell.split("`")[1::2]]
+    keys = [name for name in names if "." in name]
+    assert len(keys) > 25
+    schema = json.loads((ROOT / "examples" / "schema.json").read_text())
+    for key in keys:
+        node = schema
+        for part in key.replace("[]", ".[]").split("."):
+            while "$ref" in node or "allOf" in node:
+                ref = node["$ref"] if "$ref" in node else node["allOf"][0]["$ref"]
+                node = schema["$defs"][ref.rpartition("/")[2]]
+            assert part == "[]" or part in node["properties"], f"{key}: no {part}"
+            node = node["items"] if part == "[]" else node["properties"][part]
+
+
+@pytest.mark.slow
+def test_data_and_rewards_of_verl(folder: Path) -> None:
+    command = [sys.executable, "-m", "areal_lora.launch", *(word for path in FILES for word in ("--config", str(path)))]
+    command += ["--config", "task.yaml", "--dry-run", f"model.path={ROOT / 'examples/math/tiny_model'}"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    config = load_config([*FILES, folder / "task.yaml"], [])
+    task, reward = config.adapters[0].task, config.adapters[0].reward
+    assert isinstance(reward, FunctionReward)
+    sample = load_samples(task.model_copy(update={"train": str(folder / "train.parquet")}), "train")[7]
+    assert (sample.messages, sample.answer) == (({"role": "user", "content": "What is 7 plus 1?"},), "8")
+
+    async def scored() -> list[float]:
+        given = [ScoreItem(completion=text, answer=sample.answer, columns=dict(sample.columns)) for text in ("#### 8", "8")]
+        async with ScorerPool(reward.model_copy(update={"path": f"{folder / 'verl_reward.py'}:reward"})) as pool:
+            scores = await pool.score(given)
+        assert [score.detail for score in scores] == ["", ""], scores
+        return [score.reward for score in scores]
+
+    assert asyncio.run(scored()) == [1.0, 0.0]
