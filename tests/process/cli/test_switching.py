@@ -75,9 +75,7 @@ def test_keys_of_the_table_exist() -> None:
 def test_data_and_rewards_of_verl(folder: Path) -> None:
     command = [sys.executable, "-m", "areal_lora.launch", *(word for path in FILES for word in ("--config", str(path)))]
     command += ["--config", "task.yaml", "--dry-run", f"model.path={ROOT / 'examples/math/tiny_model'}"]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     config = load_config([*FILES, folder / "task.yaml"], [])
     task, reward = config.adapters[0].task, config.adapters[0].reward
@@ -86,7 +84,10 @@ def test_data_and_rewards_of_verl(folder: Path) -> None:
     assert (sample.messages, sample.answer) == (({"role": "user", "content": "What is 7 plus 1?"},), "8")
 
     async def scored() -> list[float]:
-        given = [ScoreItem(completion=text, answer=sample.answer, columns=dict(sample.columns)) for text in ("#### 8", "8")]
+        given = [
+            ScoreItem(completion=text, answer=sample.answer, columns=dict(sample.columns))
+            for text in ("#### 8", "#### 9")
+        ]
         async with ScorerPool(reward.model_copy(update={"path": f"{folder / 'verl_reward.py'}:reward"})) as pool:
             scores = await pool.score(given)
         assert [score.detail for score in scores] == ["", ""], scores
