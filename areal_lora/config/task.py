@@ -42,8 +42,8 @@ class Columns(Section):
     )
     answer: str | None = Field(
         "answer",
-        description="Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; null if the "
-        "reward needs none.",
+        description="Column with the gold answer, of any type, or a field in it: `reward_model.ground_truth`; null if "
+        "the reward needs none.",
     )
     id: str | None = Field(None, description="Column that identifies a row; its number if unset.")
 
