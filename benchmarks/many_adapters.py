@@ -4,10 +4,10 @@ Two cores and the whole stack, trainer on one and server on the other. Every run
 one adapter alone trains while the server waits, and waits while the server rolls out. Adapters of one run are equal
 but for name and seed. The trainer recomputes activations, as larger models must; without that the server is the
 slower side at every length of the answers. First the load is balanced, as in ``async_overlap.py``. The rounds then run
-one and two adapters in turn; ratios are of the same round. Four and eight adapters run once, and give the share of the trainer's
-time that publishing takes. At the end three adapters with weights 1, 2 and 4 and short answers train
-``--share-steps`` steps together: their shares of the trained tokens, as long as all three train.
-It refuses a busy machine unless ``--force``.
+one and two adapters in turn; ratios are of the same round. Four and eight adapters run once, and give the share of
+the trainer's time that publishing takes. At the end three adapters with weights 1, 2 and 4 and short answers train
+``--share-steps`` steps together: their shares of the trained tokens, as long as all three train. It refuses a busy
+machine unless ``--force``.
 """
 
 from __future__ import annotations
