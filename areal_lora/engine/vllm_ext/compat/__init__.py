@@ -19,7 +19,7 @@ module           what                           why
                                                 everything again
                  ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
                                                 trainer's do neither
-``cpu_sampler``  ``draw_on_cpu``                vLLM's own draws cost a tensor per row
+``cpu_sampler``  ``CpuDraw``                    vLLM's own draws cost a tensor per row
 ``cpu_scheduler`` ``GroupScheduler``            vLLM computes a prompt once per sample, and sends every
                                                 token to the server's process
 ================ ============================== =========================================================

@@ -28,8 +28,18 @@ class CpuLoraLinear(PunicaWrapperCPU):
     batch = BatchSlots.of(np.empty(0, dtype=np.int64))
 
     def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any) -> None:
-        super().update_metadata(mapping, lora_index_to_id, *args, **kwargs)
-        self.batch = BatchSlots.of(self.token_lora_indices.numpy())
+        """From the batch's adapter ids, 0 for the base. vLLM makes tables for layers that no server of ours adapts."""
+        ids = np.array(mapping.index_mapping, dtype=np.int64)
+        slots = np.full(len(ids), -1, dtype=np.int64)
+        for adapter in set(ids.tolist()) - {0}:
+            slots[ids == adapter] = lora_index_to_id.index(adapter)
+        self.batch = BatchSlots.of(slots)
+
+    def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
+        raise AdapterError("an adapter of the output layer cannot be served: take it out of adapters.target_modules")
+
+    def add_lora_embedding(self, *args: Any, **kwargs: Any) -> None:
+        raise AdapterError("an adapter of the embedding cannot be served: take it out of adapters.target_modules")
 
     def add_lora_linear(
         self,

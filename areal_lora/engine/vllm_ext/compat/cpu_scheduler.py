@@ -1,7 +1,8 @@
-"""A scheduler for groups of answers: one computation of a prompt, one message per answer.
+"""A scheduler for groups of answers: one computation of a prompt, one message per answer, one look per KV block.
 
 A group samples one prompt several times. vLLM computes it for every sample, unless it fills blocks of the KV cache
-(32 tokens on a CPU); and it sends every token to the server's process, which for most requests only collects them.
+(32 tokens on a CPU); it looks for blocks at every token; and it sends every token to the server's process, which for
+most requests only collects them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
@@ -65,6 +67,10 @@ class GroupScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        if [type(manager) for manager in managers] == [FullAttentionManager]:  # others give blocks back on the way
+            self._allocate = self.kv_cache_manager.allocate_slots
+            self.kv_cache_manager.allocate_slots = self._allocate_slots
         self._computing: WeakValueDictionary[_Key, Request] = WeakValueDictionary()  # the newest with that prompt
         self._unsent: dict[str, Unsent] = {}
 
@@ -111,6 +117,22 @@ class GroupScheduler(Scheduler):
             and request.num_computed_tokens == 0
             and request.prompt_token_ids is not None
         )
+
+    # ------------------------------------------------------------ one token of a running request
+
+    def _allocate_slots(
+        self, request: Request, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """vLLM's function, which would find out for every token that its block is there and will not be full."""
+        place = request.num_computed_tokens % self.block_size
+        if (
+            num_new_tokens == 1
+            and not num_lookahead_tokens
+            and 0 < place < self.block_size - 1
+            and request.status is RequestStatus.RUNNING
+        ):
+            return self.kv_cache_manager.empty_kv_cache_blocks
+        return self._allocate(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
 
     # ------------------------------------------------------------ one message per answer
 

@@ -71,9 +71,9 @@ def own_logprobs(worker: Any) -> None:
     draw = runner.sampler.topk_topp_sampler
     truncated = draw.forward
     if draw.forward == draw.forward_cpu:
-        from areal_lora.engine.vllm_ext.compat.cpu_sampler import draw_on_cpu  # its kernels exist on CPUs only
+        from areal_lora.engine.vllm_ext.compat.cpu_sampler import CpuDraw  # its kernels exist on CPUs only
 
-        truncated = draw_on_cpu
+        truncated = CpuDraw()
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if k is None and p is None:

@@ -213,9 +213,12 @@ INTERNALS: tuple[Used, ...] = (
         calls=(
             ("update_metadata", ("mapping", "lora_index_to_id")),
             ("add_lora_linear", ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices")),
+            ("add_lora_logits", ()),
+            ("add_lora_embedding", ()),
         ),
         on="cpu",
     ),
+    Used(module="vllm.lora.layers.utils", name="LoRAMapping", members=("index_mapping",), on="cpu"),
     Used(module="vllm.platforms.cpu", name="CpuPlatform", calls=(("get_punica_wrapper", ()),), on="cpu"),
     Used(
         module="vllm.model_executor.layers.layernorm",
@@ -258,13 +261,22 @@ INTERNALS: tuple[Used, ...] = (
     Used(
         module="vllm.v1.core.kv_cache_manager",
         name="KVCacheManager",
+        members=("coordinator", "empty_kv_cache_blocks"),
         calls=(
+            ("allocate_slots", ("request", "num_new_tokens", "num_lookahead_tokens")),
             ("get_blocks", ("request_id",)),
             ("create_kv_cache_blocks", ("blocks",)),
             ("prefix_cache_lookup_enabled", ("request",)),
         ),
         on="cpu",
     ),
+    Used(
+        module="vllm.v1.core.kv_cache_coordinator",
+        name="KVCacheCoordinator",
+        members=("single_type_managers",),
+        on="cpu",
+    ),
+    Used(module="vllm.v1.core.single_type_kv_cache_manager", name="FullAttentionManager", on="cpu"),
     Used(module="vllm.v1.core.sched.output", name="SchedulerOutput", on="cpu"),
     Used(
         module="vllm.v1.engine",

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from areal_lora.engine.vllm_ext.compat.cpu_kernels import rms_norm
-from areal_lora.engine.vllm_ext.compat.cpu_sampler import draw_on_cpu
+from areal_lora.engine.vllm_ext.compat.cpu_sampler import AHEAD, CpuDraw, Numbers
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -23,14 +23,31 @@ def test_tokens_are_those_that_vllm_draws(top_p: float | None) -> None:
     """Rows with a generator of their own and rows without, for several steps of the same generators."""
     p = None if top_p is None else torch.full((ROWS,), top_p)
     drawn = []
-    for draw in (TopKTopPSampler("processed_logprobs").forward_cpu, draw_on_cpu):
+    for draw in (TopKTopPSampler("processed_logprobs").forward_cpu, CpuDraw()):
         generators = {row: torch.Generator().manual_seed(100 + row) for row in (0, 3, 4, 11)}
         torch.manual_seed(5)
         numbers = torch.Generator().manual_seed(1)
-        drawn.append([draw(torch.randn(ROWS, VOCAB, generator=numbers), generators, None, p) for _ in range(6)])
+        steps = []
+        for step in range(AHEAD + 6):  # more than are drawn at once
+            if step == 3:
+                generators[1] = generators.pop(11)  # vLLM moves a request to the row of one that has ended
+            steps.append(draw(torch.randn(ROWS, VOCAB, generator=numbers), generators, None, p))
+        drawn.append(steps)
     for (theirs, their_logprobs), (ours, our_logprobs) in zip(*drawn, strict=True):
         assert theirs.tolist() == ours.tolist()
         assert torch.equal(their_logprobs, our_logprobs)
+
+
+def test_a_generator_keeps_its_place_while_its_request_holds_it() -> None:
+    """Of many requests that come and go one is preempted meanwhile; vLLM drops the generators of those that ended."""
+    numbers, preempted = Numbers(), torch.Generator().manual_seed(1)
+    one_by_one = torch.Generator().manual_seed(1)
+    want = [int(torch.randint(0, 2**31, (1,), generator=one_by_one)) for _ in range(2)]
+    got = numbers.take({0: preempted})
+    for seed in range(4 * AHEAD):
+        numbers.take({0: torch.Generator().manual_seed(seed)})
+    assert len(numbers._streams) <= AHEAD + 4
+    assert got + numbers.take({7: preempted}) == want
 
 
 @pytest.fixture(scope="module")
