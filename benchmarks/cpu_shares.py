@@ -22,6 +22,8 @@ import psutil
 from machine import environment
 from rollout_side import FILES, ROOT, RolloutSide
 
+from areal_lora.config.load import load_config
+
 WARM_UP = 3
 SETTLE_S = 10.0
 ROLES = (
@@ -77,7 +79,7 @@ def measure_rollout(options: argparse.Namespace, root: Path) -> dict[str, float]
         after, ended_s = cpu_times(pids), time.monotonic()
         tokens = sum(sum(t.loss_mask) for t in sampled)
         print(f"{len(sampled) / options.steps:.0f} answers, {tokens / options.steps:.0f} sampled tokens a step")
-        claims = report(spent(before, after), options.steps, ended_s - began_s)
+        claims = report(spent(before, after), options.steps, ended_s - began_s, len(sampled) / options.steps)
         if options.idle:
             time.sleep(SETTLE_S)  # groups that were admitted are finished first
             before = cpu_times(pids)
@@ -99,7 +101,9 @@ def measure_demo(options: argparse.Namespace, root: Path) -> dict[str, float]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=variables, cwd=options.tree) as launcher:
         before, began_s = wait_step(metrics, WARM_UP, launcher)
         after, ended_s = wait_step(metrics, WARM_UP + options.steps, launcher)
-        return report(spent(before, after), options.steps, ended_s - began_s)
+        sampling = load_config(list(FILES), options.overrides).adapters[0].sampling
+        samples = sampling.prompts_per_step * sampling.n_samples
+        return report(spent(before, after), options.steps, ended_s - began_s, samples)
 
 
 def wait_step(metrics: Path, steps: int, launcher: subprocess.Popen[bytes]) -> tuple[Times, float]:
@@ -111,15 +115,19 @@ def wait_step(metrics: Path, steps: int, launcher: subprocess.Popen[bytes]) -> t
         time.sleep(0.05)
 
 
-def report(seconds: dict[str, tuple[float, float]], steps: int, wall_s: float) -> dict[str, float]:
-    """Print and return CPU seconds per step: by role, and of the rollout side together; and the wall seconds."""
-    print(f"{'CPU s per step':14}   user  system   total    (load {os.getloadavg()[0]:.1f}, {steps} steps)")
-    for role, (user, system) in seconds.items():
-        print(f"{role:14} {user / steps:6.3f}  {system / steps:6.3f}  {(user + system) / steps:6.3f}")
-    side_s = sum(sum(seconds.get(role, (0.0, 0.0))) for role in ROLLOUT) / steps
-    print(f"{'rollout side':14} {'':14}  {side_s:6.3f}    wall {wall_s / steps:.2f} s a step", flush=True)
-    by_role = {f"{role}_cpu_s": sum(both) / steps for role, both in seconds.items()}
-    return by_role | {"rollout_cpu_s": side_s, "wall_s": wall_s / steps}
+def report(seconds: dict[str, tuple[float, float]], steps: int, wall_s: float, samples: float) -> dict[str, float]:
+    """Print and return CPU seconds per step of ``samples``: by role, of the rollout side, of all; and wall seconds."""
+    print(f"{'CPU s per step':14}   user  system   total  ms a sample  (load {os.getloadavg()[0]:.1f}, {steps} steps)")
+    rows = {role: (user / steps, system / steps) for role, (user, system) in seconds.items()}
+    for role, (user, system) in rows.items():
+        print(f"{role:14} {user:6.3f}  {system:6.3f}  {user + system:6.3f}  {1e3 * (user + system) / samples:11.3f}")
+    side_s, all_s = sum(sum(rows.get(role, (0.0, 0.0))) for role in ROLLOUT), sum(map(sum, rows.values()))
+    for name, total in (("rollout side", side_s), ("all", all_s)):
+        print(f"{name:14} {'':14}  {total:6.3f}  {1e3 * total / samples:11.3f}")
+    print(f"wall {wall_s / steps:.2f} s a step", flush=True)
+    by_role = {f"{role}_cpu_s": sum(both) for role, both in rows.items()}
+    totals = {"rollout_cpu_s": side_s, "cpu_s": all_s, "cpu_ms_per_sample": 1e3 * all_s / samples}
+    return by_role | totals | {"wall_s": wall_s / steps}
 
 
 def main() -> None:
