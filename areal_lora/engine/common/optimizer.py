@@ -1,7 +1,8 @@
 """Adam over one adapter's fp32 parameters, with gradients reduced and clipped across the layout.
 
 Megatron's distributed optimizer shards the state of whole models. An adapter is small, and
-every adapter must step alone (contract C1). Each has a plain AdamW of its own.
+every adapter must step alone (contract C1). Each has a plain AdamW of its own, written out: its memory is flat, and
+the import of torch's optimizers loads torch's compiler, 0.8 s of a processor for each rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from areal_lora.config.models import OptimizerConfig
 from areal_lora.engine.base import AdamValues
@@ -34,6 +35,27 @@ class GradientClass:
     counted: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A run of an adapter's weights that learn at ``ratio`` times the rate, their gradients and moments: flat fp32."""
+
+    weights: Tensor
+    grads: Tensor
+    first: Tensor
+    second: Tensor
+    ratio: float
+
+    def step(self, values: AdamValues, lr: float, number: int) -> None:
+        """Step ``number``, from 1, of AdamW (Loshchilov and Hutter 2019, algorithm 2), as torch computes it."""
+        rate = lr * self.ratio
+        if values.weight_decay:
+            self.weights.mul_(1 - rate * values.weight_decay)
+        self.first.lerp_(self.grads, 1 - values.beta1)
+        self.second.mul_(values.beta2).addcmul_(self.grads, self.grads, value=1 - values.beta2)
+        scale = self.second.sqrt().div_((1 - values.beta2**number) ** 0.5).add_(values.eps)
+        self.weights.addcdiv_(self.first, scale, value=-rate / (1 - values.beta1**number))
+
+
 class AdapterOptimizer:
     """AdamW of one adapter on one rank; `AdapterMemory` holds its weights, gradients and moments.
 
@@ -46,24 +68,16 @@ class AdapterOptimizer:
         self._classes = classes
         self._grads = memory.grads
         self.step_count = 0
-        learned: dict[float, list[nn.Parameter]] = {}
-        state = {}
-        for span in spans(memory.arena, apart=config.lora_plus_ratio != 1):
-            weights = nn.Parameter(memory.weights[span.begin : span.end])
-            weights.grad = memory.grads[span.begin : span.end]
-            learned.setdefault(config.lora_plus_ratio if span.is_b else 1.0, []).append(weights)
-            # Without these Adam would allocate moments at the first step.
-            moments = {name: moment[span.begin : span.end] for name, moment in memory.moments.items()}
-            state[weights] = {"step": torch.tensor(0.0), **moments}
-        self._adam = torch.optim.AdamW(
-            [{"params": weights, "ratio": ratio} for ratio, weights in learned.items()],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            foreach=True,
-        )
-        self._adam.state.update(state)
+        self._parts = [
+            _Part(
+                weights=memory.weights[span.begin : span.end],
+                grads=memory.grads[span.begin : span.end],
+                first=memory.moments["exp_avg"][span.begin : span.end],
+                second=memory.moments["exp_avg_sq"][span.begin : span.end],
+                ratio=config.lora_plus_ratio if span.is_b else 1.0,
+            )
+            for span in spans(memory.arena, apart=config.lora_plus_ratio != 1)
+        ]
 
     def step(self, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
         """Divide, reduce, check, clip, step; gradients are zero afterwards. Collective.
@@ -77,11 +91,9 @@ class AdapterOptimizer:
             factor = 1.0 if values.max_grad_norm is None else min(1.0, values.max_grad_norm / (norm + 1e-6))
             if factor < 1.0:
                 self._grads.mul_(factor)
-            for group in self._adam.param_groups:
-                group["lr"], group["betas"] = lr * group["ratio"], (values.beta1, values.beta2)
-                group["eps"], group["weight_decay"] = values.eps, values.weight_decay
-            self._adam.step()
             self.step_count += 1
+            for part in self._parts:
+                part.step(values, lr, self.step_count)
         # Kept and zeroed: the modules' gradients are views of it.
         self._grads.zero_()
         return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": float(skipped)})
@@ -103,5 +115,3 @@ class AdapterOptimizer:
     def set_clock(self, step: int) -> None:
         """Set Adam's step count to ``step``; the caller has restored the adapter's weights and moments."""
         self.step_count = step
-        for state in self._adam.state.values():
-            state["step"].fill_(float(step))

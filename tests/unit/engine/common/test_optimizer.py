@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lora.config.models import OptimizerConfig, TrainerConfig
+from areal_lora.engine.base import AdamValues
 from areal_lora.engine.common.adapter_memory import AdapterMemory
 from areal_lora.engine.common.arena import ShardedModel, spans
 from areal_lora.engine.common.optimizer import AdapterOptimizer, GradientClass
@@ -83,6 +84,32 @@ def test_lora_b_learns_ratio_times_as_fast(ratio: float) -> None:
     assert stats["lr"] == 0.01
     assert stats["grad_norm"] == pytest.approx(float(grads[1].double().norm()), rel=1e-6)
     assert not memory.grads.any()
+
+
+def test_steps_are_those_of_torch_bit_for_bit() -> None:
+    """With values that change from step to step, and decay; torch's optimizer has one parameter for each rate."""
+    print("seed", SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    memory = memory_of()
+    memory.weights.copy_(torch.randn(memory.arena.size, generator=generator))
+    parts = spans(memory.arena, apart=True)
+    whole = [GradientClass(begin=0, end=memory.arena.size, groups=[], counted=True)]
+    ours = AdapterOptimizer(OptimizerConfig(lr=0.01, lora_plus_ratio=4.0), memory, whole)
+    theirs = [torch.nn.Parameter(memory.weights[part.begin : part.end].clone()) for part in parts]
+    adam = torch.optim.AdamW([{"params": [weights]} for weights in theirs], foreach=True)
+    for step in range(4):
+        values = AdamValues(
+            beta1=0.9 - 0.1 * step, beta2=0.999 - 0.05 * step, eps=1e-8, weight_decay=0.1 * step, max_grad_norm=None
+        )
+        grads, lr = torch.randn(memory.arena.size, generator=generator), 0.01 / (step + 1)
+        memory.grads.copy_(grads)
+        ours.step(1.0, lr, values)
+        for part, weights, group in zip(parts, theirs, adam.param_groups, strict=True):
+            weights.grad = grads[part.begin : part.end].clone()
+            group |= {"lr": lr * (4.0 if part.is_b else 1.0), "betas": (values.beta1, values.beta2)}
+            group |= {"eps": values.eps, "weight_decay": values.weight_decay}
+        adam.step()
+        assert torch.equal(memory.weights, torch.cat([weights.detach() for weights in theirs])), f"step {step}"
 
 
 def test_the_clock_is_that_of_every_weight() -> None:
