@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -80,19 +82,19 @@ def host_tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
 
 def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     """The given sequences, in the given order, as a batch of their own."""
-    bounds = batch.cu_seqlens.tolist()
-    device = batch.token_ids.device
-    index = torch.cat([torch.arange(bounds[i], bounds[i + 1], device=device) for i in sequences])
-    rows = torch.tensor(list(sequences), dtype=torch.int64, device=device)
+    device, chosen = batch.token_ids.device, np.array(sequences, dtype=np.int64)
+    bounds = batch.cu_seqlens.cpu().numpy()
+    lengths = bounds[chosen + 1] - bounds[chosen]
+    index = torch.from_numpy(runs(bounds[chosen], lengths)).to(device)
+    rows = torch.from_numpy(chosen).to(device)
 
     def tokens(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[index]
 
-    lengths = torch.tensor([0, *(bounds[i + 1] - bounds[i] for i in sequences)], device=device)
     return replace(
         batch,
         token_ids=batch.token_ids[index],
-        cu_seqlens=lengths.cumsum(0),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths.tolist()])).to(device),
         loss_mask=batch.loss_mask[index],
         rollout_logprobs=batch.rollout_logprobs[index],
         versions=batch.versions[index],
@@ -109,6 +111,13 @@ def select(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         returns=tokens(batch.returns),
         weights=tokens(batch.weights),
     )
+
+
+def runs(first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The numbers ``first[i], first[i] + 1, ...``, ``counts[i]`` of them for each i, one run after the other."""
+    ends = counts.cumsum()
+    numbers: npt.NDArray[np.int64] = np.arange(counts.sum()) + (first - ends + counts).repeat(counts)
+    return numbers
 
 
 def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:

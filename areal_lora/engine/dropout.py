@@ -11,6 +11,7 @@ The function multiplies a key of (step, text, site) with an odd number for j and
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,14 +54,19 @@ def site_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def text_keys(tokens: np.ndarray) -> np.ndarray:
-    """int64 [n] for the tokens [n] of a sequence: of each the text up to it."""
+def text_keys(tokens: np.ndarray, starts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
+    """int64 [n] for the tokens [n] of sequences that begin at ``starts``: of each the text up to it."""
+    begin = np.asarray(starts, dtype=np.int64)
+    lengths = np.diff(begin, append=len(tokens))
+    places = np.arange(len(tokens)) - begin.repeat(lengths)
     values = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    values += np.arange(len(tokens), dtype=np.uint64) * np.uint64(_SECOND)
+    values += places.astype(np.uint64) * np.uint64(_SECOND)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         values ^= values >> np.uint64(shift)
         values *= np.uint64(factor)
-    return np.cumsum(values, dtype=np.uint64).view(np.int64)
+    sums = np.cumsum(values, dtype=np.uint64)
+    sums -= np.insert(sums, 0, 0)[begin].repeat(lengths)  # those of the sequences before
+    return sums.view(np.int64)
 
 
 def to_lanes(keys: Tensor) -> Tensor:

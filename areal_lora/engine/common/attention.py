@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from areal_lora.data.collate import runs
 
 SPREAD = 2  # a block's longest segment, in multiples of its shortest
 
@@ -60,17 +63,21 @@ class AttentionPlan:
     @classmethod
     def of(cls, segments: Sequence[Segment], n_tokens: int, device: torch.device) -> AttentionPlan:
         """Plan the attention of ``segments`` within ``n_tokens`` packed tokens."""
-        host = torch.device("cpu")
-        positions = torch.zeros(n_tokens, dtype=torch.int64, device=host)
-        order = torch.full((n_tokens,), sum(s.own for s in segments), dtype=torch.int64, device=host)
+        positions = np.zeros(n_tokens, dtype=np.int64)
+        order = np.full(n_tokens, sum(s.own for s in segments), dtype=np.int64)
         blocks, row = [], 0
         for group in _similar(segments):
             blocks.append(_block(group, device))
-            for s in group:
-                positions[s.begin : s.begin + s.own] = torch.arange(s.shared, s.shared + s.own, device=host)
-                order[s.begin : s.begin + s.own] = torch.arange(row, row + s.own, device=host)
-                row += s.own
-        return cls(blocks=tuple(blocks), order=order.to(device), positions=positions.to(device))
+            begin, own, shared = np.array([(s.begin, s.own, s.shared) for s in group]).T
+            tokens = runs(begin, own)
+            positions[tokens] = runs(shared, own)
+            order[tokens] = np.arange(row, row + len(tokens))
+            row += len(tokens)
+        return cls(
+            blocks=tuple(blocks),
+            order=torch.from_numpy(order).to(device),
+            positions=torch.from_numpy(positions).to(device),
+        )
 
 
 def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lora.data.collate import select
+from areal_lora.data.collate import runs, select
 from areal_lora.data.packing import MicroPlan, Tree
 from areal_lora.engine.common.attention import AttentionPlan, Segment
 from areal_lora.engine.dropout import text_keys
@@ -44,27 +44,21 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
     """Lay out this data-parallel rank's trees of one micro-batch."""
     trees = plan.trees[dp_rank]
     sequences = tuple(i for tree in trees for i in tree.sequences)
-    tokens, bounds = batch.token_ids.numpy(), batch.cu_seqlens.tolist()
-    row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
-    segments: list[Segment] = []
-    before: list[np.ndarray] = []  # the token before each token of the row, -1 at a start
-    index: list[np.ndarray] = []  # the row's token of each token of the sequences
-    at = 0
-    for tree in trees:
-        for segment, text, own_keys in _segments(tree, tokens, bounds, at):
-            row[segment.begin : segment.begin + segment.own] = text
-            keys[segment.begin : segment.begin + segment.own] = own_keys
-            previous = np.arange(segment.begin - 1, segment.begin + segment.own - 1)
-            previous[0] = segment.start + segment.shared - 1 if segment.shared else -1
-            before.append(previous)
-            segments.append(segment)
-            at = segment.begin + segment.own
-        first = segments[-len(tree.sequences) :]
-        for s in first:
-            index += [np.arange(s.start, s.start + s.shared), np.arange(s.begin, s.begin + s.own)]
-    sources, targets, number = _predictions(row, np.concatenate(before) if before else np.empty(0, np.int64))
-    where = number[np.concatenate(index)] if index else np.empty(0, np.int64)
     micro = select(batch, sequences) if sequences else None
+    row, keys = np.full(plan.n_tokens, PAD_ID, dtype=np.int64), np.zeros(plan.n_tokens, dtype=np.int64)
+    before = where = np.empty(0, dtype=np.int64)
+    segments: list[Segment] = []
+    if micro is not None:
+        segments, origins, reads = _segments(trees, micro.cu_seqlens.tolist())
+        begin, own, start, shared = np.array([(s.begin, s.own, s.start, s.shared) for s in segments]).T
+        held = runs(np.array(origins), own)  # the token of ``micro`` that each token of the row is
+        tokens = micro.token_ids.numpy()
+        row[: len(held)] = tokens[held]
+        keys[: len(held)] = text_keys(tokens, micro.cu_seqlens[:-1].numpy())[held]
+        before = np.arange(-1, len(held) - 1)  # the token before each token of the row, -1 at a start
+        before[begin] = np.where(shared > 0, start + shared - 1, -1)
+        where = runs(*np.array(reads).T)  # the row's token of each token of the sequences
+    sources, targets, number = _predictions(row, before)
     return Packed(
         micro=None if micro is None else to_device(micro, device),
         sequences=sequences,
@@ -73,23 +67,33 @@ def pack(batch: TrainBatch, plan: MicroPlan, dp_rank: int, device: torch.device)
         attention=AttentionPlan.of(segments, plan.n_tokens, device),
         sources=torch.from_numpy(sources).to(device),
         targets=torch.from_numpy(targets).to(device),
-        index=torch.from_numpy(where).to(device),
+        index=torch.from_numpy(number[where]).to(device),
     )
 
 
-def _segments(
-    tree: Tree, tokens: np.ndarray, bounds: Sequence[int], at: int
-) -> list[tuple[Segment, np.ndarray, np.ndarray]]:
-    """Start (if shared) and branches of ``tree`` from token ``at`` of the row, with their tokens and keys."""
-    texts = [tokens[bounds[i] : bounds[i + 1]] for i in tree.sequences]
-    keys = [text_keys(text) for text in texts]
-    n = tree.shared
-    found = [(Segment(begin=at, own=n), texts[0][:n], keys[0][:n])] if n else []
-    start, at = at, at + n
-    for text, key in zip(texts, keys, strict=True):
-        found.append((Segment(begin=at, own=len(text) - n, start=start, shared=n), text[n:], key[n:]))
-        at += len(text) - n
-    return found
+def _segments(trees: Sequence[Tree], bounds: Sequence[int]) -> tuple[list[Segment], list[int], list[tuple[int, int]]]:
+    """Start (if shared) and branches of each tree, one after the other, and where their tokens come from and go to.
+
+    Sequence i of the trees, in order, has tokens ``bounds[i]:bounds[i + 1]``. The second list holds the first of them
+    for each segment, the third what each sequence reads: (first token in the row, number) of shared start and branch.
+    """
+    segments: list[Segment] = []
+    origins: list[int] = []
+    reads: list[tuple[int, int]] = []
+    at = number = 0
+    for tree in trees:
+        start, n = at, tree.shared
+        if n:
+            segments.append(Segment(begin=at, own=n))
+            origins.append(bounds[number])
+            at += n
+        for _ in tree.sequences:
+            own = bounds[number + 1] - bounds[number] - n
+            segments.append(Segment(begin=at, own=own, start=start, shared=n))
+            origins.append(bounds[number] + n)
+            reads += ((start, n), (at, own))
+            at, number = at + own, number + 1
+    return segments, origins, reads
 
 
 def _predictions(row: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
