@@ -77,12 +77,20 @@ MEGATRON: tuple[Used, ...] = (
     Used(
         module="megatron.core.transformer.moe.moe_layer",
         name="MoELayer",
-        members=("router", "token_dispatcher", "experts"),
+        members=("router", "token_dispatcher", "experts", "local_expert_indices"),
     ),
     Used(
         module="megatron.core.transformer.moe.token_dispatcher",
         name="MoETokenDispatcher",
-        members=("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
+        members=(
+            "tp_ep_group",
+            "dispatch_preprocess",
+            "token_dispatch",
+            "dispatch_postprocess",
+            "combine_preprocess",
+            "token_combine",
+            "combine_postprocess",
+        ),
     ),
     Used(module="megatron.core.transformer.spec_utils", name="ModuleSpec", members=("module", "submodules")),
     Used(

@@ -23,6 +23,7 @@ from areal_lora.engine.common.parallel_layout import ParallelLayout
 from areal_lora.engine.megatron_utils.architecture import architecture
 from areal_lora.engine.megatron_utils.core_attention import PackedAttention, Packing, Rotary, bind
 from areal_lora.engine.megatron_utils.experts import GroupedExperts, follow_tokens
+from areal_lora.engine.megatron_utils.token_exchange import exchange_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,6 +55,8 @@ def build_model(
     config.variable_seq_lengths = False
     packing = Packing(Rotary(_inverse_frequencies(provider, device), dtype))
     bind(module, packing)
+    if device.type == "cpu":
+        exchange_tokens(module)
     follow_tokens(module)
     return module, packing
 
@@ -107,7 +110,7 @@ def _numerics(trainer: TrainerConfig, *, on_cpu: bool) -> dict[str, Any]:
     if trainer.recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if on_cpu:
-        # No fused kernels, and the token dispatcher whose collectives gloo accepts.
+        # No fused kernels; `exchange_tokens` replaces the dispatcher.
         fused = (
             "bias_activation_fusion",
             "bias_dropout_fusion",
