@@ -149,11 +149,11 @@ class DataPlane:
             else:
                 choice.message = {"role": "assistant", "content": text}
             return choice
-        values = _chosen(part) if body.logprobs is not None else []
+        values, rows = _chosen(part) if body.logprobs is not None else [], part.logprobs
         if body.echo:
             text = self._tokenizer.decode(prompt, skip_special_tokens=True) + text
             if body.logprobs is not None:
-                values = part.prompt_logprobs + values
+                values, rows = part.prompt_logprobs + values, part.prompt_rows + rows
             if body.return_token_ids:
                 choice.token_ids = [*prompt, *ids]
         choice.text = text
@@ -161,11 +161,9 @@ class DataPlane:
             choice.logprobs = {"token_logprobs": values}
             if body.logprobs > 0:
                 decode = self._tokenizer.decode
-                choice.logprobs["top_logprobs"] = [
-                    {decode([t]): value for t, value in row.items()} for row in part.logprobs
-                ]
+                choice.logprobs["top_logprobs"] = [{decode([t]): value for t, value in row.items()} for row in rows]
                 if body.return_token_ids:
-                    choice.logprobs["top_ids"] = part.logprobs
+                    choice.logprobs["top_ids"] = rows
         return choice
 
     def _chat_logprobs(self, part: SampledPart) -> list[dict[str, Any]]:
@@ -224,7 +222,7 @@ def _sampling(body: Body, max_tokens: int) -> SamplingParams:
         stop_token_ids=body.stop_token_ids,
         logprobs=body.wants_logprobs,
         ignore_eos=body.ignore_eos,
-        prompt_logprobs=0 if echo and body.wants_logprobs is not None else None,
+        prompt_logprobs=body.wants_logprobs if echo else None,
         extra_args={SCORE_TEMPERATURE: body.temperature or 1.0} if echo else None,
         # Text is decoded once at the end, not token by token, unless there are stop strings to find.
         detokenize=bool(body.stop),

@@ -232,3 +232,9 @@ def prompt_logprobs(output: RequestOutput) -> list[float]:
     if ids is None or table is None:
         raise RuntimeError("the engine returned no prompt log-probabilities")
     return [0.0] + [entry[token].logprob for token, entry in zip(ids[1:], table[1:], strict=True) if entry is not None]
+
+
+def prompt_rows(output: RequestOutput) -> list[dict[int, float]]:
+    """[T], entry 0 is empty; the others are log-probabilities by token id, the prompt's own token among them."""
+    rows = output.prompt_logprobs or []
+    return [{} if row is None else {token: scored.logprob for token, scored in row.items()} for row in rows]

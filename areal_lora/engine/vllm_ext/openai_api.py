@@ -2,7 +2,8 @@
 
 Extensions: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
 version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``; with
-``return_token_ids`` and ``logprobs`` above 0, ``logprobs.top_ids[t]`` are log-probabilities by token id.
+``return_token_ids`` and ``logprobs`` above 0, ``logprobs.top_ids[t]`` are log-probabilities by token id. ``echo`` puts
+the prompt in front of all of them; its first token has the score 0 and no others.
 ``stop_token_ids`` end an answer like its end token, which is the last of its tokens.
 ``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
 and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.

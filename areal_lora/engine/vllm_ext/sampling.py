@@ -28,7 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.extra_args import WHOLE
-from areal_lora.engine.vllm_ext.generate import CUT, EngineRequest, Generator, prompt_logprobs
+from areal_lora.engine.vllm_ext.generate import CUT, EngineRequest, Generator, prompt_logprobs, prompt_rows
 from areal_lora.engine.vllm_ext.text import AnswerText
 from areal_lora.types import AdapterRef
 
@@ -39,7 +39,8 @@ T = TypeVar("T")
 class SampledPart:
     """A sampled sequence, or the next part of one. Per-token lists have one entry per token id.
 
-    ``logprobs[t]`` maps token ids to log-probabilities, including the sampled token; empty unless requested.
+    ``logprobs[t]`` maps token ids to log-probabilities, including the sampled token; empty unless requested. So does
+    ``prompt_rows[t]`` for token t of the prompt.
     ``ref`` is the version of the last token (None: the base). ``text`` is set only for streams and stop strings.
     """
 
@@ -49,6 +50,7 @@ class SampledPart:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_rows: list[dict[int, float]] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
 
@@ -241,6 +243,7 @@ def _part(
         text=sample.text,
         finish_reason=sample.finish_reason,
         prompt_logprobs=prompt_logprobs(output) if output.prompt_logprobs else [],
+        prompt_rows=prompt_rows(output),
     )
     part.add(sample, lease)
     return part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import math
 import os
 import signal
 import threading
@@ -429,6 +430,27 @@ def test_forms_of_prompts_and_answers(server: RunningServer) -> None:
             )
             assert echo["choices"][0]["text"] == "1+1=" + text["choices"][0]["text"]
             assert len(echo["choices"][0]["logprobs"]["token_logprobs"]) == 9
+            _, both = await server.post(
+                session,
+                model="math",
+                prompt=ids,
+                max_tokens=2,
+                temperature=0.5,
+                seed=1,
+                echo=True,
+                logprobs=3,
+                return_token_ids=True,
+            )
+            (choice,) = both["choices"]
+            scores, rows = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_ids"]
+            assert len(rows) == len(scores) == len(choice["token_ids"]) == len(ids) + 2
+            assert (scores[0], rows[0]) == (0.0, {})
+            for token, score, row in list(zip(choice["token_ids"], scores, rows, strict=True))[1:]:
+                assert row[str(token)] == score, "the prompt's own tokens and those sampled"
+                assert len(row) in (3, 4)
+                assert sum(math.exp(value) for value in row.values()) <= 1.0 + 1e-5
+            status, _ = await server.post(session, model="math", prompt=ids, max_tokens=1, echo=True, logprobs=21)
+            assert status == 400
             _, top = await server.post(session, model="math", prompt="1+1=", max_tokens=2, temperature=0.0, logprobs=3)
             assert len(top["choices"][0]["logprobs"]["top_logprobs"]) == 2
             _, chat = await server.post(
