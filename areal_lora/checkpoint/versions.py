@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_lora.checkpoint.recover import find, verify
-from areal_lora.checkpoint.state import Manifest, best_version, files_of, read_files
+from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, best_version, decode_manifest, files_of, read_files
 from areal_lora.checkpoint.store import version_folder, versions_in
 from areal_lora.config.adapter_run import adapter_named
 from areal_lora.config.models import AdapterConfig, Config
@@ -87,6 +87,24 @@ def pick_version(folder: RunFolder, config: Config, text: str = NEWEST, name: st
         manifest=manifest,
         aliases=aliases_of(shape, manifest.spec),
         base=manifest.spec.base_model,
+        revision=config.model.commit,
+    )
+
+
+def saved_version(folder: RunFolder, config: Config, adapter: str, label: str) -> Version:
+    """What a client saved of ``adapter`` under ``label``. Raises CheckpointError, without the path."""
+    path = folder.saved_state(adapter, label)
+    try:
+        said = decode_manifest((path / MANIFEST_FILE).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST_FILE}: {error.strerror}") from error
+    ref = AdapterRef(name=said.spec.name, version=said.version)
+    return Version(
+        ref=ref,
+        path=path,
+        manifest=verify(path, ref),
+        aliases=aliases_of(read_shape(Path(config.model.folder)), said.spec),
+        base=said.spec.base_model,
         revision=config.model.commit,
     )
 

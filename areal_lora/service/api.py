@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service import bodies
 from areal_lora.service.acceptance import Acceptance, api_of
-from areal_lora.service.download import Download, open_download
+from areal_lora.service.download import open_download, sent
 from areal_lora.service.gateway import Gateway, Names, split
 from areal_lora.service.observed import PAGE, Observed
 from areal_lora.service.plan import change, create
@@ -153,7 +152,7 @@ class Api:
         async with self._heavy:
             opened = await asyncio.to_thread(open_download, self._folder, self._config, row.desired, row.name, version)
         headers = {"Content-Disposition": f'attachment; filename="{row.name}.tar"'}
-        return StreamingResponse(_chunks(opened), media_type="application/x-tar", headers=headers)
+        return StreamingResponse(sent(opened), media_type="application/x-tar", headers=headers)
 
     async def models(self, request: Request, who: Caller) -> Response:
         rows = self._writer.tables.of(who.tenant)
@@ -267,15 +266,6 @@ def _acknowledged(row: AdapterRow, verb: Verb) -> bytes:
 
 def _answer(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type=JSON)
-
-
-async def _chunks(opened: Download) -> AsyncIterator[bytes]:
-    chunks = opened.chunks()
-    try:
-        while chunk := await asyncio.to_thread(next, chunks, b""):
-            yield chunk
-    finally:
-        chunks.close()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

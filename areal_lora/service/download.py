@@ -1,18 +1,20 @@
-"""A version of an adapter as a tar of ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""A version or a saved state of an adapter as a tar of ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-The files are opened before the first byte is sent: a version that is removed meanwhile is still sent whole.
+The files are opened before the first byte is sent: what is removed meanwhile is still sent whole.
 """
 
 from __future__ import annotations
 
+import asyncio
+import io
 import secrets
 import shutil
 import tarfile
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from areal_lora.checkpoint.versions import NEWEST, pick_version
+from areal_lora.checkpoint.versions import NEWEST, Version, pick_version, saved_version
 from areal_lora.config.joined import alone, joined
 from areal_lora.config.models import Config
 from areal_lora.errors import AdapterError, CheckpointError, ConfigError
@@ -21,20 +23,21 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.refused import Refused
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+COMPLETE = "checkpoint_complete"
+"""An empty file at the end of an archive; the SDK's command line asks for it."""
 CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """Open files of one version. ``chunks`` closes them."""
+    """Open files by their names in the tar. ``chunks`` closes them."""
 
-    name: str
     files: tuple[tuple[str, BinaryIO], ...]
 
     def chunks(self) -> Generator[bytes, None, None]:
         try:
             for name, file in self.files:
-                info = tarfile.TarInfo(f"{self.name}/{name}")
+                info = tarfile.TarInfo(name)
                 info.size, info.mode = file.seek(0, 2), 0o644
                 file.seek(0)
                 yield info.tobuf()
@@ -48,19 +51,45 @@ class Download:
 
 
 def open_download(run_folder: RunFolder, config: Config, desired: DesiredAdapter, name: str, version: str) -> Download:
-    """Export the version into a scratch folder that has no name once its files are open. Raises Refused. Blocks."""
+    """A version of the adapter, in a folder called ``name``. Raises Refused. Blocks."""
     adapter = joined(config, desired)
-    scratch = run_folder.service_exports / secrets.token_hex(8)
-    scratch.parent.mkdir(exist_ok=True)
     try:
-        pick_version(run_folder, alone(config, adapter), version or NEWEST, desired.key).export(scratch)
-        return Download(name=name, files=tuple((file, (scratch / file).open("rb")) for file in FILES))
+        picked = pick_version(run_folder, alone(config, adapter), version or NEWEST, desired.key)
+        return Download(files=_exported(run_folder, picked, f"{name}/"))
     except ConfigError as error:
         if error.path.startswith("--version"):
             raise Refused(422, "version", "this version is not on the disk", error.fix) from None
         raise Refused(404, "version", "no version is on the disk yet", "try again after the first step") from None
     except (CheckpointError, AdapterError, FileNotFoundError):  # another one has taken its place meanwhile
         raise Refused(503, "version", "the version cannot be read now", "try again") from None
+
+
+def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str) -> Download:
+    """The saved state ``label`` of ``adapter``, as the SDK expects it. Raises Refused. Blocks."""
+    try:
+        files = _exported(run_folder, saved_version(run_folder, config, adapter, label), "")
+    except (CheckpointError, AdapterError, OSError):  # it is dropped meanwhile, or the disk is full
+        raise Refused(503, "path", "the saved state cannot be read now", "try again") from None
+    return Download(files=(*files, (COMPLETE, io.BytesIO())))
+
+
+async def sent(opened: Download) -> AsyncIterator[bytes]:
+    """The tar, read in another thread."""
+    chunks = opened.chunks()
+    try:
+        while chunk := await asyncio.to_thread(next, chunks, b""):
+            yield chunk
+    finally:
+        chunks.close()
+
+
+def _exported(run_folder: RunFolder, version: Version, prefix: str) -> tuple[tuple[str, BinaryIO], ...]:
+    """Write the PEFT folder into a scratch folder that has no name once its files are open."""
+    scratch = run_folder.service_exports / secrets.token_hex(8)
+    scratch.parent.mkdir(exist_ok=True)
+    try:
+        version.export(scratch)
+        return tuple((f"{prefix}{file}", (scratch / file).open("rb")) for file in FILES)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

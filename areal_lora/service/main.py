@@ -96,7 +96,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
             observed=observed,
             acceptance=acceptance,
             gateway=gateway,
-            sdk=await stack.enter_async_context(Sdk(config, desk, gateway)),
+            sdk=await stack.enter_async_context(Sdk(config, run_folder, desk, gateway)),
         )
         http = HttpServer(api.app(), sock, None)
         plane = watched_task("http-plane", http.serve)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from areal_lora.service.rows import Key, Quota, Tables, digest_of
 
 MOST_QUERY = 2048
 MOST_KEY = 128
+BODY_S = 60.0
+"""A client that sends slower than that keeps no connection."""
 T = TypeVar("T")
 
 
@@ -40,14 +43,23 @@ def guard(tables: Callable[[], Tables]) -> Guard:
 
     def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            try:
-                return await handler(request, caller(request, tables()))
-            except Refused as refused:
-                return Response(refused.body(), refused.status, media_type="application/json")
+            return await handler(request, caller(request, tables()))
 
-        return handle
+        return unguarded(handle)
 
     return guarded
+
+
+def unguarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """For a path that admits its reader by itself; turns refusals into their bodies."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Refused as refused:
+            return Response(refused.body(), refused.status, media_type="application/json")
+
+    return handle
 
 
 def caller(request: Request, tables: Tables) -> Caller:
@@ -64,18 +76,21 @@ def caller(request: Request, tables: Tables) -> Caller:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The whole body. Raises Refused (413) as soon as it is longer than ``most`` bytes."""
+    """The whole body. Raises Refused: 413 as soon as it is longer than ``most`` bytes, 408 if it does not come."""
     too_long = Refused(413, "body", f"it is longer than the quota of {most} bytes", "send less")
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > 15 or int(announced) > most:
         raise too_long
     parts, size = [], 0
     try:
-        async for part in request.stream():
-            parts.append(part)
-            size += len(part)
-            if size > most:
-                raise too_long
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > most:
+                    raise too_long
+    except TimeoutError:
+        raise Refused(408, "body", f"it did not come within {BODY_S:g} s", "send it again") from None
     except ClientDisconnect:
         raise Refused(422, "body", "it ended early", "send it whole") from None
     return b"".join(parts)

@@ -2,12 +2,11 @@
 
 ``requests`` hold what clients asked for: ``ask`` until nothing can need it again, ``answer`` once there is one.
 ``client_operations`` are those of the requests, and the desk's own, that the trainer may still have to hear of: they
-are deleted when a checkpoint covers them.
+are deleted when a checkpoint covers them. ``samples`` are those whose outcome no client has fetched.
 """
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
 ADAPTERS = """
 CREATE TABLE meta (schema_version INTEGER NOT NULL, run TEXT NOT NULL, generation INTEGER NOT NULL);
 CREATE TABLE tenants (tenant TEXT PRIMARY KEY, quota TEXT NOT NULL);
@@ -69,4 +68,15 @@ CREATE TABLE samplers (
     created_s REAL NOT NULL
 );
 """
-"""New in version 2."""
+KEPT = """
+CREATE TABLE samples (
+    sample TEXT PRIMARY KEY, tenant TEXT NOT NULL REFERENCES tenants, sampler TEXT NOT NULL, fingerprint TEXT NOT NULL,
+    ask BLOB NOT NULL, at_s REAL NOT NULL
+);
+CREATE INDEX samples_of_sampler ON samples (sampler);
+ALTER TABLE models ADD COLUMN notes TEXT NOT NULL DEFAULT '{}';
+ALTER TABLE saved_states ADD COLUMN notes TEXT NOT NULL DEFAULT '{}';
+"""
+STEPS = (ADAPTERS, CLIENTS, KEPT)
+"""What each version adds to the one before."""
+SCHEMA_VERSION = len(STEPS)

@@ -19,7 +19,7 @@ from areal_lora.processes.faults import reached
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import AdapterRow, Key, Open, Operation, Quota, Tables
-from areal_lora.service.schema import ADAPTERS, CLIENTS, SCHEMA_VERSION
+from areal_lora.service.schema import SCHEMA_VERSION, STEPS
 
 T = TypeVar("T")
 
@@ -42,12 +42,12 @@ class Store:
     def _begin(self, run: str) -> None:
         self._db.execute("BEGIN EXCLUSIVE")
         if not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            self._create(ADAPTERS)
-            self._create(CLIENTS)
-            self._db.execute("INSERT INTO meta VALUES (?, ?, 0)", (SCHEMA_VERSION, run))
+            self._create(STEPS[0])
+            self._db.execute("INSERT INTO meta VALUES (1, ?, 0)", (run,))
         found = self._db.execute("SELECT schema_version, run FROM meta").fetchone()
-        if found == (1, run):
-            self._create(CLIENTS)
+        if found[1] == run and found[0] in range(1, SCHEMA_VERSION):
+            for tables in STEPS[found[0] :]:
+                self._create(tables)
             self._db.execute("UPDATE meta SET schema_version = ?", (SCHEMA_VERSION,))
             found = (SCHEMA_VERSION, run)
         self._db.execute("COMMIT")

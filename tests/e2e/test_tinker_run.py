@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load, load_file
 
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_endpoint
@@ -20,6 +22,7 @@ from tests.support.distributed.sdk_ranks import sdk_and_engine
 from tests.support.distributed.spawn import run_ranks
 from tests.support.docs import blocks, commands
 from tests.support.paths import ROOT
+from tests.support.tinker.offline import LOSSES, expected_loss
 from tests.support.tinker.scripted import PROGRAMS, new_tenant
 from tests.support.tinker.sdk import VERSIONS, environment, sdk_path
 
@@ -125,16 +128,64 @@ def test_a_loop_learns_resumes_and_is_served(loops: dict[str, dict[str, Any]], v
     assert resumed == went_on, "with its optimizer, to the last bit"
     assert went_on[0] == 17
     assert said["served"] == pytest.approx(went_on[2], abs=5e-3), "the servers score as the trainer does"
+    assert said["unloaded"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_samples_end_at_a_token_and_prompts_have_scores(loops: dict[str, dict[str, Any]], version: str) -> None:
+    said = loops[version]["sampled"]
+    whole, (cut, reason) = said["whole"], said["cut"]
+    at = whole.index(whole[len(whole) // 2])
+    assert (cut, reason) == (whole[: at + 1], "stop")
+    scores, top = said["prompt"]
+    assert (scores[0], top[0]) == (None, None)
+    for score, row in zip(scores[1:], top[1:], strict=True):
+        values = [value for _, value in row]
+        assert (len(row), values) == (3, sorted(values, reverse=True))
+        assert score <= values[0] < 0.0
+        assert score in values or score < values[-1], "the prompt's own token is among them, or less likely"
+
+
+def test_a_session_in_flight_samples_the_newest_weights(loops: dict[str, dict[str, Any]]) -> None:
+    """It was opened before the eight steps, and is never told of them. Version 0.24.1 cannot open one."""
+    first, last, lengths = loops[VERSIONS[1]]["in_flight"]
+    for served, trained in (first, last):
+        assert served == pytest.approx(trained, abs=5e-3)
+    assert max(abs(a - b) for a, b in zip(first[1], last[1], strict=True)) > 0.05, "the steps have changed something"
+    assert lengths == [150] * 4, "answers that were cut by new weights continue"
+    assert loops[VERSIONS[0]]["in_flight"] == []
+
+
+def test_an_archive_is_the_saved_state(checkout: Checkout, loops: dict[str, dict[str, Any]]) -> None:
+    said, tenant = loops[VERSIONS[0]], TENANTS[VERSIONS[0]]
+    with tarfile.open(said["archive"]) as tar:
+        assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"]
+        found = {name: (file := tar.extractfile(name)) and file.read() for name in tar.getnames()}
+    assert json.loads(found["adapter_config.json"] or "")["r"] == 4
+    tensors = load(found["adapter_model.safetensors"] or b"")
+    session = said["model"].partition(":")[0]
+    folder = checkout.run.saved_state(f"{tenant}-{session}-0.1", f"n{2 * STEPS + 1}")
+    kept = load_file(folder / "rank-0000.safetensors")
+    weights = {values.tobytes() for name, values in kept.items() if name.startswith("weight/")}
+    assert {values.tobytes() for values in tensors.values()} == weights
 
 
 def test_both_versions_made_the_engines_own_steps(
     checkout: Checkout, loops: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Beside each other, with one trainer: losses, weights and moments of eight steps are the engine's, bit for bit."""
+    """Beside each other, with one trainer: losses, weights and moments of eight steps on texts, and of eight of ppo,
+    cispo and dro from there, are the engine's, bit for bit. The losses are also those of a loop in float64.
+    """
     for version, tenant in TENANTS.items():
         session = loops[version]["model"].partition(":")[0]
-        asked = (checkout.run.path, f"{tenant}-{session}-0.1", f"n{2 * STEPS + 1}", TEXTS, RATE, STEPS)
+        saved = (f"{tenant}-{session}-0.1", f"n{2 * STEPS + 1}")
+        branched = (f"{tenant}-{session}-1.1", f"n{1 + 2 * len(LOSSES) + 1}")  # its first operation is the load
         (folder := tmp_path / tenant).mkdir()
-        ((losses, engine, sdk),) = run_ranks(sdk_and_engine, 1, folder, asked, timeout_s=100.0)
+        asked = (checkout.run.path, saved, branched, TEXTS, RATE, STEPS)
+        ((losses, others, digests),) = run_ranks(sdk_and_engine, 1, folder, asked, timeout_s=100.0)
         assert loops[version]["losses"] == losses
-        assert sdk == engine
+        assert [loss for loss, _ in loops[version]["branched"]] == others
+        engine, sdk, branch, sdk_branch = digests
+        assert (sdk, sdk_branch) == (engine, branch)
+        for (name, settings), (loss, rows) in zip(LOSSES, loops[version]["branched"], strict=True):
+            assert loss == pytest.approx(expected_loss(name, settings, rows), rel=1e-5, abs=1e-4), name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+import msgspec
+
 from areal_lora.operations.messages import Failed, Kept, Outcome, Published, Scored, Stepped, decode_outcome
 from areal_lora.service.desk.asks import (
     Answer,
@@ -82,17 +84,18 @@ def _answer(books: Books, model: Model, ask: Ask, numbers: list[int], outcomes: 
             return cast(Scored | Stepped, outcomes[0])
         case Load(path=path):
             return Loaded(model=model.model, path=path)
-        case Save(name=name, ttl_s=ttl_s):
-            return Stored(path=_save(books, model, Kind.WEIGHTS, name, numbers[0], outcomes[0], None, ttl_s))
-        case SaveForSampler(name=str(name), ttl_s=ttl_s):
+        case Save(name=name, ttl_s=ttl_s, notes=notes):
+            return Stored(path=_save(books, model, Kind.WEIGHTS, name, numbers[0], outcomes[0], None, ttl_s, notes))
+        case SaveForSampler(name=str(name), ttl_s=ttl_s, notes=notes):
             version = cast(Published, outcomes[-1]).version
-            return Stored(path=_save(books, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s))
-        case SaveForSampler(sampler_seq=int(seq), in_flight=in_flight, ttl_s=ttl_s):
+            path = _save(books, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s, notes)
+            return Stored(path=path)
+        case SaveForSampler(sampler_seq=int(seq), in_flight=in_flight, ttl_s=ttl_s, notes=notes):
             sampler, path = sampler_id(model.session, seq), ""
             if not in_flight:
                 version = cast(Published, outcomes[-1]).version
                 name = unnamed(numbers[0])
-                path = _save(books, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s)
+                path = _save(books, model, Kind.SAMPLER, name, numbers[0], outcomes[0], version, ttl_s, notes)
             books.do(
                 "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?)",
                 sampler,
@@ -120,6 +123,7 @@ def _save(
     kept: Outcome,
     version: int | None,
     ttl_s: float | None,
+    notes: dict[str, str],
 ) -> str:
     """Note the saved state; one of this name that was there before is dropped."""
     assert isinstance(kept, Kept)
@@ -140,5 +144,6 @@ def _save(
         lora=encode(model.lora),
         created_s=books.now_s,
         expires_s=None if ttl_s is None else books.now_s + ttl_s,
+        notes=msgspec.json.encode(notes).decode(),
     )
     return path_of(model.model, kind, name)

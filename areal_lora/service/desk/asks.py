@@ -4,6 +4,7 @@
     CreateModel     none, or LoadState             Created
     Train           Pass, OptimStep or Poison      Scored, Stepped
     Save            SaveState                      Stored
+    Refuse          none                           none but `Failed`
     Load            LoadState                      Loaded
     SaveForSampler  SaveState + Publish, Publish   Stored, or Opened for a save without a name
 
@@ -40,6 +41,7 @@ class CreateModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     lora: Lora | None
     load: Load | None = None
+    notes: dict[str, str] = {}
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -54,6 +56,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
     ttl_s: float | None = None
     overwrite: bool = False
+    notes: dict[str, str] = {}
 
 
 class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -67,10 +70,20 @@ class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampler_seq: int | None = None
     in_flight: bool = False
     ttl_s: float | None = None
+    notes: dict[str, str] = {}
 
 
-Ask: TypeAlias = CreateModel | Train | Save | Load | SaveForSampler
-OfModel: TypeAlias = Train | Save | Load | SaveForSampler
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """In place of what cannot be carried out and changes no weights: it fails when its turn comes, its window does not.
+
+    Without it the number would be missing, and everything behind it would wait.
+    """
+
+    reason: str
+
+
+Ask: TypeAlias = CreateModel | Train | Save | Load | SaveForSampler | Refuse
+OfModel: TypeAlias = Train | Save | Load | SaveForSampler | Refuse
 """Asks with a sequence number of their model."""
 
 
@@ -100,7 +113,13 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampler: str
 
 
-Answer: TypeAlias = Scored | Stepped | Created | Loaded | Stored | Opened | Failed
+class Unloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model leaves."""
+
+    model: str
+
+
+Answer: TypeAlias = Scored | Stepped | Created | Loaded | Stored | Opened | Unloaded | Failed
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):

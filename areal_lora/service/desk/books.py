@@ -14,12 +14,13 @@ from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Quota, Tables
 
 _lora = msgspec.msgpack.Decoder(Lora).decode
+_notes = msgspec.json.Decoder(dict[str, str]).decode
 _SESSION = "session, tenant, about, created_s, ended"
 _MODEL = (
     "model, tenant, session, name, incarnation, adapter, lora, created_s, of_state, gone, joined, next_seq,"
-    " next_number, closed, published, broken"
+    " next_number, closed, published, broken, notes"
 )
-_SAVED = "model, tenant, adapter, kind, name, label, named, version, step, n_bytes, lora, created_s, expires_s"
+_SAVED = "model, tenant, adapter, kind, name, label, named, version, step, n_bytes, lora, created_s, expires_s, notes"
 _SAMPLER = "sampler, tenant, session, path, model, created_s"
 
 
@@ -58,12 +59,12 @@ class Books:
 
     def session(self, tenant: str, session: str) -> Session:
         """Raises Refused for one that is not the tenant's, or has ended."""
-        row = self.row(f"SELECT {_SESSION} FROM sessions WHERE session = ? AND tenant = ?", session, tenant)
-        if row is None:
+        found = self.sessions("session = ? AND tenant = ?", session, tenant)
+        if not found:
             raise unknown("session_id", "session", session)
-        if row[4]:
+        if found[0].ended:
             raise Refused(410, "session_id", f"session {session!r} has ended", "open another one")
-        return Session(session=row[0], tenant=row[1], about=row[2], created_s=row[3], ended=False)
+        return found[0]
 
     def model(self, tenant: str, model: str) -> Model:
         """Raises Refused for one that is not the tenant's, or has left."""
@@ -87,6 +88,13 @@ class Books:
         return found[0]
 
     # ------------------------------------------------------------ lists
+
+    def sessions(self, where: str, *values: object) -> list[Session]:
+        found = self.rows(f"SELECT {_SESSION} FROM sessions WHERE {where} ORDER BY rowid", *values)
+        return [
+            Session(session=name, tenant=tenant, about=about, created_s=created_s, ended=bool(ended))
+            for name, tenant, about, created_s, ended in found
+        ]
 
     def models(self, where: str, *values: object) -> list[Model]:
         return [_model(row) for row in self.rows(f"SELECT {_MODEL} FROM models WHERE {where} ORDER BY rowid", *values)]
@@ -122,6 +130,7 @@ def _model(row: tuple[Any, ...]) -> Model:
         closed=row[13],
         published=row[14],
         broken=row[15],
+        notes=_notes(row[16]),
     )
 
 
@@ -140,4 +149,5 @@ def _saved(row: tuple[Any, ...]) -> Saved:
         lora=_lora(row[10]),
         created_s=row[11],
         expires_s=row[12],
+        notes=_notes(row[13]),
     )

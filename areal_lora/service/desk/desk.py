@@ -24,7 +24,7 @@ from areal_lora.config.slots import adapter_capacity
 from areal_lora.operations.messages import Operation, Outcome
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.desk import keeping, numbers, requests
+from areal_lora.service.desk import keeping, numbers, requests, samples
 from areal_lora.service.desk import models as made
 from areal_lora.service.desk.asks import Answer, CreateModel, Lora, OfModel, Pending, Serve
 from areal_lora.service.desk.books import Books
@@ -82,6 +82,7 @@ class Desk:
         self._answered: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
         self._fetched: set[str] = set()
+        self._dropped_samples: set[str] = set()
         self._heard_s: dict[str, float] = {}
         self._used_s: dict[str, float] = {}
         self._failed_s: dict[str, float] = {}
@@ -154,15 +155,16 @@ class Desk:
             )
         return request
 
-    async def forget_model(self, tenant: str, model: str) -> None:
-        """The model's adapter leaves; saved states stay."""
-        await self._change(lambda books: made.leave(books, books.model(tenant, model), "the model was unloaded"))
+    async def unload(self, tenant: str, model: str) -> str:
+        """The model's adapter leaves; saved states stay. Returns the request."""
+        return await self._change(lambda books: made.unload(books, tenant, model))
 
     async def model(self, tenant: str, model: str) -> Model:
         return await self._change(lambda books: books.model(tenant, model))
 
-    async def models(self, tenant: str) -> list[Model]:
-        return await self._change(lambda books: books.models("tenant = ? AND gone = 0 AND of_state IS NULL", tenant))
+    async def look_up(self, work: Callable[[Books], T]) -> T:
+        """What ``work``, one of `listing`, finds."""
+        return await self._change(work)
 
     # ------------------------------------------------------------ requests
 
@@ -272,6 +274,18 @@ class Desk:
         self._used_s[state.path] = self._now_s()
         return Pending(reason="the weights are loaded again", capacity=True)
 
+    async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, ask: bytes) -> None:
+        """A sample is acknowledged: until it is dropped, `kept_samples` has it."""
+        self._dropped_samples.discard(sample)
+        await self._change(lambda books: samples.keep(books, tenant, sampler, sample, fingerprint, ask))
+
+    async def kept_samples(self) -> list[samples.KeptSample]:
+        return await self._change(samples.kept)
+
+    def drop_sample(self, sample: str) -> None:
+        """Soon, not at once: until then a restart may sample it in vain."""
+        self._dropped_samples.add(sample)
+
     # ------------------------------------------------------------ for the courier
 
     async def expected(self, adapter: str, number: int) -> bool:
@@ -377,6 +391,8 @@ class Desk:
             await self._change(partial(keeping.dropped, adapter=adapter, label=label))
         fetched, self._fetched = self._fetched, set()
         await self._change(partial(keeping.forget, fetched=fetched))
+        dropped, self._dropped_samples = self._dropped_samples, set()
+        await self._change(partial(samples.drop, samples=dropped))
         await self._make_room_for_waiting()
 
     async def _make_room_for_waiting(self) -> None:

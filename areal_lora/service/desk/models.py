@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 
+import msgspec
+
 from areal_lora.operations.messages import LoadState, Publish
-from areal_lora.service.desk.answers import forget
-from areal_lora.service.desk.asks import CreateModel, Lora, Pending, Serve, encode
+from areal_lora.service.desk.answers import forget, give
+from areal_lora.service.desk.asks import CreateModel, Lora, Pending, Serve, Unloaded, encode
 from areal_lora.service.desk.books import Books, unknown
 from areal_lora.service.desk.numbers import append, fail_open, load
 from areal_lora.service.desk.requests import insert
@@ -32,6 +34,7 @@ def end_session(books: Books, session: str) -> None:
     books.do("UPDATE sessions SET ended = 1 WHERE session = ?", session)
     for model in books.models("session = ? AND gone = 0", session):
         leave(books, model, "its session has ended")
+    books.do("DELETE FROM samples WHERE sampler IN (SELECT sampler FROM samplers WHERE session = ?)", session)
     books.do("DELETE FROM samplers WHERE session = ?", session)
 
 
@@ -42,6 +45,16 @@ def leave(books: Books, model: Model, reason: str) -> None:
     books.do("DELETE FROM client_operations WHERE adapter = ?", model.adapter)
     books.do("UPDATE requests SET ask = NULL WHERE owner = ?", model.model)
     books.gone.add(model.model)
+
+
+def unload(books: Books, tenant: str, model_id: str) -> str:
+    """The model leaves, what it saved stays; returns the request, which is answered at once."""
+    request = f"{model_id}:unload"
+    if books.row("SELECT 1 FROM requests WHERE request = ? AND tenant = ?", request, tenant) is None:
+        leave(books, books.model(tenant, model_id), "the model was unloaded")
+        insert(books, tenant, request, model_id, 0, "", b"", held=False)
+        give(books, request, Unloaded(model=model_id))
+    return request
 
 
 def evict(books: Books, model: str) -> None:
@@ -71,7 +84,7 @@ def insert_model(
 ) -> None:
     """The model whose adapter is ``row``, and the request that made it."""
     model = model_id(session, model_seq)
-    _insert(books, row, model, session, lora, None)
+    _insert(books, row, model, session, lora, None, ask.notes)
     insert(books, row.tenant, request, model, 0, fingerprint, encode(ask), held=False)
     if ask.load is not None:
         append(books, row.key, request, load(books, row.tenant, ask.load))
@@ -79,7 +92,7 @@ def insert_model(
 
 def insert_snapshot(books: Books, row: AdapterRow, state: Saved) -> None:
     """The model that serves ``state``."""
-    _insert(books, row, f"{row.name}:snapshot", "", state.lora, state.path)
+    _insert(books, row, f"{row.name}:snapshot", "", state.lora, state.path, {})
     append(books, row.key, "", LoadState(adapter=state.adapter, label=state.label, optimizer=False))
     append(books, row.key, "", Publish())
 
@@ -163,7 +176,9 @@ def _newest(books: Books, model_id: str) -> Serve | Pending:
     return Serve(model=found[0].adapter)
 
 
-def _insert(books: Books, row: AdapterRow, model: str, session: str, lora: Lora, of_state: str | None) -> None:
+def _insert(
+    books: Books, row: AdapterRow, model: str, session: str, lora: Lora, of_state: str | None, notes: dict[str, str]
+) -> None:
     books.insert(
         "models",
         model=model,
@@ -175,4 +190,5 @@ def _insert(books: Books, row: AdapterRow, model: str, session: str, lora: Lora,
         lora=encode(lora),
         created_s=row.created_s,
         of_state=of_state,
+        notes=msgspec.json.encode(notes).decode(),
     )

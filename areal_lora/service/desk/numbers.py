@@ -22,7 +22,7 @@ from areal_lora.operations.messages import (
 )
 from areal_lora.processes.log import get_logger
 from areal_lora.service.desk.answers import drop_label, give, settle
-from areal_lora.service.desk.asks import Load, Save, SaveForSampler, Train, decode_ask, encode
+from areal_lora.service.desk.asks import Load, Refuse, Save, SaveForSampler, Train, decode_ask, encode
 from areal_lora.service.desk.books import Books
 from areal_lora.service.desk.order import Fate, Op, OpKind, fate_of, kind_of, ready, sealed, spoiled
 from areal_lora.service.desk.rows import Model
@@ -49,8 +49,12 @@ def promote(books: Books, model: Model) -> None:
         request, ask = (
             books.row("SELECT request, ask FROM requests WHERE owner = ? AND seq = ?", model.model, seq) or ()
         )
-        for what in _operations(books, model, decode_ask(ask)):
-            append(books, model.adapter, request, what)
+        match decode_ask(ask):
+            case Refuse(reason=reason):
+                give(books, request, Failed(reason=reason, by_client=True))
+            case asked:
+                for what in _operations(books, model, asked):
+                    append(books, model.adapter, request, what)
         books.do("UPDATE requests SET held = 0 WHERE request = ?", request)
         begin = seq + 1
     books.do("UPDATE models SET next_seq = ? WHERE model = ?", begin, model.model)

@@ -80,9 +80,18 @@ def admit(quota: Quota, waiting: Waiting, next_seq: int, held: Collection[int], 
     if waiting.queued >= quota.queued and not any(seq < later for later in held):
         reason = f"{quota.queued} requests wait, and that is the quota"
         raise Refused(429, "requests", reason, "wait until some are answered")
-    if n_bytes and waiting.n_bytes + n_bytes > quota.queued_mib << 20:
-        reason = f"requests since the last step of your models would be longer than the quota of {quota.queued_mib} MiB"
-        raise Refused(429 if waiting.queued else 422, "requests", reason, "use optim_step, or fewer data for a step")
+    if waiting.queued and (reason := too_long(quota, waiting, n_bytes)):
+        raise Refused(429, "requests", reason, "wait until some are answered")
+
+
+def too_long(quota: Quota, waiting: Waiting, n_bytes: int) -> str:
+    """Why a request with so many bytes of data cannot be kept; empty if it can. Where none waits, no waiting helps."""
+    if not n_bytes or waiting.n_bytes + n_bytes <= quota.queued_mib << 20:
+        return ""
+    return (
+        f"requests since the last step of your models would be longer than the quota of {quota.queued_mib} MiB"
+        " (fix: use optim_step, or fewer data for a step)"
+    )
 
 
 def ready(next_seq: int, held: Collection[int]) -> list[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from areal_lora.operations.messages import Pass
+from areal_lora.operations.messages import Pass, Poison
 from areal_lora.service.desk.asks import (
     Answer,
     Ask,
     Load,
     OfModel,
     Pending,
+    Refuse,
     Save,
     SaveForSampler,
     Train,
@@ -19,7 +20,7 @@ from areal_lora.service.desk.asks import (
 )
 from areal_lora.service.desk.books import Books, unknown
 from areal_lora.service.desk.numbers import load, promote
-from areal_lora.service.desk.order import Waiting, admit
+from areal_lora.service.desk.order import Waiting, admit, too_long
 from areal_lora.service.desk.rows import STATE_NAME, Kind, Model
 from areal_lora.service.refused import Refused
 
@@ -27,18 +28,29 @@ MOST_TTL_S = 10 * 366 * 86400.0
 
 
 def submit(books: Books, tenant: str, model_id: str, seq: int, fingerprint: str, ask: OfModel) -> str:
-    """Take a request, or find it taken. Raises Refused."""
+    """Take a request, or find it taken. Raises Refused for a model or a number that is wrong, or a full queue.
+
+    One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
+    that those behind it do not wait. A load that fails spoils the window that it begins: its passes were meant for
+    other weights.
+    """
     model, request = books.model(tenant, model_id), f"{model_id}:{seq}"
     if known(books, request, fingerprint):
         return request
     if model.broken:
         raise Refused(422, "model_id", model.broken, "make another model")
-    _check(books, model, ask)
+    try:
+        _check(books, model, ask)
+    except Refused as refused:
+        wrong = str(refused)
+        ask = Train(what=Poison(reason=wrong, by_client=True)) if isinstance(ask, Load) else Refuse(reason=wrong)
     held = [row[0] for row in books.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
-    data, n_bytes = encode(ask), 0
+    data, n_bytes, others = encode(ask), 0, waiting(books, tenant)
     if isinstance(ask, Train) and isinstance(ask.what, Pass):
         n_bytes = len(data)
-    admit(books.quota(tenant), waiting(books, tenant), model.next_seq, held, seq, n_bytes)
+        if not others.queued and (wrong := too_long(books.quota(tenant), others, n_bytes)):
+            data, n_bytes = encode(Train(what=Poison(reason=wrong, by_client=True))), 0
+    admit(books.quota(tenant), others, model.next_seq, held, seq, n_bytes)
     insert(books, tenant, request, model_id, seq, fingerprint, data, held=True)
     promote(books, model)
     return request

@@ -38,7 +38,7 @@ class Model:
     ``of_state`` is the path that a model serves which the desk made for samplers; clients cannot address that one.
     ``next_seq`` is the client's next number, ``next_number`` the desk's; a checkpoint covers the operations up to
     ``closed``. ``published`` is the newest version that servers had. ``gone``: the adapter leaves, or has left.
-    ``broken`` says why no operation of it can be carried out.
+    ``broken`` says why no operation of it can be carried out. ``notes`` are the client's own.
     """
 
     model: str
@@ -57,6 +57,7 @@ class Model:
     closed: int = 0
     published: int | None = None
     broken: str = ""
+    notes: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class Saved:
     lora: Lora
     created_s: float
     expires_s: float | None
+    notes: dict[str, str]
 
     @property
     def path(self) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from areal_lora.operations.messages import Failed, Scored, Stepped
-from areal_lora.service.desk.asks import Answer, Created, Loaded, Opened, Pending, Stored
+from areal_lora.service.desk.asks import Answer, Created, Loaded, Opened, Pending, Stored, Unloaded
 from areal_lora.service.tinker.passes import scored_body
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -28,7 +28,9 @@ def answered(fields: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(fields), status, media_type=JSON)
 
 
-def _fields(answer: Stepped | Created | Loaded | Stored | Opened | Failed | Pending, request: str) -> dict[str, Any]:
+def _fields(
+    answer: Stepped | Created | Loaded | Stored | Opened | Unloaded | Failed | Pending, request: str
+) -> dict[str, Any]:
     match answer:
         case Stepped(step=step, grad_norm=grad_norm, skipped=skipped):
             figures = {"step": float(step), "grad_norm": grad_norm, "skipped": float(skipped)}
@@ -41,6 +43,8 @@ def _fields(answer: Stepped | Created | Loaded | Stored | Opened | Failed | Pend
             return {"path": path}
         case Opened(sampler=sampler):
             return {"sampling_session_id": sampler}
+        case Unloaded(model=model):
+            return {"model_id": model, "type": "unload_model"}
         case Failed(reason=reason, by_client=by_client):
             return {"error": reason, "category": "user" if by_client else "server"}
         case Pending(reason=reason, capacity=capacity):

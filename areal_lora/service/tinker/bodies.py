@@ -36,6 +36,7 @@ class CreateModel(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    user_metadata: dict[str, Any] | None = None
 
 
 class OfModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,7 @@ class SaveWeights(msgspec.Struct, frozen=True, kw_only=True):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
 
 
 class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +79,7 @@ class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True):
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
     ttl_seconds: float | None = None
+    user_metadata: dict[str, Any] | None = None
 
 
 class SaveExternal(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +99,7 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
+    user_metadata: dict[str, Any] | None = None
 
 
 class CreateSampler(msgspec.Struct, frozen=True, kw_only=True):

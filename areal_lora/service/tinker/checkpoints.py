@@ -1,25 +1,30 @@
-"""Saved states and the models that made them, as the SDK's REST client lists and deletes them."""
+"""Sessions, models and saved states, as the SDK's REST client lists and deletes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from areal_lora.service.desk import listing
 from areal_lora.service.desk.desk import Desk
 from areal_lora.service.desk.rows import SCHEME, Kind, Model, Saved
 from areal_lora.service.requests import Caller, Guard, number
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import answered
 from areal_lora.service.tinker.base import Base
-from areal_lora.service.tinker.wire import body_of, decoded
+from areal_lora.service.tinker.wire import body_of, decoded, notes_of
 
 MOST = 10**6
 PAGE = 100
+RUNS = "/api/v1/training_runs"
+STATE = f"{RUNS}/{{model}}/checkpoints/{{kind}}/{{name}}"
 
 
 class Checkpoints:
@@ -27,26 +32,46 @@ class Checkpoints:
         self._desk, self._base = desk, base
 
     def routes(self, guard: Guard) -> list[Route]:
-        runs = "/api/v1/training_runs"
-        one = f"{runs}/{{model}}/checkpoints/{{kind}}/{{name}}"
         return [
-            Route(runs, guard(self.runs), methods=["GET"]),
-            Route(f"{runs}/{{model}}", guard(self.run), methods=["GET"]),
-            Route(f"{runs}/{{model}}/checkpoints", guard(self.of_run), methods=["GET"]),
-            Route(one, guard(self.delete), methods=["DELETE"]),
-            Route(f"{one}/ttl", guard(self.expire), methods=["PUT"]),
+            Route("/api/v1/sessions", guard(self.sessions), methods=["GET"]),
+            Route("/api/v1/sessions/{session}", guard(self.session), methods=["GET"]),
+            Route(RUNS, guard(self.runs), methods=["GET"]),
+            Route(f"{RUNS}/{{model}}", guard(self.run), methods=["GET"]),
+            Route(f"{RUNS}/{{model}}/checkpoints", guard(self.of_run), methods=["GET"]),
+            Route(STATE, guard(self.delete), methods=["DELETE"]),
+            Route(f"{STATE}/ttl", guard(self.expire), methods=["PUT"]),
             Route("/api/v1/checkpoints", guard(self.all), methods=["GET"]),
             Route("/api/v1/weights_info", guard(self.weights_info), methods=["POST"]),
         ]
 
+    async def sessions(self, request: Request, who: Caller) -> Response:
+        page, _ = _page(request, await self._desk.look_up(partial(listing.sessions, tenant=who.tenant)))
+        return answered({"sessions": page})
+
+    async def session(self, request: Request, who: Caller) -> Response:
+        """Also one that has ended."""
+        name = request.path_params["session"]
+        found = await self._desk.look_up(partial(listing.session, tenant=who.tenant, name=name))
+        about = msgspec.json.decode(found.session.about or b"{}", type=bodies.CreateSession)
+        return answered(
+            {
+                "training_run_ids": found.models,
+                "sampler_ids": found.samplers,
+                "user_metadata": notes_of(about.user_metadata),
+                "display_name": about.display_name,
+            }
+        )
+
     async def runs(self, request: Request, who: Caller) -> Response:
-        found = list(reversed(await self._desk.models(who.tenant)))
+        """Also those that are gone, for as long as the desk has them."""
+        found = await self._desk.look_up(partial(listing.models, tenant=who.tenant))
         saved = await self._desk.saved(who.tenant)
         page, cursor = _page(request, found)
         return answered({"training_runs": [self._run(who, model, saved) for model in page], "cursor": cursor})
 
     async def run(self, request: Request, who: Caller) -> Response:
-        model = await self._desk.model(who.tenant, request.path_params["model"])
+        name = request.path_params["model"]
+        model = await self._desk.look_up(partial(listing.model, tenant=who.tenant, name=name))
         return answered(self._run(who, model, await self._desk.saved(who.tenant, model.model)))
 
     async def of_run(self, request: Request, who: Caller) -> Response:
@@ -55,16 +80,17 @@ class Checkpoints:
         return answered({"checkpoints": [_checkpoint(each) for each in saved]})
 
     async def all(self, request: Request, who: Caller) -> Response:
-        page, cursor = _page(request, await self._desk.saved(who.tenant))
+        """Newest first."""
+        page, cursor = _page(request, (await self._desk.saved(who.tenant))[::-1])
         return answered({"checkpoints": [_checkpoint(each) for each in page], "cursor": cursor})
 
     async def delete(self, request: Request, who: Caller) -> Response:
-        await self._desk.drop(who.tenant, _path(request))
+        await self._desk.drop(who.tenant, path_of_request(request))
         return Response(status_code=204)
 
     async def expire(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.Ttl)
-        await self._desk.set_ttl(who.tenant, _path(request), asked.ttl_seconds)
+        await self._desk.set_ttl(who.tenant, path_of_request(request), asked.ttl_seconds)
         return Response(status_code=204)
 
     async def weights_info(self, request: Request, who: Caller) -> Response:
@@ -94,6 +120,7 @@ class Checkpoints:
             "last_request_time": _time(max([model.created_s, *map(_age, mine)])),
             "last_checkpoint": newest.get(Kind.WEIGHTS),
             "last_sampler_checkpoint": newest.get(Kind.SAMPLER),
+            "user_metadata": model.notes,
         }
 
 
@@ -105,6 +132,7 @@ def _checkpoint(saved: Saved) -> dict[str, Any]:
         "tinker_path": saved.path,
         "size_bytes": saved.n_bytes,
         "public": False,
+        "user_metadata": saved.notes,
         "expires_at": None if saved.expires_s is None else _time(saved.expires_s),
     }
 
@@ -114,7 +142,8 @@ def _page(request: Request, found: Sequence[Any]) -> tuple[Sequence[Any], dict[s
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
-def _path(request: Request) -> str:
+def path_of_request(request: Request) -> str:
+    """The path of the saved state that the URL names."""
     parts = request.path_params
     return f"{SCHEME}{parts['model']}/{parts['kind']}/{parts['name']}"
 

@@ -27,7 +27,7 @@ from areal_lora.service.tinker.answers import answered, retrieved
 from areal_lora.service.tinker.base import NO_OUTPUT_LAYER, Base, check_optimizer
 from areal_lora.service.tinker.passes import read_pass
 from areal_lora.service.tinker.sampling import Sampling
-from areal_lora.service.tinker.wire import body_of, decoded
+from areal_lora.service.tinker.wire import body_of, decoded, notes_of
 
 WAIT_S = 20.0
 """The SDK waits 45 s for an answer, and asks again after ``try_again``."""
@@ -65,6 +65,7 @@ class Face:
             "session_heartbeat": self.heartbeat,
             "sessions/{session}/finish": self.finish,
             "create_model": self.create_model,
+            "unload_model": self.unload,
             "get_info": self.info,
             "forward_backward": self.forward_backward,
             "optim_step": self.optim_step,
@@ -111,6 +112,7 @@ class Face:
 
     async def create_session(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.CreateSession)
+        notes_of(asked.user_metadata)
         session = await self._desk.open_session(who.tenant, msgspec.json.encode(asked))
         return answered({"type": "create_session", "session_id": session, "warning_message": NO_OUTPUT_LAYER})
 
@@ -128,9 +130,14 @@ class Face:
         body = await body_of(request, who)
         asked = decoded(body, bodies.CreateModel)
         self._base.check(asked.base_model)
-        ask = asks.CreateModel(lora=self._base.lora(asked.lora_config, asked.optimizer_config))
+        lora, notes = self._base.lora(asked.lora_config, asked.optimizer_config), notes_of(asked.user_metadata)
+        ask = asks.CreateModel(lora=lora, notes=notes)
         mark = _mark("create_model", body)
         return _future(await self._desk.create_model(who.tenant, asked.session_id, asked.model_seq_id, mark, ask))
+
+    async def unload(self, request: Request, who: Caller) -> Response:
+        asked = decoded(await body_of(request, who), bodies.OfModel)
+        return _future(await self._desk.unload(who.tenant, asked.model_id))
 
     async def info(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.OfModel)
@@ -172,25 +179,33 @@ class Face:
         body = await body_of(request, who)
         asked = decoded(body, bodies.SaveWeights)
         name = asked.path or f"{asked.seq_id:06d}"
-        ask = asks.Save(name=name, ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
+        try:
+            notes = notes_of(asked.user_metadata)
+            ask: asks.OfModel = asks.Save(name=name, ttl_s=asked.ttl_seconds, overwrite=asked.overwrite, notes=notes)
+        except Refused as refused:
+            ask = asks.Refuse(reason=str(refused))
         return await self._submit(who, asked.model_id, asked.seq_id, _mark("save", body), ask)
 
     async def save_for_sampler(self, request: Request, who: Caller) -> Response:
         body = await body_of(request, who)
         asked = decoded(body, bodies.SaveForSampler)
-        ask = asks.SaveForSampler(
-            name=asked.path,
-            sampler_seq=asked.sampling_session_seq_id if asked.path is None else None,
-            in_flight=asked.kind == "inflight",
-            ttl_s=asked.ttl_seconds,
-        )
+        try:
+            ask: asks.OfModel = asks.SaveForSampler(
+                name=asked.path,
+                sampler_seq=asked.sampling_session_seq_id if asked.path is None else None,
+                in_flight=asked.kind == "inflight",
+                ttl_s=asked.ttl_seconds,
+                notes=notes_of(asked.user_metadata),
+            )
+        except Refused as refused:
+            ask = asks.Refuse(reason=str(refused))
         return await self._submit(who, asked.model_id, asked.seq_id, _mark("sampler", body), ask)
 
     async def save_external(self, request: Request, who: Caller) -> Response:
         body = await body_of(request, who)
         asked = decoded(body, bodies.SaveExternal)
         refused = Refused(422, "save_weights_external", "weights are kept in the run folder alone", "use save_state")
-        ask = asks.Train(what=_poison(refused))
+        ask = asks.Refuse(reason=str(refused))
         return await self._submit(who, asked.model_id, asked.seq_id, _mark("external", body), ask)
 
     async def load(self, request: Request, who: Caller) -> Response:
@@ -207,7 +222,7 @@ class Face:
         if asked.session_id is None or asked.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
             raise Refused(422, "model_id", "it names no model", fix)
-        made = asks.CreateModel(lora=None, load=ask)
+        made = asks.CreateModel(lora=None, load=ask, notes=notes_of(asked.user_metadata))
         return _future(await self._desk.create_model(who.tenant, asked.session_id, asked.model_seq_id, mark, made))
 
     async def retrieve(self, request: Request, who: Caller) -> Response:

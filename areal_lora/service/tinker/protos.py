@@ -42,7 +42,12 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "ForwardBackwardOutput": ("1 bytes loss_fn_output_type", "2 ArrayRecord* loss_fn_outputs", "3 Number* metrics"),
     "TopkLogprobs": ("1 bytes token_ids", "2 bytes logprobs", "3 uint32 k", "4 uint32 length"),
     "SampledSequence": ("1 int32 stop_reason", "2 bytes tokens", "3 bytes logprobs", "4 TopkLogprobs topk"),
-    "SampleResponse": ("1 SampledSequence* sequences", "2 bytes prompt_logprobs", "4 int32 prompt_cache_hit_tokens"),
+    "SampleResponse": (
+        "1 SampledSequence* sequences",
+        "2 bytes prompt_logprobs",
+        "3 TopkLogprobs topk_prompt",
+        "4 int32 prompt_cache_hit_tokens",
+    ),
 }
 _SCALARS = {
     "bytes": Field.TYPE_BYTES,

@@ -45,6 +45,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: Settings
     num_samples: int = 1
     prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
     type: str = "sample"
@@ -52,6 +53,11 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def token_ids(self) -> list[int]:
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+    @property
+    def n_echoed(self) -> int:
+        """Tokens of the prompt that the server's answer begins with, so that they have scores."""
+        return len(self.token_ids) if self.prompt_logprobs or self.topk_prompt_logprobs else 0
 
 
 def read_sample(body: dict[str, Any]) -> SampleRequest:
@@ -67,8 +73,9 @@ def read_sample(body: dict[str, Any]) -> SampleRequest:
         raise Refused(422, "prompt", "images and sounds are not supported", "send text as tokens")
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise Refused(422, "num_samples", f"it is not from 1 to {MOST_SAMPLES}", "correct it")
-    if not 0 <= request.topk_sample_logprobs <= MOST_TOP:
-        raise Refused(422, "topk_sample_logprobs", f"it is not from 0 to {MOST_TOP}", "correct it")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= MOST_TOP:
+            raise Refused(422, name, f"it is not from 0 to {MOST_TOP}", "correct it")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
         reason = "it is not from 1 to the length of the prompt - 1, or no prompt_logprobs are asked for"
@@ -92,8 +99,8 @@ def completion(request: SampleRequest, model: str, context: int, *, pinned: bool
         "stop": [each for each in stop if isinstance(each, str)],
         "stop_token_ids": [each for each in stop if isinstance(each, int)],
         "ignore_eos": settings.stop == [],
-        "logprobs": request.topk_sample_logprobs,
-        "echo": bool(request.prompt_logprobs),
+        "logprobs": max(request.topk_sample_logprobs, request.topk_prompt_logprobs),
+        "echo": request.n_echoed > 0,
         "return_token_ids": True,
         "pin_version": pinned,
     }
@@ -118,7 +125,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
     """The SDK's message from a server's answer."""
     answer = msgspec.json.decode(payload, type=_Answer)
-    n_prompt = len(request.token_ids) if request.prompt_logprobs else 0
+    n_prompt = request.n_echoed
     message = protos.SampleResponse(prompt_cache_hit_tokens=0)
     for choice in sorted(answer.choices, key=lambda each: each.index):
         reasons = {"stop": protos.STOP, "length": protos.LENGTH}
@@ -128,18 +135,22 @@ def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
         sequence.tokens = np.array(choice.token_ids[n_prompt:], "<i4").tobytes()
         sequence.logprobs = np.array(choice.logprobs.token_logprobs[n_prompt:], "<f4").tobytes()
         if request.topk_sample_logprobs:
-            _fill_top(sequence.topk, choice.logprobs.top_ids, request.topk_sample_logprobs)
+            _fill_top(sequence.topk, choice.logprobs.top_ids[n_prompt:], request.topk_sample_logprobs)
+    prompt, last = answer.choices[0].logprobs, request.prompt_logprobs_last_n
+    unscored = 1 if last is None else n_prompt - last
     if request.prompt_logprobs:
-        scores = np.array(answer.choices[0].logprobs.token_logprobs[:n_prompt], "<f4")
-        last = request.prompt_logprobs_last_n
-        scores[: 1 if last is None else n_prompt - last] = np.nan
+        scores = np.array(prompt.token_logprobs[:n_prompt], "<f4")
+        scores[:unscored] = np.nan
         message.prompt_logprobs = scores.tobytes()
+    if request.topk_prompt_logprobs:
+        rows = [{} if i < unscored else row for i, row in enumerate(prompt.top_ids[:n_prompt])]
+        _fill_top(message.topk_prompt, rows, request.topk_prompt_logprobs)
     encoded: bytes = message.SerializeToString()
     return encoded
 
 
 def _fill_top(message: Any, rows: list[dict[int, float]], k: int) -> None:
-    """The ``k`` most likely tokens of each position, the most likely one first."""
+    """The ``k`` most likely tokens of each position, the most likely one first; what is empty says that."""
     ids, values = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), EMPTY_TOP, "<f4")
     for i, row in enumerate(rows):
         for j, (token, value) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):

@@ -1,6 +1,8 @@
 """Sampling sessions and samples. A server of the run answers a sample; what comes of it is kept until it is fetched.
 
-Samples are in memory: after a restart of the service their ids are gone, which makes the SDK sample again.
+    asample --> the desk keeps what is asked for --> its id     retrieve_future --> the outcome; the desk may forget
+
+What comes of samples is in memory: a service that starts samples again what no client has fetched.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sample:
-    """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not begun."""
+    """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not begun.
+
+    ``n_bytes`` are those of the request.
+    """
 
     tenant: str
     mark: str
+    n_bytes: int
     task: asyncio.Task[None] | None = None
     found: bytes | Failed | None = None
     waits: Pending | None = None
@@ -58,6 +64,12 @@ class Sampling:
             Route("/api/v1/asample", guard(self.sample), methods=["POST"]),
             Route("/api/v1/samplers/{sampler}", guard(self.show), methods=["GET"]),
         ]
+
+    async def begin(self) -> None:
+        """Sample again what an earlier process has acknowledged."""
+        for each in await self._desk.kept_samples():
+            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.ask))
+            self._start(each.sample, sample, each.ask)
 
     async def close(self) -> None:
         tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
@@ -85,12 +97,19 @@ class Sampling:
         asked, mark = read_sample(as_object(body)), fingerprint("sample", body)
         sampler = (await self._desk.sampler(who.tenant, asked.sampling_session_id)).sampler
         name = f"{sampler}:{asked.seq_id}"
-        if (known := self._samples.get(name)) is None:
-            self._make_room(who)
-            self._samples[name] = known = _Sample(tenant=who.tenant, mark=mark)
-            known.task = asyncio.create_task(self._answer(known, name, asked))
-        if known.mark != mark:
+        if (sample := self._samples.get(name)) is None:
+            self._make_room(who, len(body))
+            sample = self._samples[name] = _Sample(tenant=who.tenant, mark=mark, n_bytes=len(body))
+        if sample.mark != mark:
             raise Refused(422, "seq_id", "another request came under this number", "use a new number")
+        if sample.task is None:
+            try:
+                await self._desk.keep_sample(who.tenant, sampler, name, mark, body)
+                if sample.task is None:  # the same request may have come twice meanwhile
+                    self._start(name, sample, body)
+            finally:
+                if sample.task is None:
+                    self._samples.pop(name, None)
         ids = [f"{name}:{k}" for k in range(asked.num_samples)]
         return answered({"request_id": name, "sample_sequence_ids": ids})
 
@@ -103,6 +122,8 @@ class Sampling:
             return None
         if sample.task is not None:
             await asyncio.wait({sample.task}, timeout=wait_s)
+        if sample.found is not None:
+            self._desk.drop_sample(name)
         match sample.found:
             case bytes(body):
                 return Response(body, media_type=PROTOBUF)
@@ -111,19 +132,27 @@ class Sampling:
             case None:
                 return retrieved(sample.waits or Pending(reason="it is being sampled"), name)
 
-    def _make_room(self, who: Caller) -> None:
+    def _make_room(self, who: Caller, n_bytes: int) -> None:
         """Forget the oldest finished samples of a tenant with many. Raises Refused (429) for too many in progress."""
         mine = {name: sample for name, sample in self._samples.items() if sample.tenant == who.tenant}
         finished = [name for name, sample in mine.items() if sample.found is not None]
-        if len(mine) - len(finished) >= who.quota.queued:
-            reason = f"{who.quota.queued} samples are in progress, which is the quota"
-            raise Refused(429, "asample", reason, "wait for some of them")
-        for name in finished[: max(0, len(finished) - KEPT * who.quota.queued + 1)]:
-            del self._samples[name]
+        total = n_bytes + sum(sample.n_bytes for sample in mine.values())
+        most_bytes, most_finished = who.quota.queued_mib << 20, KEPT * who.quota.queued - 1
+        while finished and (total > most_bytes or len(finished) > most_finished):
+            total -= self._samples.pop(oldest := finished.pop(0)).n_bytes
+            del mine[oldest]
+            self._desk.drop_sample(oldest)
+        if len(mine) - len(finished) >= who.quota.queued or total > most_bytes:
+            reason = f"{who.quota.queued} samples, or {who.quota.queued_mib} MiB of them, are the quota"
+            raise Refused(429, "asample", reason, "wait for some of those in progress")
 
-    async def _answer(self, sample: _Sample, name: str, asked: SampleRequest) -> None:
+    def _start(self, name: str, sample: _Sample, body: bytes) -> None:
+        self._samples[name] = sample
+        sample.task = asyncio.create_task(self._answer(sample, name, body))
+
+    async def _answer(self, sample: _Sample, name: str, body: bytes) -> None:
         try:
-            sample.found = await self._sampled(sample, asked)
+            sample.found = await self._sampled(sample, read_sample(as_object(body)))
         except Refused as refused:
             sample.found = Failed(reason=str(refused), by_client=refused.status < 500)
         except Exception as error:  # fault boundary: one sample must not end the service

@@ -5,24 +5,34 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from areal_lora.config.models import Config
+from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.desk.desk import Desk
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.requests import Guard
+from areal_lora.service.tinker.archives import Archives
 from areal_lora.service.tinker.base import Base
 from areal_lora.service.tinker.checkpoints import Checkpoints
 from areal_lora.service.tinker.face import Face
 from areal_lora.service.tinker.sampling import Sampling
+from areal_lora.service.tinker.unsupported import Unsupported
 
 
 class Sdk:
-    """``async with Sdk(...)``; leaving it ends samples that are in progress."""
+    """``async with Sdk(...)``; inside it samples that an earlier process has acknowledged are in progress."""
 
-    def __init__(self, config: Config, desk: Desk, gateway: Gateway) -> None:
+    def __init__(self, config: Config, run_folder: RunFolder, desk: Desk, gateway: Gateway) -> None:
         base = Base.of(config)
         self._sampling = Sampling(desk, base, gateway)
-        self._parts = (Face(desk, base, self._sampling), self._sampling, Checkpoints(desk, base))
+        self._parts = (
+            Face(desk, base, self._sampling),
+            self._sampling,
+            Checkpoints(desk, base),
+            Archives(desk, config, run_folder),
+            Unsupported(),
+        )
 
     async def __aenter__(self) -> Sdk:
+        await self._sampling.begin()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

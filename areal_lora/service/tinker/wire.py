@@ -12,6 +12,7 @@ from areal_lora.service.refused import Refused
 from areal_lora.service.requests import Caller, read_body
 
 T = TypeVar("T")
+MOST_NOTES = 16 << 10
 
 
 async def body_of(request: Request, who: Caller, *, long: bool = False) -> bytes:
@@ -22,6 +23,17 @@ async def body_of(request: Request, who: Caller, *, long: bool = False) -> bytes
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(422, "Content-Encoding", "compressed bodies are not read", "send it as it is")
     return await read_body(request, who.quota.pass_bytes if long else who.quota.body_bytes)
+
+
+def notes_of(given: Mapping[str, Any] | None) -> dict[str, str]:
+    """``user_metadata`` as texts, which is what the SDK reads. Raises Refused for more than `MOST_NOTES` bytes."""
+    texts = {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for key, value in (given or {}).items()
+    }
+    if len(msgspec.json.encode(texts)) > MOST_NOTES:
+        raise Refused(422, "user_metadata", f"it is longer than {MOST_NOTES} bytes", "keep it elsewhere")
+    return texts
 
 
 def decoded(body: bytes | Mapping[str, Any], kind: type[T]) -> T:

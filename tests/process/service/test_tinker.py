@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 
 from areal_lora.operations.messages import Datum, OptimStep, Pass, Poison
 from areal_lora.operations.testing import scores
+from areal_lora.service.tinker import protos
+from tests.support.clocks import wait_until
 from tests.support.tinker.scripted import ScriptedRun
 from tests.support.tinker.sdk import VERSIONS, sdk_path
+from tests.support.tinker.tenant_world import sample_body
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +70,9 @@ def test_training(tours: dict[str, dict[str, Any]], version: str) -> None:
         assert "target 0 is not the input token that follows it" in text
     assert said["after"] == {"step": 2.0, "grad_norm": 1.0, "skipped": 0.0}, "the window after it is another one"
     session = model.partition(":")[0]
+    for case, reason in (("unnamed", "is no name"), ("taken", "there is a saved state")):
+        error, text = said[case]
+        assert (error, reason in text) == ("RequestFailedError", True), text
     assert said["saved"] == [f"tinker://{model}/weights/one", f"{session}:train:1", 3.0]
 
 
@@ -80,13 +87,26 @@ def test_sampling_and_lists(run: ScriptedRun, tours: dict[str, dict[str, Any]], 
     assert said["rl"] == scored([1.0] * 4, 2, [3, 4, 5, 6, 7])[0]
     error, text = said["refused"]
     assert error == "UnprocessableEntityError"
-    assert "topk_prompt_logprobs" in text
+    assert "images and sounds are not supported" in text
+    rows = [None, [[4, -4 / 64], [5, -4 / 64 - 1]]]
+    assert said["top"] == [[None, -4 / 64], rows, [5, 6, 7]]
     assert said["runs"] == [f"{session}:train:0", f"{session}:train:1"], "of this tenant alone"
     assert said["listed"] == [path, f"tinker://{model}/weights/one"]
     assert said["deleted"] == [path]
     assert said["weights"] == 4
+    lists = said["lists"]
+    assert lists["pages"] == [[path], [f"tinker://{model}/weights/one"], []], "newest first"
+    assert (lists["total"], lists["runs"]) == (2, [f"{session}:train:0"])
+    assert lists["run"] == [4, {"purpose": "a tour"}, f"tinker://{model}/weights/one"]
+    assert lists["sessions"] == [[session], []]
+    assert lists["session"] == [[f"{session}:train:0", f"{session}:train:1"], 3]
+    assert lists["sampler"] == path
+    for (error, text), reason in zip(said["unsupported"], ("of one tenant alone",) * 2 + ("no model",), strict=True):
+        assert (error in ("UnprocessableEntityError", "NotFoundError"), reason in text) == (True, True), text
     own = [body for body in run.asked if f"{TENANTS[version]}-{session}" in body["model"]]
     assert {(body["temperature"], body["seed"]) for body in own} == {(0.5, 1), (1.0, None)}
+    stops = [(body["stop"], body["stop_token_ids"], body["ignore_eos"]) for body in own[-4:]]
+    assert stops == [(["one", "two"], [], False), ([], [5, 6], False), (["three"], [], False), ([], [], True)]
     assert all("@v" in body["model"] and body["pin_version"] for body in own), "snapshots are of one version"
     assert [body["model"] for body in run.asked].count("base") == len(VERSIONS)
 
@@ -161,3 +181,44 @@ def test_a_program_does_not_notice_that_the_service_is_killed(run: ScriptedRun, 
         adapter = f"{TENANTS[version]}-{said['model'].partition(':')[0]}-0.1"
         done = [operation.number for operation in run.trainer.carried_out if operation.adapter == adapter]
         assert done == list(range(1, 2 * STEPS + 1)), "no operation was carried out twice"
+
+
+def test_a_sample_that_was_acknowledged_is_answered_after_a_kill(run: ScriptedRun, keys: dict[str, str]) -> None:
+    """In progress, or finished and not fetched; under the id that the client has, without asking again."""
+    with httpx.Client(headers={"X-API-Key": keys[VERSIONS[0]]}, timeout=60.0) as http:
+
+        def post(path: str, body: dict[str, Any]) -> httpx.Response:
+            return http.post(f"{run.url}/api/v1/{path}", json=body)
+
+        session = post("create_session", {"sdk_version": "0"}).json()["session_id"]
+        opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny_model"}
+        sampler = post("create_sampling_session", opened).raise_for_status().json()["sampling_session_id"]
+        first = post("asample", sample_body(sampler, 0)).raise_for_status().json()["request_id"]
+        wait_until(lambda: b"try_again" not in post("retrieve_future", {"request_id": first}).content, 30.0)
+        finished = post("asample", sample_body(sampler, 1)).raise_for_status().json()["request_id"]
+        before = len(run.asked)
+        run.answers.clear()
+        try:
+            ids = [post("asample", sample_body(sampler, k)).raise_for_status().json()["request_id"] for k in (2, 3)]
+            wait_until(lambda: len(run.asked) >= before + len(ids), 30.0)
+            run.kill()
+        finally:
+            run.answers.set()
+        run.start()
+        for name in (finished, *ids):
+            answer = post("retrieve_future", {"request_id": name})
+            assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+            message = protos.SampleResponse()
+            message.ParseFromString(answer.content)
+            assert message.sequences[0].tokens == np.array([5, 6, 7], "<i4").tobytes()
+        again = post("asample", sample_body(sampler, 3))
+        assert again.json()["request_id"] == ids[1], "the same request"
+        assert post("asample", sample_body(sampler, 3, num_samples=2)).status_code == 422, "another one"
+        assert post("retrieve_future", {"request_id": f"{sampler}:99"}).status_code == 410
+        time.sleep(1.5)  # what was fetched is dropped
+        asked = len(run.asked)
+        run.kill()
+        run.start()
+        for name in (finished, *ids):
+            assert post("retrieve_future", {"request_id": name}).status_code == 410
+        assert len(run.asked) == asked, "nothing was sampled again"

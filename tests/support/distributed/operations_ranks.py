@@ -24,6 +24,7 @@ OTHER = OptimizerConfig(lr=1.0, beta1=0.5, beta2=0.5, eps=1.0, max_grad_norm=1e-
 STEPS = 8
 VOCABULARY = 40
 RATE = 0.02
+DEFAULTS = LossSettings()
 
 
 def data() -> tuple[Datum, ...]:
@@ -50,14 +51,14 @@ def weights(engine: AdapterEngine, adapter: str) -> Any:
     return engine._residents[adapter].memory.weights.clone().numpy()
 
 
-def by_hand(loss: Loss) -> Any:
+def by_hand(loss: Loss, settings: LossSettings = DEFAULTS) -> Any:
     """An engine's loss that is written out here."""
 
     def sums(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None
         assert micro.weights is not None
         targets = Targets(logprobs=logprobs, sampled=micro.rollout_logprobs, advantages=micro.advantages)
-        return LossSums(loss=token_loss(loss, bounds_of(loss, LossSettings()), targets, micro.weights))
+        return LossSums(loss=token_loss(loss, bounds_of(loss, settings), targets, micro.weights))
 
     return sums
 

@@ -13,7 +13,7 @@ from areal_lora.service.desk.books import Books
 from areal_lora.service.desk.models import insert_model, open_session
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import AdapterRow, Quota, Tables
-from areal_lora.service.schema import ADAPTERS, CLIENTS
+from areal_lora.service.schema import STEPS
 
 QUOTA = Quota(
     adapters=4, rank=8, weight=1.0, operations=9, body_kib=1, sequences=64, problems=9, workers=1, queued=8, saved=3
@@ -29,7 +29,7 @@ class Ledger:
         self.db = sqlite3.connect(":memory:", isolation_level=None)
         self.now_s = 1000.0
         self.last: Books
-        for statement in (ADAPTERS + CLIENTS).split(";\n"):
+        for statement in "".join(STEPS).split(";\n"):
             self.db.execute(statement)
         for tenant in ("acme", "bolt"):
             self.db.execute("INSERT INTO tenants VALUES (?, '{}')", (tenant,))

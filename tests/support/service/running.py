@@ -86,7 +86,7 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
     writer, acceptance = Writer(store, folder, observed.phases), Acceptance(config)
     desk = Desk(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
     try:
-        async with desk, Gateway(folder) as gateway, Sdk(config, desk, gateway) as sdk:
+        async with desk, Gateway(folder) as gateway, Sdk(config, folder, desk, gateway) as sdk:
             api = Api(
                 config=config,
                 run_folder=folder,

@@ -81,6 +81,7 @@ def main() -> None:
         "shapes": [output["logprobs"].shape for output in scored.loss_fn_outputs],
         "sequences": [[s.stop_reason, list(s.tokens), list(s.logprobs)] for s in sampled.sequences],
         "prompt_logprobs": sampled.prompt_logprobs,
+        "prompt_top": [None if row is None else list(map(list, row)) for row in sampled.topk_prompt_logprobs],
         "top": [[list(map(list, rows)) for rows in row] for row in top],
     }
     json.dump({"written": written, "read": read}, sys.stdout)

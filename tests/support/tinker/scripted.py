@@ -1,6 +1,7 @@
 """A run for SDK programs: the service's real process, a trainer that answers by rules, a server that samples by rules.
 
-Samples of a prompt: each token is the one before it plus 1, modulo 64; log-probability ``-token / 64``.
+Samples of a prompt: each token is the one before it plus 1, modulo 64; log-probability ``-token / 64``, that of the
+next token is 1 lower.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class ScriptedRun:
         self._fault = fault
         self.asked: list[dict[str, Any]] = []
         """Bodies of samples that the server got."""
+        self.answers = threading.Event()
+        """While it is not set, samples wait at the server."""
+        self.answers.set()
         self._stop = threading.Event()
 
     def __enter__(self) -> ScriptedRun:
@@ -150,6 +154,8 @@ class ScriptedRun:
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append(body)
+        while not self.answers.is_set():
+            await asyncio.sleep(0.02)
         before = body["prompt"] if body["echo"] else []
         tokens = [(body["prompt"][-1] + 1 + i) % 64 for i in range(body["max_tokens"])]
         scores = [0.0, *(-t / 64 for t in before[1:])] if before else []
@@ -158,6 +164,9 @@ class ScriptedRun:
             "token_ids": [*before, *tokens],
             "logprobs": {"token_logprobs": [*scores, *(-t / 64 for t in tokens)]},
         }
+        if body["logprobs"]:
+            rows = [{str(t): -t / 64, str(t + 1): -t / 64 - 1} for t in [*before, *tokens]]
+            choice["logprobs"]["top_ids"] = [{}, *rows[1:]] if before else rows
         return web.json_response({"model": body["model"], "choices": [choice | {"index": k} for k in range(body["n"])]})
 
 

@@ -26,11 +26,34 @@ def squares(data: list[Any], scores: list[Any]) -> Any:
     return loss, {"squares": float(loss.detach())}
 
 
+def lists(rest: Any, model: str) -> dict[str, Any]:
+    """Pages, and what belongs to what."""
+    session = model.partition(":")[0]
+    pages = [rest.list_user_checkpoints(limit=1, offset=k).result() for k in range(3)]
+    one, run = rest.get_session(session).result(), rest.get_training_run(model).result()
+    return {
+        "pages": [[each.tinker_path for each in page.checkpoints] for page in pages],
+        "total": pages[0].cursor.total_count,
+        "runs": [run.training_run_id for run in rest.list_training_runs(limit=1, offset=1).result().training_runs],
+        "run": [run.lora_rank, run.user_metadata, run.last_checkpoint.tinker_path],
+        "sessions": [rest.list_sessions().result().sessions, rest.list_sessions(limit=1, offset=1).result().sessions],
+        "session": [one.training_run_ids, len(one.sampler_ids)],
+        "sampler": rest.get_sampler(one.sampler_ids[0]).result().model_path,
+    }
+
+
+def unsupported(rest: Any, path: str) -> list[list[str]]:
+    calls = [rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path]
+    said = [why(call(path)) for call in calls]
+    return [*said, why(rest.get_training_run("s000000000000:train:0"))]
+
+
 def main() -> None:
     warned = Warned()
     logging.getLogger("tinker").addHandler(warned)
     service = tinker.ServiceClient(user_metadata={"who": "a test"})
-    client = made(service.create_lora_training_client(base_model="tiny_model", rank=4, seed=7))
+    notes = {"purpose": "a tour"}
+    client = made(service.create_lora_training_client(base_model="tiny_model", rank=4, seed=7, user_metadata=notes))
     info = client.get_info()
     one = datum(TOKENS, [1.0, 1.0, 0.0, 1.0])
     said: dict[str, Any] = {
@@ -63,7 +86,10 @@ def main() -> None:
     client.forward_backward([one], "cross_entropy").result()
     said["after"] = client.optim_step(types.AdamParams(grad_clip_norm=0.0)).result().metrics
 
+    # A save that cannot be fails alone; the program continues.
+    said["unnamed"] = why(client.save_state("no name/at all"))
     path = client.save_state("one").result().path
+    said["taken"] = why(client.save_state("one"))
     resumed = made(service.create_training_client_from_state_with_optimizer(path))
     resumed.forward_backward([one], "cross_entropy").result()
     said["saved"] = [path, resumed.model_id, resumed.optim_step(types.AdamParams()).result().metrics["step"]]
@@ -81,11 +107,18 @@ def main() -> None:
     said["base"] = list(base.sample(prompt, 1, settings).result().sequences[0].tokens)
     rl = client.forward_backward([sampled_datum([3, 4], sequence, 1.5)], "importance_sampling").result()
     said["rl"] = rl.loss_fn_outputs[0]["logprobs"].tolist()
-    said["refused"] = why(newest.sample(prompt, 1, settings, topk_prompt_logprobs=2))
+    image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
+    said["refused"] = why(newest.sample(image, 1, settings))
+    scored = newest.sample(prompt, 1, settings, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+    said["top"] = [scored.prompt_logprobs, scored.topk_prompt_logprobs, list(scored.sequences[0].tokens)]
+    for stop in (["one", "two"], [5, 6], "three", []):
+        newest.sample(prompt, 1, types.SamplingParams(max_tokens=1, stop=stop)).result()
 
     rest = service.create_rest_client()
     said["runs"] = sorted(run.training_run_id for run in rest.list_training_runs().result().training_runs)
     said["listed"] = sorted(each.tinker_path for each in rest.list_checkpoints(client.model_id).result().checkpoints)
+    said["lists"] = lists(rest, client.model_id)
+    said["unsupported"] = unsupported(rest, path)
     rest.delete_checkpoint_from_tinker_path(path).result()
     said["deleted"] = sorted(each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints)
     said["weights"] = rest.get_weights_info_by_tinker_path(snapshot).result().lora_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors.numpy import load
 from areal_lora.checkpoint.store import versions_in
 from areal_lora.run_folder.desired import read_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
+from areal_lora.service import requests
 from areal_lora.service.refused import ErrorBody
 from areal_lora.service.rows import Quota
 from tests.support.checkpoint import trained_run
@@ -343,5 +344,19 @@ def test_inference_has_the_tenants_name_outside_and_the_runs_name_inside(tmp_pat
         models = (await it.ask("acme", "GET", "/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["sums"]
         assert (await it.ask("bolt", "GET", "/v1/models")).json()["data"] == []
+
+    play(tmp_path, scene)
+
+
+def test_a_body_that_does_not_come_is_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "BODY_S", 0.05)
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b'{"name":'
+        await asyncio.sleep(30)
+
+    async def scene(it: Running) -> None:
+        for path in ("/v1/adapters", "/api/v1/create_session", "/api/v1/forward_backward"):
+            refused(await it.ask("acme", "POST", path, content=slowly()), 408, "body")
 
     play(tmp_path, scene)

@@ -117,7 +117,8 @@ def test_commits_are_synced_and_the_plain_key_is_nowhere(tmp_path: Path) -> None
     assert all(b"tml-secret" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
-def test_a_file_of_the_first_schema_is_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_an_earlier_schema_is_taken_over(tmp_path: Path, version: int) -> None:
     store = opened(tmp_path)
     row = new(store.load())
     store.record(row, operation(row, Verb.CREATE, "key", "print"))
@@ -125,18 +126,22 @@ def test_a_file_of_the_first_schema_is_taken_over(tmp_path: Path) -> None:
     store.close()
     path = tmp_path / "a service.sqlite"
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("DROP TABLE samples")
+        for table in ("models", "saved_states"):
+            db.execute(f"ALTER TABLE {table} DROP COLUMN notes")
         for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-            if table not in ("meta", "tenants", "keys", "adapters", "operations", "sqlite_sequence"):
+            if version == 1 and table not in ("meta", "tenants", "keys", "adapters", "operations", "sqlite_sequence"):
                 db.execute(f"DROP TABLE {table}")
         old = (
             '{"adapters":9,"rank":8,"weight":1.0,"operations":99,"body_kib":1,"sequences":64,"problems":9,"workers":1}'
         )
         db.execute("UPDATE tenants SET quota = ?", (old,))
-        db.execute("UPDATE meta SET schema_version = 1")
+        db.execute("UPDATE meta SET schema_version = ?", (version,))
     for _ in range(2):
         store = Store(path, "run")
         assert store.load() == before
-        assert store.change(lambda db: db.execute("SELECT COUNT(*) FROM requests").fetchone()) == (0,)
+        for table in ("requests", "samples", "models WHERE notes = ''"):
+            assert store.change(lambda db, table=table: db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()) == (0,)
         store.close()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from areal_lora.operations.messages import Failed, Operation, OptimStep, Pass, Poison, Scored, Stepped
 from areal_lora.operations.testing import scores
+from areal_lora.service.desk import listing
 from areal_lora.service.desk.asks import (
     CreateModel,
     Load,
@@ -88,8 +90,9 @@ def test_save_load_and_begin_from_what_was_saved(tmp_path: Path) -> None:
             assert await it.asked(other, 2, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
             [state] = await it.desk.saved("acme")
             assert (state.path, state.step, state.n_bytes) == (stored.path, 1, 1000)
-            with pytest.raises(Refused, match="there is a saved state"):
-                await it.desk.submit("acme", model, 9, "print", Save(name="one"))
+            taken = await it.asked(model, 9, Save(name="one"))
+            assert isinstance(taken, Failed)
+            assert "there is a saved state" in taken.reason
             await it.desk.drop("acme", stored.path)
             await until(lambda: gone(it))
             with pytest.raises(Refused, match="no saved state"):
@@ -159,7 +162,7 @@ def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> No
             await it.answer("bolt", other)
             found = await it.desk.serve("acme", sampler)
             assert found == Pending(reason="no server has a place for the weights at present", capacity=True)
-            await it.desk.forget_model("bolt", other.removesuffix(":create"))
+            await it.desk.unload("bolt", other.removesuffix(":create"))
             await until(served)
 
     asyncio.run(run())
@@ -224,9 +227,11 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
                 ),
                 "submit": (model, lambda name: desk.submit("bolt", name, 1, "p", STEP)),
                 "model": (model, lambda name: desk.model("bolt", name)),
-                "unload": (model, lambda name: desk.forget_model("bolt", name)),
+                "unload": (model, lambda name: desk.unload("bolt", name)),
+                "run": (model, lambda name: desk.look_up(partial(listing.model, tenant="bolt", name=name))),
+                "look": (session, lambda name: desk.look_up(partial(listing.session, tenant="bolt", name=name))),
+                "sample": (sampler, lambda name: desk.keep_sample("bolt", name, "one", "p", b"")),
                 "outcome": (f"{model}:1", lambda name: desk.outcome("bolt", name, 0.0)),
-                "load": (stored.path, lambda name: desk.submit("bolt", mine, 1, "p", Load(path=name, optimizer=True))),
                 "saved": (stored.path, lambda name: desk.saved_at("bolt", name)),
                 "ttl": (stored.path, lambda name: desk.set_ttl("bolt", name, 5.0)),
                 "drop": (stored.path, lambda name: desk.drop("bolt", name)),
@@ -245,7 +250,14 @@ def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
                 assert reasons[0] == reasons[1], what
             assert await desk.saved("bolt") == []
             assert await desk.saved("bolt", model) == []
-            assert [each.model for each in await desk.models("bolt")] == [mine]
+            assert [each.model for each in await desk.look_up(partial(listing.models, tenant="bolt"))] == [mine]
+            reasons = []
+            for seq, path in enumerate((stored.path, odd_path := stored.path.replace(session, "s" + "0" * 12)), 1):
+                answer = await it.asked(mine, seq, Load(path=path, optimizer=True), "bolt")
+                assert isinstance(answer, Failed)
+                reasons.append(answer.reason.replace(path, "NAME"))
+            assert odd_path != stored.path
+            assert reasons[0] == reasons[1]
 
     asyncio.run(run())
 
@@ -261,7 +273,8 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
             it.now_s += 20
 
             async def ended() -> bool:
-                return len(await it.desk.models("acme")) == 1
+                models = await it.desk.look_up(partial(listing.models, tenant="acme"))
+                return [each.gone for each in models] == [False, True]
 
             await until(ended)
             with pytest.raises(Refused) as refused:
@@ -290,5 +303,30 @@ def test_a_failed_pass_fails_its_step(tmp_path: Path) -> None:
             assert isinstance(await it.asked(model, 4, Train(what=OptimStep(lr=1.0))), Failed)
             await it.asked(model, 5, tokens(1, 2))
             assert await it.asked(model, 6, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+
+    asyncio.run(run())
+
+
+def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp_path: Path) -> None:
+    """It takes its place: nothing behind it waits for a number that never comes."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            for seq, ask in ((2, Save(name="no/name")), (3, SaveForSampler(name="a" * 101))):
+                answer = await it.asked(model, seq, ask)
+                assert isinstance(answer, Failed)
+                assert answer.by_client
+                assert "is no name" in answer.reason
+            assert await it.asked(model, 4, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+            answer = await it.asked(model, 5, Load(path=f"tinker://{model}/weights/never", optimizer=True))
+            assert isinstance(answer, Failed)
+            assert answer.by_client
+            assert "there is no saved state" in answer.reason
+            await it.asked(model, 6, tokens(1, 2))
+            assert isinstance(await it.asked(model, 7, STEP), Failed), "it was meant for other weights"
+            await it.asked(model, 8, tokens(1, 2))
+            assert await it.asked(model, 9, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
 
     asyncio.run(run())

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.operations.messages import Failed, Kept, LoadState, Loss, OptimStep, Pass, Published, Scored, Stepped
-from areal_lora.service.desk import keeping
-from areal_lora.service.desk.asks import CreateModel, Load, Save, SaveForSampler, Train
-from areal_lora.service.desk.models import served
+from areal_lora.operations.messages import (
+    Datum,
+    Failed,
+    Kept,
+    LoadState,
+    Loss,
+    OptimStep,
+    Pass,
+    Poison,
+    Published,
+    Scored,
+    Stepped,
+)
+from areal_lora.service.desk import keeping, samples
+from areal_lora.service.desk.asks import CreateModel, Load, Save, SaveForSampler, Train, Unloaded
+from areal_lora.service.desk.models import end_session, open_sampler, served, unload
 from areal_lora.service.desk.numbers import completed, expected, to_send
 from areal_lora.service.desk.requests import look, submit
 from areal_lora.service.refused import Refused
@@ -142,9 +154,10 @@ def test_saved_states_have_a_quota() -> None:
     for number in range(QUOTA.saved):
         it.ask(Save(name=f"state{number}"))
         it.done(KEPT)
-    with pytest.raises(Refused, match="saved states") as refused:
-        it.ask(Save(name="another"))
-    assert refused.value.status == 422
+    above = it.ask(Save(name="another"))
+    answer, _ = it.ledger.change(lambda books: look(books, "acme", above))
+    assert isinstance(answer, Failed)
+    assert "saved states" in answer.reason
 
 
 def test_requests_of_an_adapter_that_failed_have_an_answer_and_its_load_is_not_made_later() -> None:
@@ -188,3 +201,53 @@ def test_a_deleted_adapter_ends_its_model_and_its_states_stay() -> None:
     )
     [first] = it.ledger.change(lambda books: to_send(books, adapter, 1, 9))
     assert first.what == LoadState(adapter=it.adapter, label="n1", optimizer=True)
+
+
+def test_a_sample_is_kept_until_it_is_dropped_its_session_ends_or_a_day_is_over() -> None:
+    it = World()
+    session = it.model.partition(":")[0]
+    sampler = it.ledger.change(lambda books: open_sampler(books, "acme", session, 0, None))
+    for name in ("one", "two"):
+        it.ledger.change(lambda books, name=name: samples.keep(books, "acme", sampler, name, "print", b"body"))
+    it.ledger.change(lambda books: samples.keep(books, "acme", sampler, "one", "print", b"body"))
+    with pytest.raises(Refused, match="another request"):
+        it.ledger.change(lambda books: samples.keep(books, "acme", sampler, "one", "another print", b"body"))
+    it.ledger.change(lambda books: samples.drop(books, ["one"]))
+    [kept] = it.ledger.change(samples.kept)
+    assert (kept.sample, kept.tenant, kept.fingerprint, kept.ask) == ("two", "acme", "print", b"body")
+    it.ledger.now_s += samples.UNFETCHED_S + 1
+    it.ledger.change(lambda books: samples.keep(books, "acme", sampler, "three", "print", b"body"))
+    it.ledger.change(lambda books: samples.drop(books, []))
+    assert [each.sample for each in it.ledger.change(samples.kept)] == ["three"]
+    it.ledger.change(lambda books: end_session(books, session))
+    assert it.ledger.change(samples.kept) == []
+
+
+def test_a_model_that_is_unloaded_leaves_once_and_what_it_saved_stays() -> None:
+    it = World()
+    it.ask(Save(name="one"))
+    it.done(KEPT)
+    waits = it.ask(PASS)
+    requests = {it.ledger.change(lambda books: unload(books, "acme", it.model)) for _ in range(2)}
+    assert requests == {f"{it.model}:unload"}
+    assert it.ledger.change(lambda books: look(books, "acme", f"{it.model}:unload"))[0] == Unloaded(model=it.model)
+    answer, _ = it.ledger.change(lambda books: look(books, "acme", waits))
+    assert isinstance(answer, Failed)
+    assert it.ledger.change(lambda books: books.state("acme", f"tinker://{it.model}/weights/one"))
+    with pytest.raises(Refused):
+        it.ledger.change(lambda books: unload(books, "bolt", it.model))
+
+
+def test_a_pass_above_the_quota_of_bytes_fails_its_window_and_the_next_one_begins_clean() -> None:
+    it = World()
+    large = Train(what=Pass(data=(Datum(tokens=b"x" * (QUOTA.queued_mib << 20), weights=b""),), loss=Loss.DRO))
+    waits = it.ask(large)
+    [sent] = it.ledger.change(lambda books: to_send(books, it.adapter, 1, 9))
+    assert isinstance(sent.what, Poison)
+    assert "optim_step, or fewer data" in sent.what.reason
+    it.done(Failed(reason=sent.what.reason, by_client=True))
+    assert isinstance(it.ledger.change(lambda books: look(books, "acme", waits))[0], Failed)
+    it.ask(STEP)
+    it.done(Failed(reason="its window has failed", by_client=True))
+    it.ask(PASS)
+    assert it.count("client_operations WHERE fate IS NULL") == 1

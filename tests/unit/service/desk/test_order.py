@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.service.desk.order import GAP_S, Fate, Op, OpKind, Waiting, admit, ready, sealed, spoiled
+from areal_lora.service.desk.order import GAP_S, Fate, Op, OpKind, Waiting, admit, ready, sealed, spoiled, too_long
 from areal_lora.service.refused import Refused
 from tests.support.service.books import QUOTA
 
@@ -31,7 +31,9 @@ def test_what_may_wait() -> None:
     assert status(full, 3, {4}, 5) == 429
     assert status(full, 3, {4}, 3) == 0, "it fills the gap before one that waits"
     assert status(Waiting(queued=1, n_bytes=heavy), 3, set(), 3, 1) == 429
-    assert status(Waiting(queued=0, n_bytes=heavy), 3, set(), 3, 1) == 422, "no waiting changes it"
+    assert status(Waiting(queued=0, n_bytes=heavy), 3, set(), 3, 1) == 0, "no waiting changes it: it fails in its turn"
+    assert too_long(QUOTA, Waiting(queued=0, n_bytes=heavy), 1)
+    assert not too_long(QUOTA, Waiting(queued=0, n_bytes=heavy - 1), 1)
     assert status(Waiting(queued=0, n_bytes=heavy), 3, set(), 3, 0) == 0, "a step frees them"
 
 

@@ -28,23 +28,28 @@ SAMPLE: dict[str, Any] = {
     "sampling_params": {"temperature": 1.0},
     "num_samples": 2,
     "prompt_logprobs": True,
+    "topk_prompt_logprobs": 3,
     "topk_sample_logprobs": 2,
     "prompt_alt_tokens_k": 0,
     "type": "sample",
 }
+PROMPT_TOP = [{}, {"2": -1.0, "8": -0.25}, {"3": -2.0, "1": -4.0, "6": -0.5, "5": -1.0}]
 ANSWER = {
     "choices": [
         {
             "index": 1,
             "finish_reason": "length",
             "token_ids": [1, 2, 3, 9],
-            "logprobs": {"token_logprobs": [0, -1, -2, -0.5], "top_ids": [{"9": -0.5}]},
+            "logprobs": {"token_logprobs": [0, -1, -2, -0.5], "top_ids": [*PROMPT_TOP, {"9": -0.5}]},
         },
         {
             "index": 0,
             "finish_reason": "stop",
             "token_ids": [1, 2, 3, 7],
-            "logprobs": {"token_logprobs": [0, -1, -2, -0.125], "top_ids": [{"4": -3, "7": -0.125, "5": -1}]},
+            "logprobs": {
+                "token_logprobs": [0, -1, -2, -0.125],
+                "top_ids": [*PROMPT_TOP, {"4": -3, "7": -0.125, "5": -1}],
+            },
         },
     ]
 }
@@ -89,6 +94,7 @@ def test_the_sdk_reads_our_answers(both_ways: Any) -> None:
     assert read["shapes"] == [[2], [1]]
     assert read["sequences"] == [["stop", [7], [-0.125]], ["length", [9], [-0.5]]], "in the order of their indices"
     assert read["prompt_logprobs"] == [None, -1.0, -2.0]
+    assert read["prompt_top"] == [None, [[8, -0.25], [2, -1.0]], [[6, -0.5], [5, -1.0], [3, -2.0]]]
     if version != VERSIONS[0]:
         assert read["top"] == [[[[7, -0.125], [5, -1.0]]], [[[9, -0.5]]]]
 

@@ -56,7 +56,7 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"topk_prompt_logprobs": 2}, "topk_prompt_logprobs"),
+        ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
         ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs"),
         ({"record_stability_info": True}, "record_stability_info"),
@@ -100,3 +100,21 @@ def test_an_answer_that_a_server_cut_is_no_answer() -> None:
     with pytest.raises(Refused) as refused:
         sampled_body(read_sample(asked()), answer(finish_reason="abort"))
     assert refused.value.status == 503, "it is sampled again"
+
+
+def test_the_most_likely_tokens_of_the_prompt_are_asked_for_and_read() -> None:
+    wanted = asked(topk_prompt_logprobs=2, topk_sample_logprobs=1)
+    made = body(topk_prompt_logprobs=2, topk_sample_logprobs=1)
+    assert (made.echo, made.logprobs) == (True, 2), "the larger one of both"
+    rows = [{}, {"2": -2.0, "9": -0.5, "4": -3.0}, {"3": -0.25, "1": -1.0}, {"7": -1.0, "8": -1.5}]
+    scores = {"token_logprobs": [0.0, -2.0, -0.25, -1.0], "top_ids": rows}
+    message = protos.SampleResponse()
+    message.ParseFromString(sampled_body(read_sample(wanted), answer(token_ids=[1, 2, 3, 7], logprobs=scores)))
+    assert not message.HasField("prompt_logprobs"), "it was not asked for"
+    top = message.topk_prompt
+    assert (top.k, top.length) == (2, 3)
+    ids, values = np.frombuffer(top.token_ids, "<i4"), np.frombuffer(top.logprobs, "<f4")
+    assert ids.tolist() == [0, 0, 9, 2, 3, 1]
+    assert values[2:].tolist() == [-0.5, -2.0, -0.25, -1.0]
+    (sequence,) = message.sequences
+    assert (sequence.topk.k, np.frombuffer(sequence.topk.token_ids, "<i4").tolist()) == (1, [7])

@@ -1,0 +1,132 @@
+"""Archives of saved states: signed addresses that open one state, for a while, to whoever has them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import pytest
+from safetensors.numpy import load, load_file
+
+from areal_lora.service.desk.asks import Lora, encode
+from areal_lora.service.tinker import archives
+from areal_lora.service.tinker.archives import Archives, Permission
+from tests.support.checkpoint import trained_run
+from tests.support.service.running import Running, running, service_config
+
+MODEL, ADAPTER, PATH = "s1:train:0", "acme-s1-0.1", "tinker://s1:train:0/weights/one"
+ARCHIVE = "/api/v1/training_runs/s1:train:0/checkpoints/weights/one/archive"
+
+
+def play(tmp_path: Path, scene: Callable[[Running, Path], Awaitable[None]]) -> None:
+    """``scene`` with a service in which ``acme`` has saved a state, and the folder of that state."""
+    trained, _ = trained_run.make_run(tmp_path, ADAPTER)
+
+    async def run() -> None:
+        async with running(service_config(tmp_path / "the runs")) as it:
+            state = it.folder.saved_state(ADAPTER, "n3")
+            state.parent.mkdir(parents=True)
+            trained.adapter_checkpoints(ADAPTER).joinpath("v000003").rename(state)
+            await note(it, "n3")
+            await scene(it, state)
+
+    asyncio.run(run())
+
+
+async def note(it: Running, label: str) -> None:
+    """The desk's row of the state."""
+    lora = encode(Lora(rank=2, alpha=4.0, target_modules=("linear_qkv",)))
+    values = (MODEL, "acme", ADAPTER, "weights", "one", label, 1, None, 3, 9, lora, time.time(), None, "{}")
+    await it.writer.change(
+        lambda db, _: db.execute(f"INSERT OR REPLACE INTO saved_states VALUES ({', '.join('?' * 14)})", values)
+    )
+
+
+async def address(it: Running) -> str:
+    answer = await it.ask("acme", "GET", ARCHIVE)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["url"])
+
+
+async def opened(it: Running, url: str) -> httpx.Response:
+    """Without a key, as programs open it."""
+    return await it.http.get(urlsplit(url).path)
+
+
+def test_whoever_has_the_address_reads_the_state_and_no_pickle(tmp_path: Path) -> None:
+    async def scene(it: Running, state: Path) -> None:
+        answer = await opened(it, await address(it))
+        assert answer.status_code == 200, answer.text
+        with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+            assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"]
+            model = tar.extractfile("adapter_model.safetensors")
+            assert model is not None
+            found = {values.tobytes() for values in load(model.read()).values()}
+        kept = [load_file(file) for file in sorted(state.glob("rank-*.safetensors"))]
+        weights = [v for file in kept for name, v in file.items() if name.startswith("weight/")]
+        assert found == {values.tobytes() for values in weights}
+        assert not any(it.folder.service_exports.iterdir()), "nothing of it stays"
+        for who in ("bolt", "acme"):
+            path = ARCHIVE if who == "bolt" else ARCHIVE.replace("one", "two")
+            assert (await it.ask(who, "GET", path)).status_code == 404
+        assert (await it.http.get(ARCHIVE)).status_code == 401, "an address is for who has the key"
+
+    play(tmp_path, scene)
+
+
+def test_an_address_that_is_changed_old_or_of_another_run_opens_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(it: Running, state: Path) -> None:
+        url = await address(it)
+        token = url.rpartition("/")[2]
+        for at in range(0, len(token) - 1, 7):
+            changed = token[:at] + ("A" if token[at] != "A" else "B") + token[at + 1 :]
+            assert (await opened(it, url.replace(token, changed))).status_code == 404, at
+        for wrong in (token[:-4], token + "AAAA", token[:43], "A" * 3000, "%00", "a.b"):
+            assert (await opened(it, url.replace(token, wrong))).status_code == 404, wrong
+        late_s = time.time() + archives.OPEN_S + 1
+        monkeypatch.setattr(archives.time, "time", lambda: late_s)
+        late = await opened(it, url)
+        assert (late.status_code, late.json()["error"]["path"]) == (410, "token")
+        monkeypatch.undo()
+        assert (await opened(it, url)).status_code == 200
+        await note(it, "n9")
+        assert (await opened(it, url)).status_code == 410, "another state has the name now"
+        await it.desk.drop("acme", PATH)
+        assert (await opened(it, url)).status_code == 404
+
+    play(tmp_path, scene)
+
+
+def test_each_run_signs_with_a_key_of_its_own(tmp_path: Path) -> None:
+    tokens = []
+    may = Permission("acme", PATH, "n3", 1e12)
+    for name in ("one", "other"):
+
+        async def run(name: str = name) -> None:
+            async with running(service_config(tmp_path / name)) as it:
+                config = service_config(tmp_path / name)
+                tokens.append(Archives(it.desk, config, it.folder).signed(may))
+
+        asyncio.run(run())
+    assert tokens[0] != tokens[1]
+
+
+def test_a_state_that_cannot_be_read_is_a_typed_answer(tmp_path: Path) -> None:
+    async def scene(it: Running, state: Path) -> None:
+        url = await address(it)
+        (state / "rank-0000.safetensors").write_bytes(b"torn")
+        answer = await opened(it, url)
+        assert answer.status_code == 503
+        error = msgspec.json.decode(answer.content)["error"]
+        assert (error["path"], str(it.folder) in answer.text) == ("path", False)
+
+    play(tmp_path, scene)
