@@ -211,6 +211,8 @@ def test_a_sample_that_was_acknowledged_is_answered_after_a_kill(run: ScriptedRu
             message = protos.SampleResponse()
             message.ParseFromString(answer.content)
             assert message.sequences[0].tokens == np.array([5, 6, 7], "<i4").tobytes()
+        # Fetched a moment before the kill: it may have been sampled in vain.
+        assert post("retrieve_future", {"request_id": first}).status_code in (200, 410)
         again = post("asample", sample_body(sampler, 3))
         assert again.json()["request_id"] == ids[1], "the same request"
         assert post("asample", sample_body(sampler, 3, num_samples=2)).status_code == 422, "another one"
