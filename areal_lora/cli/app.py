@@ -34,6 +34,7 @@ from areal_lora.cli import (
     servers,
     status,
     stop,
+    track,
     train,
 )
 from areal_lora.errors import ArealLoraError, ConfigErrors, EnvironmentError_, ExitCode, RecordError
@@ -43,6 +44,7 @@ VERBS: dict[str, tuple[Callable[..., None], str]] = {
     "train": (train.train, "Start a run from configuration files."),
     "status": (status.status, "What a run does now, or how it ended."),
     "logs": (logs.logs, "Last lines of the logs, or new ones (-f)."),
+    "track": (track.track, "Send a run to Weights & Biases or MLflow, until it ends."),
     "conversations": (conversations.conversations, "What the agents of a run asked and were answered."),
     "stop": (stop.stop, "Stop a run; it can be resumed."),
     "resume": (resume.resume, "Start a run again from its newest checkpoints."),

@@ -162,6 +162,13 @@ def look(folder: RunFolder, config: Config) -> Status:
     )
 
 
+def ended(folder: RunFolder, config: Config) -> str | None:
+    """``done`` or ``stopped``; None for a run that works, waits, ends, or of which that is not known."""
+    job = _job(folder) if config.cluster.kind == "slurm" else None
+    state, _ = _state(folder, job, holder(folder), local_processes(folder))
+    return state if state in ("done", "stopped") else None
+
+
 def _adapters(view: RunView, checkpoints: Mapping[str, int | None]) -> Iterator[AdapterStatus]:
     shares = view.shares()
     for name, newest in checkpoints.items():

@@ -115,6 +115,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def tracking(self) -> Path:
+        """Folder of what a tracker keeps on this side (``obs.tracking``)."""
+        return self.path / "tracking"
+
+    @property
     def events(self) -> Path:
         """Starts, restarts and stalls, one JSON object per line (``run_folder.events``)."""
         return self.path / "events.jsonl"

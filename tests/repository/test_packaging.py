@@ -32,7 +32,9 @@ def test_the_license_is_apache_2_in_the_file_the_readme_and_the_metadata(tmp_pat
     assert "License-Expression: Apache-2.0" in fields
     assert "License-File: LICENSE" in fields
     assert f"Version: {areal_lora.__version__}" in fields
-    assert {f"Provides-Extra: {extra}" for extra in ("trainer", "rollout", "cpu", "data", "math")} <= set(fields)
+    assert {
+        f"Provides-Extra: {extra}" for extra in ("trainer", "rollout", "cpu", "data", "math", "wandb", "mlflow")
+    } <= set(fields)
     assert {f"Classifier: Programming Language :: Python :: 3.{minor}" for minor in (11, 12)} <= set(fields)
     assert "# areal_lora" in fields, "the long description is the README"
     assert (folder / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

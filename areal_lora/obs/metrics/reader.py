@@ -107,7 +107,7 @@ def iter_metrics(run_folder: RunFolder | Path | str) -> Iterator[Record]:
     if end:
         for number, line in enumerate(whole_lines(path, end), 1):
             record = _decode(_RECORD, line, path, number)
-            if undone.nothing or undone.holds(number, _mark(record)):
+            if undone.nothing or undone.holds(number, mark_of(record)):
                 yield record
     for sample_path, number, line in sample_lines(folder):
         yield _decode(_RECORD, line, sample_path, number)
@@ -159,7 +159,8 @@ class _Head(msgspec.Struct, frozen=True):
         return Mark(kind=self.kind, adapter=self.adapter, index=index, what=_what(self.kind, self.tag, self.name))
 
 
-def _mark(record: Record) -> Mark:
+def mark_of(record: Record) -> Mark:
+    """The identity of a record (`undone`)."""
     kind = str(record.__struct_config__.tag)
     index = record.step if isinstance(record, StepRecord | RolloutSampleRecord) else record.version
     return Mark(

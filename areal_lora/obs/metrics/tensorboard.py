@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +17,14 @@ class TensorBoardSink:
         self._folder = folder
         self._writer: SummaryWriter | None = None
 
-    def scalars(self, values: Mapping[str, float | None], step: int) -> None:
-        """Write ``{tag: value}`` at ``step``; None and values that are not finite are skipped."""
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write ``{tag: value}`` at ``step``."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), flush_secs=10)
         for tag, value in values.items():
-            if value is not None and math.isfinite(value):
-                self._writer.add_scalar(tag, value, step)
+            self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
         if self._writer is not None:

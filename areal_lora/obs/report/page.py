@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
 from areal_lora.config.adapter_run import adapter_runs
 from areal_lora.config.joined import with_joined
+from areal_lora.config.models import Config
 from areal_lora.config.recorded import config_digest, read_config
 from areal_lora.obs.console import duration, number
 from areal_lora.obs.metrics.reader import iter_metrics
@@ -49,6 +51,16 @@ details { border: 1px solid var(--grid); border-radius: 10px; padding: 12px 16px
 def write_report(run_folder: RunFolder | Path | str) -> Path:
     """Write ``report.html`` from the current run folder; the run need not be finished."""
     folder = RunFolder.of(run_folder)
+    page = report_page(folder, lambda config: config.model_dump_json(indent=2))
+    target = folder.report
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(target)
+    return target
+
+
+def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
+    """The text of the page, with the configuration as ``shown``."""
     config, digest = with_joined(read_config(folder), folder), config_digest(folder)
     runs = adapter_runs(config)
     found, plots = RunFigures(list(runs)), RunPlots(list(runs))
@@ -57,9 +69,9 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
         plots.add(record)
     name = escape(config.run.name)
     subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
-    resolved = escape(config.model_dump_json(indent=2))
+    resolved = escape(shown(config))
     several, total = len(runs) != 1, found.total
-    page = f"""<!doctype html>
+    return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
 <h1>{name}</h1><p class="sub">{escape(subtitle)}</p>
@@ -69,11 +81,6 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
 <h2>Configuration</h2><details><summary>As resolved</summary><pre>{resolved}</pre></details>
 </body></html>
 """
-    target = folder.report
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(target)
-    return target
 
 
 def _one(figures: Figures, plots: RunPlots) -> str:

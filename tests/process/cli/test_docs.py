@@ -108,6 +108,14 @@ HOW: dict[str, How] = {
     "areal-lora add-servers RUN --here": NO_RUN,
     "areal-lora remove-servers RUN": Run(says="no spare servers"),
     "areal-lora report runs/NAME": Run(says="report.html"),
+    **dict.fromkeys(
+        ["areal-lora track runs/NAME --wandb my-project", "areal-lora track runs/NAME --mlflow http://127.0.0.1:5000"],
+        Elsewhere(
+            test="tests/process/cli/test_track.py::"
+            "test_a_finished_run_has_the_curves_of_tensorboard_its_configuration_and_its_end",
+            why="packages of the trackers",
+        ),
+    ),
     ".venv/bin/python -m areal_lora.launch --config examples/math/service.yaml --serve": PLAN,
     "python first.py": Elsewhere(test="tests/e2e/test_tinker_run.py::test_the_page", why="the program above it"),
     **dict.fromkeys(

@@ -1,0 +1,113 @@
+"""Weights & Biases: a record is one row of the history, at the step that is its line in ``metrics.jsonl``.
+
+Lines only ascend, as W&B demands of steps, so its own step says what it holds, and a row that is sent twice is ignored.
+The x axis of an adapter's curves is ``NAME/step``, the position that TensorBoard has.
+
+Offline, W&B knows nothing of earlier processes: each start writes the whole run into one new folder and removes the
+unfinished ones.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from areal_lora.obs.metrics.records import EvalRecord, position
+from areal_lora.obs.metrics.scalars import scalars, tag_prefix
+from areal_lora.obs.tracking.boundary import require, speaking_to
+from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+NAME = "Weights & Biases"
+COLUMNS = ["prompt", "completion", "gold", "reward", "correct"]
+
+
+class WandbTracker:
+    """A run of W&B. The first process makes it, later ones continue it."""
+
+    def __init__(self, run: TrackedRun, project: str, entity: str | None) -> None:
+        require("wandb", "wandb", "wandb")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers
+        folder = run.folder.tracking
+        with speaking_to(NAME):
+            import wandb
+
+            self._sdk: ModuleType = wandb
+            settings = wandb.Settings(
+                silent=True,
+                console="off",
+                disable_code=True,
+                disable_git=True,
+                disable_job_creation=True,
+                x_disable_machine_info=True,  # of a machine that need not be one of the run
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_save_requirements=False,
+            )
+            wandb.setup(settings=settings)  # silent before the login, too
+            self._run: Run = wandb.init(
+                project=project,
+                entity=entity,
+                id=run.key,
+                name=run.name,
+                resume="allow",
+                dir=str(folder) if os.access(folder, os.W_OK) else None,
+                settings=settings,
+            )
+            self._run.config.update(dict(run.config), allow_val_change=True)
+        if self._run.offline:
+            _remove_others(Path(self._run.dir).parent, run.key)
+        self._axes: set[str] = set()
+        self._page = run.folder.report.name
+
+    @property
+    def where(self) -> str:
+        return str(Path(self._run.dir).parent) if self._run.offline else str(self._run.url)
+
+    def held(self) -> int:
+        return max(0, int(self._run.starting_step) - 1)
+
+    def send(self, rows: Sequence[Row]) -> None:
+        with speaking_to(NAME):
+            for row in rows:
+                values: dict[str, Any] = dict(scalars(row.record))
+                prefix = tag_prefix(row.record)
+                if isinstance(row.record, EvalRecord) and row.record.samples:
+                    values[f"{prefix}samples/{row.record.name}"] = self._table(row.record)
+                if values:
+                    self._define_axis(prefix)
+                    self._run.log({**values, f"{prefix}step": position(row.record)}, step=row.line, commit=True)
+
+    def _table(self, record: EvalRecord) -> object:
+        data = [[s.prompt, s.completion, s.gold, s.reward, s.correct] for s in record.samples]
+        return self._sdk.Table(columns=COLUMNS, data=data)
+
+    def _define_axis(self, prefix: str) -> None:
+        if prefix not in self._axes:
+            self._axes.add(prefix)
+            self._run.define_metric(f"{prefix}step", hidden=True)
+            self._run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
+
+    def end(self, ending: Ending | None) -> None:
+        with speaking_to(NAME):
+            if ending is None:
+                self._run.finish()
+                return
+            self._run.summary.update({"state": ending.state, **{f"summary/{k}": v for k, v in ending.summary.items()}})
+            page = Path(self._run.dir) / self._page
+            page.write_text(ending.report, encoding="utf-8")
+            self._run.save(str(page), base_path=self._run.dir, policy="now")
+            self._run.finish(exit_code=0 if ending.state == "done" else 1)
+
+
+def _remove_others(current: Path, key: str) -> None:
+    """Remove the offline folders of earlier processes of the run; all that they hold is sent again."""
+    for folder in current.parent.glob(f"offline-run-*-{key}"):
+        if folder.resolve() != current.resolve():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""What a tracker is: the end that holds the curves of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from areal_lora.obs.metrics.records import Record
+from areal_lora.run_folder.events import StartEvent, read_events
+from areal_lora.run_folder.paths import RunFolder
+
+_REFUSED = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A valid record. ``line`` is its line in ``metrics.jsonl``, from 1.
+
+    ``time_s`` is the wall time since the start of the run, of the last record that states one.
+    """
+
+    line: int
+    time_s: float
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the run ended. ``state`` is ``done`` or ``stopped``; ``summary`` is empty for a run without figures."""
+
+    state: str
+    summary: Mapping[str, Any]
+    report: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a tracker's run is made from. ``key`` is the same for every process that tracks the run.
+
+    ``name`` is what the tracker shows, ``config`` has no secrets (`public_config`). ``began`` is the time of the first
+    start, UTC as in ``events.jsonl``; empty if it is not recorded.
+    """
+
+    folder: RunFolder
+    key: str
+    name: str
+    config: Mapping[str, Any]
+    began: str
+
+
+class Tracker(Protocol):
+    """One run of a tracker. Every method raises EnvironmentError_ in one line where the tracker refuses or is gone."""
+
+    @property
+    def where(self) -> str:
+        """Where it can be looked at."""
+
+    def held(self) -> int:
+        """The last line of ``metrics.jsonl`` that it holds; 0 for none."""
+
+    def send(self, rows: Sequence[Row]) -> None:
+        """Add ``rows``, in the order of their lines."""
+
+    def end(self, ending: Ending | None) -> None:
+        """Send what remains. None: the run continues, and this process ends."""
+
+
+def tracked_run(folder: RunFolder, name: str | None, config: Mapping[str, Any]) -> TrackedRun:
+    """Its key is made from the run's name and first start, so it survives a move and differs after ``--fresh``.
+
+    Another ``name`` is another run of the tracker.
+    """
+    shown = name or folder.name
+    began = next((event.at for event in read_events(folder) if isinstance(event, StartEvent)), "")
+    digest = hashlib.sha256("\n".join((folder.name, began, shown)).encode()).hexdigest()
+    key = f"{_REFUSED.sub('-', folder.name[:80])}-{digest[:10]}"
+    return TrackedRun(folder=folder, key=key, name=shown, config=config, began=began)
