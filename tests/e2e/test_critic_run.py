@@ -15,7 +15,7 @@ from areal_lora.checkpoint.state import files_of
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.kills import kill_after
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import configs, embedded_run
+from tests.support.launcher.command import configs, embedded_run, forked_roles
 
 STEPS = 4
 
@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapters.gsm8k.algorithm.kl_coef=0.01",
         "adapters.gsm8k.algorithm.reference=initial",
         "adapters.gsm8k.algorithm.reference_refresh_steps=2",
+        *forked_roles(root),
     )
     log = root / "log"
     with log.open("w") as out:

@@ -11,6 +11,7 @@ import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.run_folder.rendezvous import create_secret
+from tests.support.engine.vllm_ext.serving import start_server
 from tests.support.paths import EXAMPLES, SUPPORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -28,15 +29,13 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "config.json").write_text(config.model_dump_json())
     create_secret(config.run_folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "areal_lora.engine.vllm_ext.server", "--run-folder", str(folder), "--index", "0"]
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            script = [sys.executable, str(SUPPORT / "e2e" / "faults.py"), str(folder)]
-            done = subprocess.run(script, capture_output=True, text=True, timeout=200, env=environment, check=False)
-        finally:
-            server.terminate()
-            server.wait(20)
+    server = start_server(folder, 0, folder / "server.log")
+    try:
+        script = [sys.executable, str(SUPPORT / "e2e" / "faults.py"), str(folder)]
+        done = subprocess.run(script, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    finally:
+        server.terminate()
+        server.wait(20)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

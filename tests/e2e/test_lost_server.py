@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -29,7 +28,17 @@ from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport
 from tests.support.clocks import wait_until
-from tests.support.engine.vllm_ext.serving import ADAPTER, PROMPT, RANK, adapter, hf_logits, make_model, token_logprobs
+from tests.support.engine.vllm_ext.serving import (
+    ADAPTER,
+    PROMPT,
+    RANK,
+    adapter,
+    hf_logits,
+    make_model,
+    start_server,
+    token_logprobs,
+)
+from tests.support.forks.starter import Fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 SERVERS = ["server-0", "server-1", "server-2"]
@@ -62,6 +71,7 @@ class Run:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(self.config.model_dump_json(), encoding="utf-8")
         create_secret(RunFolder(folder))
+        self.forks: list[Fork] = []
         self.processes = {name: self.start(name) for name in SERVERS}
         for name in SERVERS:
             self.wait(name)
@@ -83,16 +93,15 @@ class Run:
         )
         self.version = -1
 
-    def start(self, name: str) -> psutil.Popen:
-        command = [sys.executable, "-m", "areal_lora.engine.vllm_ext.server", "--run-folder", str(self.folder)]
-        command += ["--index", name.removeprefix("server-")]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            return psutil.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    def start(self, name: str) -> psutil.Process:
+        fork = start_server(self.folder, int(name.removeprefix("server-")), self.folder / f"{name}.log")
+        self.forks.append(fork)
+        return psutil.Process(fork.pid)
 
     def wait(self, name: str) -> None:
         process = self.processes[name]
         index = int(name.removeprefix("server-"))
-        wait_endpoint(RunFolder(self.folder), "server", index, 180.0, still_alive=lambda: process.poll() is None)
+        wait_endpoint(RunFolder(self.folder), "server", index, 180.0, still_alive=process.is_running)
 
     def restart(self, name: str) -> None:
         before = self.watch.server(int(name.removeprefix("server-")))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import configs, embedded_run
+from tests.support.launcher.command import configs, embedded_run, forked_roles
 from tests.support.paths import ROOT
 from tests.support.tasks.judge_stub import JudgeStub
 
@@ -53,6 +53,7 @@ def test_two_rewards_one_of_them_a_judge(tmp_path: Path) -> None:
             "eval.every_steps=0",
             "adapters.gsm8k.sampling.prompts_per_step=8",
             "adapters.gsm8k.task.n_eval=8",
+            *forked_roles(tmp_path),
         )
         environment = os.environ | {"TEST_JUDGE_KEY": KEY}
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import socket
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.main import join_world
 from tests.support.distributed.intruder import intrude, intrude_all
+from tests.support.distributed.spawn import forking
 from tests.support.paths import EXAMPLES
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def rank_process(pipe: Connection, folder: Path, rank: int, bind: str) -> None:
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, tmp_path: Path):
     create_secret(RunFolder(tmp_path))
-    context = mp.get_context("spawn")
+    context = forking()
     members = []
     for rank in range(WORLD):
         mine, theirs = context.Pipe()
@@ -87,7 +87,7 @@ def test_a_rank_of_another_run_does_not_get_in(tmp_path):
     """It found the endpoint, but its secret is another: an error at once instead of a wait of ten minutes."""
     config = load_config(SHIPPED, ["cluster.bind=127.0.0.1"])
     create_secret(RunFolder(tmp_path))
-    context = mp.get_context("spawn")
+    context = forking()
     mine, theirs = context.Pipe()
     first = context.Process(target=rank_process, args=(theirs, tmp_path, 0, "127.0.0.1"), daemon=True)
     first.start()

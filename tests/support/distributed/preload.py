@@ -1,15 +1,23 @@
-"""What every rank of a layout test needs, imported once by the server that its processes are forked from."""
+"""What ranks, and the processes of runs that are killed many times, need: imported once, by what they are forks of."""
 
 import torch
+from transformers import AutoTokenizer  # noqa: F401
 
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
 
 install_cpu_patches()
 
+from areal_lora.engine import megatron_engine  # noqa: E402, F401
 from areal_lora.engine.common import optimizer  # noqa: E402, F401
 from areal_lora.engine.fsdp_utils import fsdp_model  # noqa: E402, F401
 from areal_lora.engine.megatron_utils import base_weights, lora, model, schedule  # noqa: E402, F401
+from areal_lora.engine.vllm_ext import stand_in  # noqa: E402, F401
+from areal_lora.rollout import main as rollout_main  # noqa: E402, F401
+from areal_lora.trainer import build, loop, main  # noqa: E402, F401
 from areal_lora.weight_sync import blocks  # noqa: E402
+from areal_lora.weight_sync.testing import memory_server  # noqa: E402, F401
+
+torch.set_num_threads(1)
 
 # The compiled copies are loaded from their cache once, too.
 _memory = torch.zeros(2)

@@ -8,7 +8,9 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,21 @@ def _child(
         pipe.send((False, traceback.format_exc()))
 
 
+@cache
+def forking() -> ForkServerContext:
+    """Make processes that are forks of one that has imported what trainers need, which takes longer than most tests.
+
+    All tests share this one: Python has one such parent in a process, and its first user decides what it imports. Its
+    forks have its environment, that of the first use.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.distributed.preload"])
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()  # no test's patience is for imports
+    return context
+
+
 def run_ranks(
     target: Callable[..., Any], world: int, folder: Path, args: tuple[Any, ...], timeout_s: float
 ) -> list[Any]:
@@ -43,9 +60,7 @@ def run_ranks(
 
     Raises RanksFailed with all tracebacks. No process outlives the call.
     """
-    context = mp.get_context("forkserver")
-    # Importing Megatron takes longer than most layouts: once for all ranks of all worlds.
-    context.set_forkserver_preload(["tests.support.distributed.preload"])
+    context = forking()
     ranks = []
     for rank in range(world):
         here, there = context.Pipe()

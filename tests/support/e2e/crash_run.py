@@ -7,7 +7,6 @@ everything, and started again by the launcher's rules: all trainer ranks togethe
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import random
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from areal_lora.launcher.supervise import kill_sessions
 from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint
+from tests.support.distributed.spawn import forking
 from tests.support.e2e import crash_child
 from tests.support.paths import EXAMPLES
 
@@ -176,8 +176,7 @@ class Processes:
 
     def __init__(self, folder: Path, specs: Sequence[ProcessSpec], more_env: dict[str, str]) -> None:
         self._folder, self._specs, self._more_env = folder, specs, more_env
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.support.e2e.crash_preload"])
+        self._context = forking()
         self._alive: dict[str, Any] = {}
 
     def __enter__(self) -> Processes:

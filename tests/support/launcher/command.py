@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tests.support.forks.starter import starter_of
 from tests.support.paths import EXAMPLES
 
 
@@ -16,3 +17,20 @@ def embedded_run(*arguments: str) -> list[str]:
 def configs(*names: str, folder: Path = EXAMPLES) -> list[str]:
     """``--config`` options for example files by name."""
     return [part for name in names for part in ("--config", str(folder / f"{name}.yaml"))]
+
+
+ROLES = {
+    "trainer.python": "tests.support.distributed.preload",
+    "cluster.controller_python": "tests.support.distributed.preload",
+    "rollout.python": "tests.support.forks.server",
+}
+
+
+def forked_roles(folder: Path, *interpreters: str) -> list[str]:
+    """Overrides for a run whose trainer ranks, controller and servers are forks of processes with their imports.
+
+    For runs that are not about their start. The executables are written into ``folder``. ``interpreters``, if given,
+    are the keys of the only roles that are forks.
+    """
+    chosen = {key: ROLES[key] for key in interpreters or ROLES}
+    return [f"{key}={starter_of(preload).interpreter(folder / key)}" for key, preload in chosen.items()]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing as mp
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.role import Follower, Role
+from tests.support.distributed.spawn import forking
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of, share, spec, values
 
 PROBE_IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -260,8 +259,7 @@ class Child:
 
 
 def start(target: Any, *args: Any) -> Child:
-    context = mp.get_context("spawn")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = forking()
     mine, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), name=f"{target.__name__}{args[0]}", daemon=True)
     process.start()

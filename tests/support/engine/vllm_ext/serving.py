@@ -34,6 +34,7 @@ from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEnd
 from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
+from tests.support.forks.starter import Fork, starter_of
 
 HIDDEN, RANK, ALPHA, VOCAB = 128, 8, 16.0, 288
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -260,7 +261,7 @@ class RunningServer:
     folder: Path
     model: Path
     config: Config
-    process: subprocess.Popen[bytes]
+    process: Fork | subprocess.Popen[bytes]
     endpoint: Endpoint
     source: Source
     admin: AdminClient
@@ -330,9 +331,10 @@ def start(
     further: Sequence[Mapping[str, Any]] = (),
     differing: Mapping[str, Any] | None = None,
     **rollout: Any,
-) -> subprocess.Popen[bytes]:
+) -> Fork | subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves.
 
+    vLLM's is a fork of a process that has imported it; with ``env``, which is read at imports, a new interpreter.
     ``differing`` has what differs in the adapter ``math``, ``further`` what differs in adapters beside it.
     """
     config = Config.model_validate(
@@ -349,6 +351,8 @@ def start(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(RunFolder(folder))
+    if command is SERVER and not env:
+        return start_server(folder, 0, folder / "log")
     argv = [*command, "--run-folder", str(folder), "--index", "0"]
     with open(folder / "log", "wb") as log:
         return subprocess.Popen(
@@ -356,7 +360,15 @@ def start(
         )
 
 
-def connect(folder: Path, model: Path, process: subprocess.Popen[bytes], backend: str = "gloo") -> RunningServer:
+def start_server(folder: Path, index: int, log: Path) -> Fork:
+    """Start server ``index`` of the run in ``folder``; ``log`` is appended to."""
+    module, arguments = SERVER[-1], ["--run-folder", str(folder), "--index", str(index)]
+    with log.open("ab") as output:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return starter_of("tests.support.forks.server").start(module, arguments, environment, output)
+
+
+def connect(folder: Path, model: Path, process: Fork | subprocess.Popen[bytes], backend: str = "gloo") -> RunningServer:
     endpoint = wait_endpoint(RunFolder(folder), "server", 0, 300.0, still_alive=lambda: process.poll() is None)
     config = Config.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     server = ServerEndpoint(

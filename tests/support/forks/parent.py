@@ -1,0 +1,105 @@
+"""The process that is forked: ``python -m tests.support.forks.parent PRELOAD DESCRIPTOR``.
+
+It imports the module ``PRELOAD``, and answers each connection to the socket with a fork that runs a module as
+``python -m`` would. A connection has one request, its answer, and at the end the exit code; a fork whose connection
+is closed is killed. It ends, and its forks with it, at the end of its standard input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+
+from setproctitle import setproctitle
+
+from areal_lora.processes.importing import collector_paused
+
+LARGEST = 1 << 17  # bytes of a request: arguments and an environment
+STANDARD = 3  # descriptors: input, output, errors
+
+
+def main() -> None:
+    preload, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    with collector_paused():
+        importlib.import_module(preload)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(waker)
+    forks: dict[socket.socket, int] = {}
+    while True:
+        ready, _, _ = select.select([sys.stdin.fileno(), woken, listener, *forks], [], [])
+        if sys.stdin.fileno() in ready:
+            break
+        if woken in ready:
+            os.read(woken, LARGEST)
+            report_ended(forks)
+        for client in forks.keys() & set(ready):
+            os.kill(forks[client], signal.SIGKILL)
+            os.waitpid(forks.pop(client), 0)
+            client.close()
+        if listener in ready:
+            client, _ = listener.accept()
+            request, descriptors, _, _ = socket.recv_fds(client, LARGEST, STANDARD)
+            if len(descriptors) == STANDARD:
+                if (pid := os.fork()) == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for number in (woken, waker, *(each.fileno() for each in (listener, client, *forks))):
+                        os.close(number)
+                    run(*json.loads(request), descriptors)
+                forks[client] = pid
+                client.send(str(pid).encode())
+            else:  # whoever waits for the imports
+                client.close()
+            for number in descriptors:
+                os.close(number)
+    for pid in forks.values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def report_ended(forks: dict[socket.socket, int]) -> None:
+    """Send the codes of forks that have ended, as ``Popen.returncode`` has them."""
+    for client, pid in list(forks.items()):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with suppress(OSError):  # whoever asked has just ended
+                client.send(str(os.waitstatus_to_exitcode(status)).encode())
+            client.close()
+            del forks[client]
+
+
+def run(module: str, arguments: list[str], environment: dict[str, str], cwd: str, descriptors: list[int]) -> None:
+    """Be a new interpreter whose main program is ``module``, up to its exit code; does not return."""
+    code = 1
+    try:
+        os.setsid()  # whoever ends sessions must not find that of the tests
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(cwd)
+        for standard, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
+        sys.argv = [module, *arguments]
+        setproctitle(" ".join((sys.executable, "-m", *sys.argv)))  # tests find processes by their command lines
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # fault boundary: printed, as by an interpreter  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Start ``python -m MODULE`` as a fork of a process that has imported what it needs.
+
+Importing vLLM takes as long as all that most tests do with a server. How a server starts in a new interpreter is
+seen by every test of a whole run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+from tests.support.paths import ROOT
+
+
+class Fork:
+    """A process, with what ``subprocess.Popen`` has for it; it is killed when nothing refers to this any more."""
+
+    def __init__(self, link: socket.socket, args: Sequence[str]) -> None:
+        self.args, self.pid = args, int(link.recv(64))
+        self.returncode: int | None = None
+        link.setblocking(False)
+        self._link = link
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with suppress(BlockingIOError):
+                self.returncode = int(self._link.recv(64) or -signal.SIGKILL)  # with its parent
+                self._link.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Starter:
+    """The process with the imports of the module ``preload``, which have been made."""
+
+    def __init__(self, preload: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        self.address = str(self._folder / "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            number = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forks.parent", preload, str(number)],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                pass_fds=[number],
+                stdin=subprocess.PIPE,
+            )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.connect(self.address)
+            link.send(b"ready?")
+            link.recv(1)  # its end: no test's patience is for imports
+
+    def start(self, module: str, arguments: Sequence[str], env: Mapping[str, str], output: BinaryIO) -> Fork:
+        """``python -m module *arguments`` with both outputs in a file, and no input."""
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.connect(self.address)
+        request = json.dumps([module, list(arguments), dict(env), os.getcwd()]).encode()
+        with open(os.devnull, "rb") as nothing:
+            socket.send_fds(link, [request], [nothing.fileno(), output.fileno(), output.fileno()])
+        return Fork(link, [sys.executable, "-m", module, *arguments])
+
+    def interpreter(self, path: Path) -> Path:
+        """Write an executable that does what ``python -m MODULE ...`` does, with a fork; for ``trainer.python``."""
+        shim = Path(__file__).with_name("interpreter.py")
+        # Isolated and without site-packages: it starts in a hundredth of a second.
+        command = [sys.executable, "-I", "-S", str(shim), self.address]
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+        path.chmod(0o755)
+        return path
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        shutil.rmtree(self._folder)
+
+
+@cache
+def starter_of(preload: str) -> Starter:
+    """The one of this test process, closed at its end."""
+    starter = Starter(preload)
+    atexit.register(starter.close)
+    return starter
