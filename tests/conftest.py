@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import Scheduling
+    from xdist.workermanage import WorkerController
+
     from tests.support.engine.vllm_ext.serving import RunningServer
     from tests.support.launcher.driven import Run
     from tests.support.launcher.real_slurm import Slurm
@@ -92,18 +96,47 @@ def controller(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         yield start
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    from tests.support.lanes import Lanes
+
+    config.option.loadscopereorder = False
+    return Lanes(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.support.lanes import turn
+
+        items.sort(key=lambda item: turn(item.nodeid.partition("::")[0]))
+
+
 _STATUS = pytest.StashKey[int]()
+_THREADS = "threads that did not end"
+
+
+def threads_left() -> list[str]:
+    return [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_STATUS] = int(exitstatus)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        session.config.workeroutput[_THREADS] = threads_left()  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """A lane has ended: print here what it could not print."""
+    if left := getattr(node, "workeroutput", {}).get(_THREADS):  # one that crashed has none
+        node.config.get_terminal_writer().line(f"{_THREADS} in {node.gateway.id}: {', '.join(left)}")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End although a failed test left a thread that does not: the interpreter would wait for it, and CI with it."""
-    left = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    left = threads_left()
     if left and _STATUS in config.stash:
-        print(f"threads that did not end: {', '.join(left)}", flush=True)
+        print(f"{_THREADS}: {', '.join(left)}", flush=True)
         sys.stderr.flush()
         os._exit(config.stash[_STATUS])

@@ -1,6 +1,7 @@
 """A newcomer sees where a test goes: tests/unit mirrors the package, and tests share through tests/support."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,11 @@ from tests.support.paths import ROOT
 
 UNIT = ROOT / "tests" / "unit"
 TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if "support" not in path.parts)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def mirrored(test: Path) -> bool:
@@ -23,8 +29,7 @@ def mirrored(test: Path) -> bool:
 
 def imported(path: Path) -> set[str]:
     """Modules that ``path`` imports, also from code that it holds as text."""
-    text = path.read_text(encoding="utf-8")
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = list(ast.walk(parsed(path)))
     found = {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
     found |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
     texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
@@ -58,6 +63,6 @@ def test_what_tests_share_is_defined_once(name):
     places = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        if any(name in defined(node) for node in ast.parse(path.read_text(encoding="utf-8")).body)
+        if any(name in defined(node) for node in parsed(path).body)
     ]
     assert len(places) == 1, places
