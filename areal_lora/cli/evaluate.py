@@ -76,7 +76,7 @@ async def _measured(
     from areal_lora.config.models import AgentWorkflowConfig
     from areal_lora.rollout.agent_api.session import Sessions
     from areal_lora.rollout.client import CompletionClient
-    from areal_lora.rollout.controller.evaluation import CHUNK
+    from areal_lora.rollout.controller.eval_places import EvalPlaces
     from areal_lora.rollout.gateway import AgentGateway
     from areal_lora.rollout.main import build_evaluator
     from areal_lora.rollout.routing import Router
@@ -91,6 +91,6 @@ async def _measured(
         sessions = Sessions()
         if any(isinstance(each.workflow, AgentWorkflowConfig) for each in sets):
             sessions = (await stack.enter_async_context(AgentGateway())).sessions
-        at_once = max(1, config.rollout.max_num_seqs // CHUNK)
-        evaluator = build_evaluator(config, adapter, sets, client, scorer, sessions, max_chunks=at_once)
+        places = EvalPlaces(config.rollout.max_num_seqs)
+        evaluator = build_evaluator(config, adapter, sets, client, scorer, sessions, places=places)
         return await evaluator.run(ref, "eval")

@@ -97,7 +97,7 @@ class AgentWorkflow:
                 sample=prompt.sample,
                 timeout_s=timeout_s,
             )
-            running = asyncio.create_task(call(FaultKind.AGENT, self.agent, task))
+            running = asyncio.create_task(call(FaultKind.AGENT, session.ref.name, self.agent, task))
             running.add_done_callback(_retrieve)
             try:
                 done, _ = await asyncio.wait(

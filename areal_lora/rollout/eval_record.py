@@ -35,6 +35,7 @@ def eval_record(result: EvalResult, order: int) -> EvalRecord:
         answer_tokens=found.answer_tokens,
         truncated=found.truncated,
         wall_s=found.wall_s,
+        measured_with=found.measured_with,
         tag=result.tag,
         samples=samples,
     )

@@ -85,10 +85,10 @@ class CheckedWorkflow:
 
     async def run(self, prompt: Prompt, ref: AdapterRef, seed: int) -> Episode:
         """Raises AlignmentError for an episode that cannot be trained on: code to correct, not a fault to retry."""
-        episode = await call(FaultKind.WORKFLOW, self.inner.run, prompt, ref, seed)
+        episode = await call(FaultKind.WORKFLOW, ref.name, self.inner.run, prompt, ref, seed)
         if not isinstance(episode, Episode):
             raise AlignmentError(f"{prompt.uid}: the workflow returned {type(episode).__name__}, not an Episode")
-        checked: Episode = await call(FaultKind.WORKFLOW, self._checked, episode, prompt, ref)
+        checked: Episode = await call(FaultKind.WORKFLOW, ref.name, self._checked, episode, prompt, ref)
         return checked
 
     async def _checked(self, episode: Episode, prompt: Prompt, ref: AdapterRef) -> Episode:

@@ -22,7 +22,6 @@ from areal_lora.config.joined import alone
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
 from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.config.slots import adapter_capacity
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream
 from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer
@@ -35,7 +34,9 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.rollout.agent_api.session import Sessions
 from areal_lora.rollout.channel.control import ControlSocket
 from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.controller.base_evals import BaseEvals, base_key
 from areal_lora.rollout.controller.controller import Controller, Opened
+from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import EvalSet, load_sets
 from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import AdapterFeed
@@ -66,12 +67,16 @@ class _Stop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterData:
-    """Prompts of one adapter: the training stream, and the sets of its evaluations."""
+    """Prompts of one adapter: the training stream, and the sets of its evaluations.
+
+    ``base_keys`` are by set those of version 0, where it equals the base.
+    """
 
     config: AdapterConfig
     formatter: Formatter
     prompts: PromptStream
     sets: tuple[EvalSet, ...]
+    base_keys: dict[str, str]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,6 +109,7 @@ def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
 def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
     formatter = Formatter(tokenizer=tokenizer, how=prompt_format(adapter.task))
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
+    sets = load_sets(config, adapter, tokenizer)
     return AdapterData(
         config=adapter,
         formatter=formatter,
@@ -113,7 +119,8 @@ def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenize
             seed=adapter_run(config, adapter).seed,
             max_prompt_tokens=max_prompt_tokens,
         ),
-        sets=load_sets(config, adapter, tokenizer),
+        sets=sets,
+        base_keys={each.name: key for each in sets if (key := base_key(config, adapter, each)) is not None},
     )
 
 
@@ -126,13 +133,18 @@ class Shared:
     client: CompletionClient
     sessions: Sessions
     ledger: LedgerFile
+    base: BaseEvals
+    places: EvalPlaces
 
     async def runtime(self, part: AdapterData, stack: AsyncExitStack) -> AdapterRuntime:
         """Start the scorers of an adapter, which end with ``stack``, and build what rolls out for it."""
         scorer = await stack.enter_async_context(RewardSum(part.config.rewards, hidden=self.run_folder.path))
         ledger = Ledger(self.ledger, part.config.name, part.prompts.digest)
-        made = build_runtime(self.config, part, self.client, scorer, self.sessions, ledger, self.run_folder)
+        made = build_runtime(
+            self.config, part, self.client, scorer, self.sessions, ledger, self.places, self.run_folder
+        )
         made.take_costs = scorer.take_costs
+        made.evaluator.base_keys, made.evaluator.base = part.base_keys, self.base
         return made
 
     async def open(self, raw: bytes) -> Opened:
@@ -165,7 +177,9 @@ async def serve(config: Config, run_folder: RunFolder, data: Sequence[AdapterDat
         gateway = None
         if config.service or any(isinstance(part.config.workflow, AgentWorkflowConfig) for part in data):
             gateway = await stack.enter_async_context(AgentGateway())
-        shared = Shared(config, run_folder, client, gateway.sessions if gateway else Sessions(), ledger)
+        sessions = gateway.sessions if gateway else Sessions()
+        places = EvalPlaces(0)  # until the first announcement
+        shared = Shared(config, run_folder, client, sessions, ledger, BaseEvals(run_folder), places)
         runtimes = {part.config.name: await shared.runtime(part, stack) for part in data}
         host = own_place(config.cluster, run_folder).address
         socket = ControlSocket(host, secret)
@@ -216,13 +230,13 @@ def build_runtime(
     scorer: Scorer,
     sessions: Sessions,
     ledger: Ledger,
+    places: EvalPlaces,
     folder: RunFolder | None = None,
 ) -> AdapterRuntime:
+    """``places`` are those of the evaluations of all adapters."""
     sampling, servers, run = data.config.sampling, config.rollout.servers, adapter_run(config, data.config)
     capacity = Capacity(
-        sequences=config.rollout.max_num_seqs,
-        n_samples=sampling.n_samples + data.config.algorithm.has_baseline,
-        adapters=adapter_capacity(config),
+        sequences=config.rollout.max_num_seqs, n_samples=sampling.n_samples + data.config.algorithm.has_baseline
     )
     runtime: AdapterRuntime
 
@@ -257,7 +271,7 @@ def build_runtime(
             folder,
         ),
         evaluator=build_evaluator(
-            config, data.config, data.sets, client, scorer, sessions, max_chunks=capacity.chunks(servers), folder=folder
+            config, data.config, data.sets, client, scorer, sessions, places=places, folder=folder
         ),
     )
     return runtime
@@ -271,7 +285,7 @@ def build_evaluator(
     scorer: Scorer,
     sessions: Sessions,
     *,
-    max_chunks: int,
+    places: EvalPlaces,
     folder: RunFolder | None = None,
 ) -> Evaluator:
     """``client`` has been entered. What agents say is kept in ``folder``.
@@ -301,7 +315,7 @@ def build_evaluator(
         reward_kind=adapter.rewards[0].kind,
         sets=sets,
         workflows=workflows,
-        max_chunks=max_chunks,
+        places=places,
         seed=adapter_run(config, adapter).seed,
     )
 

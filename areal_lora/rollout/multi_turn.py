@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from areal_lora.data.prompts import Prompt
@@ -99,21 +100,22 @@ class MultiTurnWorkflow:
 
     async def _play(self, prompt: Prompt, ref: AdapterRef, seed: int) -> _Played:
         longest = self.context.max_model_len
-        environment = await call(FaultKind.ENVIRONMENT, self.environment, **self.arguments)
-        reset, step = await call(FaultKind.ENVIRONMENT, _methods, environment)
-        first = _checked("reset", await call(FaultKind.ENVIRONMENT, reset, prompt.sample), str, type(None))
+        code = partial(call, FaultKind.ENVIRONMENT, ref.name)
+        environment = await code(self.environment, **self.arguments)
+        reset, step = await code(_methods, environment)
+        first = _checked("reset", await code(reset, prompt.sample), str, type(None))
         packed, rewards = PackedTurns(), list[float]()
-        packed.given(prompt.token_ids + (await self._tokens(first) if first else []))
+        packed.given(prompt.token_ids + (await self._tokens(ref, first) if first else []))
         if len(packed.token_ids) >= longest:
             raise GenerationFault(FaultKind.REJECTED, "the environment's first text leaves no room for an answer")
         for turn in range(self.max_turns):
             answer = await self._answer(packed, ref, derived_seed(seed, turn))
-            reply = _checked("step", await call(FaultKind.ENVIRONMENT, step, answer.text), Reply)
+            reply = _checked("step", await code(step, answer.text), Reply)
             if reply.reward is not None:
                 rewards.append(given_score(_checked("step's reward", reply.reward, float, int)).reward)
             if reply.done or answer.finish_reason == "length":
                 break
-            added = await self._reply(_checked("step's text", reply.text, str), reply.role, answer.token_ids)
+            added = await self._reply(ref, _checked("step's text", reply.text, str), reply.role, answer.token_ids)
             if turn + 1 == self.max_turns:
                 packed.finish_reason = "max_turns"
             elif len(packed.token_ids) + len(added) >= longest:
@@ -135,20 +137,20 @@ class MultiTurnWorkflow:
         packed.sampled(answer)
         return answer
 
-    async def _reply(self, text: str, role: str, answer_ids: list[int]) -> list[int]:
+    async def _reply(self, ref: AdapterRef, text: str, role: str, answer_ids: list[int]) -> list[int]:
         async def encode() -> list[int]:
             return self.context.formatter.reply(text, role, answer_ids)
 
-        ids: list[int] = await call(FaultKind.ENVIRONMENT, encode)
+        ids: list[int] = await call(FaultKind.ENVIRONMENT, ref.name, encode)
         return ids
 
-    async def _tokens(self, text: str) -> list[int]:
+    async def _tokens(self, ref: AdapterRef, text: str) -> list[int]:
         """Not every text an environment makes can be tokenized: half a surrogate pair cannot."""
 
         async def encode() -> list[int]:
             return self.context.encode(text)
 
-        ids: list[int] = await call(FaultKind.ENVIRONMENT, encode)
+        ids: list[int] = await call(FaultKind.ENVIRONMENT, ref.name, encode)
         return ids
 
 

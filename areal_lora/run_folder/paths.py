@@ -129,6 +129,10 @@ class RunFolder:
         """The run ledger of the rollout controller, an SQLite file."""
         return self.path / "ledger.sqlite"
 
+    def base_eval(self, key: str) -> Path:
+        """Result of an evaluation of the base model (``rollout.controller.base_evals``)."""
+        return self.path / "base_evals" / f"{key}.json"
+
     @property
     def judge(self) -> Path:
         """Folder with the replies of judges (``tasks.judge_cache``); their scorer processes may write it."""

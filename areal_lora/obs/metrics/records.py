@@ -176,6 +176,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     ``bootstrap``. ``pass_at`` is pass@k by k, ``majority`` majority@n_samples; both are of several answers only.
     ``answer_tokens`` is the mean number of sampled tokens, ``truncated`` the share of answers ended by their length;
     None in files of earlier versions.
+    ``measured_with`` is another adapter whose version 0, equal to the base as this one's, was asked for both;
+    ``wall_s`` is 0 then.
     """
 
     version: int
@@ -198,6 +200,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     answer_tokens: float | None = None
     truncated: float | None = None
     wall_s: float | None = None
+    measured_with: str = ""
     adapter: str = ""
     tag: str = ""
     samples: list[SampleRecord] = []
@@ -213,7 +216,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
         if self.left_out:
             named = ", ".join(self.left_out_first) + (", ..." if self.left_out > len(self.left_out_first) else "")
             text += f", {self.left_out} left out (prompt too long: {named})"
-        return text
+        return text + (f", measured with {self.measured_with}" if self.measured_with else "")
 
     def scalars(self) -> dict[str, float | None]:
         """Figures by name, as TensorBoard has them."""
@@ -246,7 +249,9 @@ class ResumeRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 class MembersRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="members"):
     """The rollout servers changed: from now on ``servers`` serve ``version``.
 
-    ``joined`` and ``left`` (in order) are names; ``lost`` maps each excluded server to the reason.
+    ``joined`` and ``left`` (in order) are names; ``lost`` maps each excluded server to the reason. The publish that
+    reached them took ``publish_ms``, from its start on the trainer to the last acknowledgement; where servers joined
+    without a new version it is recorded nowhere else.
     """
 
     version: int
@@ -254,6 +259,7 @@ class MembersRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     joined: list[str] = []
     left: list[str] = []
     lost: dict[str, str] = {}
+    publish_ms: float | None = None
     adapter: str = ""
     time_s: float = 0.0
 
@@ -261,7 +267,8 @@ class MembersRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 class AdapterStateRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="state"):
     """An adapter is in ``state`` from now on, ``time_s`` seconds after the start of the run, at its ``version``.
 
-    ``reason`` says why; it is empty where the state says it all. A resume of the adapter ends the state.
+    ``reason`` says why; it is empty where the state says it all. A resume of the adapter ends the state. ``steps`` are
+    the training steps of an adapter that joined; None if the configuration states them, or a client decides.
     """
 
     adapter: str
@@ -269,6 +276,7 @@ class AdapterStateRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="k
     version: int
     reason: str = ""
     time_s: float = 0.0
+    steps: int | None = None
 
 
 Record = (

@@ -210,7 +210,8 @@ class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``accuracy`` and what follows from it is None where nothing says what is correct. The ``unscored`` answers are not
     correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
-    For the other figures see `tasks.estimates`.
+    ``measured_with`` is another adapter, whose version 0 equals this one's and was asked in its place; then no time was
+    taken. For the other figures see `tasks.estimates`.
     """
 
     name: str
@@ -231,6 +232,7 @@ class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
     answer_tokens: float = 0.0
     truncated: float = 0.0
     samples: tuple[EvalSample, ...] = ()
+    measured_with: str = ""
     error: str = ""
 
 

@@ -347,7 +347,8 @@ def _lacking(runtime: AdapterRuntime) -> m.Lacking:
 
 def _figures(result: m.EvalSetResult) -> str:
     measured = f"accuracy {result.accuracy}, mean reward {result.reward_mean}"
-    return f"{measured} over {result.n} problems, {result.unscored} unscored"
+    text = f"{measured} over {result.n} problems, {result.unscored} unscored"
+    return text + (f", measured with {result.measured_with}" if result.measured_with else "")
 
 
 def _components(lease: Lease) -> dict[str, float]:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
+
+import msgspec
 
 from areal_lora.data.prompts import Prompt
 from areal_lora.errors import ArealLoraError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
+from areal_lora.rollout.controller.base_evals import BaseEvals
 from areal_lora.rollout.controller.eval_answers import Given, failed, given_answers, judged, result_of
+from areal_lora.rollout.controller.eval_places import EvalPlaces, Share
 from areal_lora.rollout.controller.eval_sets import EvalSet
 from areal_lora.rollout.workflow import Scorer, Workflow
 from areal_lora.tasks.scorer import Score, ScoreItem
@@ -48,10 +53,11 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """At most ``max_chunks`` requests at once; an evaluation keeps the number that it begins with.
+    """Asks and scores for one adapter; its requests take ``places``, which the evaluations of all adapters share.
 
     ``workflows`` are by the name of a set; those of single greedy answers need none. ``seed`` is the run's: a problem
-    is asked with the same seed at every version.
+    is asked with the same seed at every version. ``base_keys`` are by the name of a set those of version 0, where it
+    equals the base; ``base`` has the results.
     """
 
     client: CompletionClient
@@ -59,16 +65,26 @@ class Evaluator:
     reward_kind: str
     sets: Sequence[EvalSet]
     workflows: dict[str, Workflow]
-    max_chunks: int
+    places: EvalPlaces
     seed: int = 0
+    base_keys: Mapping[str, str] = field(default_factory=dict)
+    base: BaseEvals = field(default_factory=BaseEvals)
 
     async def run(self, ref: AdapterRef, tag: str) -> EvalResult:
         """Never raises for faults of servers, scorers or workflows: ``error`` of a set's result states the reason."""
         start = time.monotonic()
-        sets = [await self._set(chosen, ref) for chosen in self.sets]
+        sets = [await self._once_if_base(chosen, ref) for chosen in self.sets]
         return EvalResult(
             adapter=ref.name, version=ref.version, tag=tag, sets=tuple(sets), wall_s=time.monotonic() - start
         )
+
+    async def _once_if_base(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
+        """The result on one set; of a version 0 that equals the base, the one that all such versions have."""
+        key = self.base_keys.get(chosen.name) if ref.version == 0 else None
+        if key is None:
+            return await self._set(chosen, ref)
+        found = await self.base.once(key, ref, partial(self._set, chosen, ref))
+        return msgspec.structs.replace(found, name=chosen.name)
 
     async def _set(self, chosen: EvalSet, ref: AdapterRef) -> EvalSetResult:
         start = time.monotonic()
@@ -91,19 +107,20 @@ class Evaluator:
     # ------------------------------------------------------------ single greedy answers
 
     async def _in_chunks(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
-        slots = asyncio.Semaphore(self.max_chunks)
         starts = range(0, len(chosen.held_out.samples), CHUNK)
-        chunks = await _all(self._chunk(chosen, ref, slice(at, at + CHUNK), slots) for at in starts)
+        with self.places.share() as share:
+            chunks = await _all(self._chunk(chosen, ref, slice(at, at + CHUNK), share) for at in starts)
         return [[given] for chunk in chunks for given in chunk]
 
-    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, slots: asyncio.Semaphore) -> list[Given]:
+    async def _chunk(self, chosen: EvalSet, ref: AdapterRef, part: slice, share: Share) -> list[Given]:
         sampling, prefill = chosen.sampling, chosen.formatter.prefill
+        prompts = chosen.held_out.token_ids[part]
 
         async def ask() -> list[GreedyAnswer]:
-            async with slots:
+            async with share.take(len(prompts)):
                 return await self.client.greedy(
                     ref,
-                    chosen.held_out.token_ids[part],
+                    prompts,
                     max_tokens=sampling.max_new_tokens,
                     timeout_s=sampling.timeout_s,
                     stop=sampling.stop or None,
@@ -130,20 +147,20 @@ class Evaluator:
     # ------------------------------------------------------------ workflows
 
     async def _one_by_one(self, chosen: EvalSet, ref: AdapterRef) -> list[list[Given]]:
-        slots = asyncio.Semaphore(max(1, self.max_chunks * CHUNK // chosen.config.n_samples))
         held_out = zip(chosen.held_out.samples, chosen.held_out.token_ids, strict=True)
         prompts = [
             Prompt(uid=s.uid, position=i, sample=s, text=chosen.formatter.text(s), token_ids=ids)
             for i, (s, ids) in enumerate(held_out)
         ]
-        return await _all(self._problem(chosen, ref, prompt, slots) for prompt in prompts)
+        with self.places.share() as share:
+            return await _all(self._problem(chosen, ref, prompt, share) for prompt in prompts)
 
-    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, slots: asyncio.Semaphore) -> list[Given]:
+    async def _problem(self, chosen: EvalSet, ref: AdapterRef, prompt: Prompt, share: Share) -> list[Given]:
         workflow = self.workflows[chosen.name]
         seed = problem_seed(self.seed, chosen.name, prompt.uid)
 
         async def ask() -> list[Given]:
-            async with slots:
+            async with share.take(chosen.config.n_samples):
                 return given_answers(chosen, prompt, ref, await workflow.run(prompt, ref, seed))
 
         try:

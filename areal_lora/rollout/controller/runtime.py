@@ -14,7 +14,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.client import GenerationFault
 from areal_lora.rollout.controller.admission import Claim
-from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator
+from areal_lora.rollout.controller.evaluation import Evaluator
 from areal_lora.rollout.controller.feed import NO_VERSION, AdapterFeed
 from areal_lora.rollout.controller.groups import Tally, Ticket
 from areal_lora.rollout.controller.retries import generation_failure, scoring_failure
@@ -28,22 +28,18 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What servers take at once: ``sequences`` each, of ``adapters``; a group has ``n_samples``."""
+    """What servers take at once: ``sequences`` each; a group has ``n_samples``."""
 
     sequences: int
     n_samples: int
-    adapters: int = 1
 
     def groups(self, servers: int) -> int:
         """Groups of one adapter that may run at once while no other adapter wants a place."""
         return max(1, math.ceil(servers * self.sequences / self.n_samples))
 
-    def chunks(self, servers: int) -> int:
-        """Requests of an evaluation at once: half of the servers' capacity stays for training rollouts.
-
-        The other half is divided among the adapters. One that waited for the others would lose its version meanwhile.
-        """
-        return max(1, servers * self.sequences // (2 * CHUNK * self.adapters))
+    def evaluated(self, servers: int) -> int:
+        """Sequences that the evaluations of all adapters may have at once: the other half is for training rollouts."""
+        return servers * self.sequences // 2
 
 
 class Changes:
@@ -100,7 +96,7 @@ class AdapterRuntime:
     def resize(self, servers: int) -> None:
         """Run as much at once as ``servers`` servers take. Groups that run already are not cut off."""
         self.feed.max_running = self.capacity.groups(servers)
-        self.evaluator.max_chunks = self.capacity.chunks(servers)
+        self.evaluator.places.resize(self.capacity.evaluated(servers))
 
     def claim(self, weight: float) -> Claim:
         """Its part of the servers while several adapters want more than there is."""

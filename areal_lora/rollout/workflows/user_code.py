@@ -19,20 +19,21 @@ from areal_lora.errors import ArealLoraError, RolloutError
 from areal_lora.rollout.client import FaultKind, GenerationFault
 
 MAX_ABANDONED = 64
-_ABANDONED = "areal_lora-abandoned"
+"""Threads of one adapter that may be stuck; another adapter's do not count."""
+_ABANDONED = "areal_lora-abandoned-"
 
 
-async def call(kind: FaultKind, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+async def call(kind: FaultKind, adapter: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
     """The function's result: a coroutine function runs here, anything else in a thread of its own.
 
-    The caller bounds it with ``asyncio.timeout``. An abandoned thread cannot be stopped; its result is
-    dropped. Raises GenerationFault of ``kind`` for what the function raises, RolloutError when
-    ``MAX_ABANDONED`` threads are stuck.
+    It is code of ``adapter``. The caller bounds it with ``asyncio.timeout``. An abandoned thread cannot be stopped; its
+    result is dropped. Raises GenerationFault of ``kind`` for what the function raises, RolloutError when
+    ``MAX_ABANDONED`` threads of the adapter are stuck.
     """
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **keywords)
-        result = await _in_thread(partial(function, *arguments, **keywords))
+        result = await _in_thread(adapter, partial(function, *arguments, **keywords))
         return await result if inspect.isawaitable(result) else result
     except ArealLoraError:
         raise
@@ -53,12 +54,13 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"[:500]
 
 
-async def _in_thread(work: Callable[[], Any]) -> Any:
+async def _in_thread(adapter: str, work: Callable[[], Any]) -> Any:
     """A daemon thread for each call: one that hangs holds up neither other calls nor the controller's end."""
-    stuck = sum(thread.name == _ABANDONED for thread in threading.enumerate())
+    abandoned = _ABANDONED + adapter
+    stuck = sum(thread.name == abandoned for thread in threading.enumerate())
     if stuck >= MAX_ABANDONED:
         raise RolloutError(
-            f"{stuck} calls of user code hang in threads that nothing can stop "
+            f"{stuck} calls of user code of {adapter} hang in threads that nothing can stop "
             "(fix: give the environment's or agent's waits time-outs below sampling.timeout_s, or make it async)"
         )
     loop = asyncio.get_running_loop()
@@ -77,7 +79,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
     try:
         result, error = await future
     except asyncio.CancelledError:
-        thread.name = _ABANDONED
+        thread.name = abandoned
         raise
     if error is not None:
         raise error

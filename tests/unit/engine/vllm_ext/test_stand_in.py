@@ -19,6 +19,7 @@ from areal_lora.errors import PublishError
 from areal_lora.processes.faults import VARIABLE
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import HeldOut
 from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator
 from areal_lora.rollout.routing import Router
@@ -174,7 +175,7 @@ def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_
                     reward_kind="numeric_match",
                     sets=[eval_set(held_out, server.config.adapters[0].sampling)],
                     workflows={},
-                    max_chunks=1,
+                    places=EvalPlaces(CHUNK),
                 )
                 for _ in range(2):
                     evaluation = asyncio.create_task(evaluator.run(await publish(), "held-out"))

@@ -11,6 +11,7 @@ from areal_lora.errors import ConfigError, RolloutError
 from areal_lora.rollout import routing
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.controller.eval_sets import HeldOut, fitting
 from areal_lora.rollout.controller.evaluation import CHUNK, MAX_TRIES, SCORED_AT_ONCE, Evaluator
 from areal_lora.rollout.routing import Router
@@ -66,7 +67,7 @@ def evaluate(
                     reward_kind="function",
                     sets=[eval_set(held_out or held_out_of(PROBLEMS, 64), n_samples=1)],
                     workflows={},
-                    max_chunks=max_chunks,
+                    places=EvalPlaces(max_chunks * CHUNK),
                 )
                 return await evaluator.run(V2, "after")
 
