@@ -61,18 +61,14 @@ class Checkpointing:
     def save(self, state: TrainingState, controller: ControllerState) -> Save | None:
         """Copy the adapter's tensors and begin to write them, if its version is due for a checkpoint and has none.
 
-        At most one save per adapter is in progress: call ``join`` first. Rank 0's ``controller`` goes into the
-        manifest.
+        A version whose checkpoint could not be written has none. At most one save per adapter is in progress: call
+        ``join`` first. Rank 0's ``controller`` goes into the manifest.
         """
         adapter, version = state.adapter, state.version
         if self._newest.get(adapter.name) == version or not due(adapter.run, version):
             return None
         self._newest[adapter.name] = version
         return self._saver.save(self._snapshot(state, controller))
-
-    def forget(self, adapter: str) -> None:
-        """The newest version was not written: it may be saved again."""
-        self._newest.pop(adapter, None)
 
     def keep(self, state: TrainingState, controller: ControllerState, label: str) -> Kept:
         """Write what the adapter is now to the folder of its saved state ``label``, in place of what is there.
@@ -112,8 +108,11 @@ class Checkpointing:
         )
 
     def join(self, adapter: str) -> Save | None:
-        """Wait until the previous checkpoint is written and its step committed; see `Saver.join`."""
-        return self._saver.join(adapter)
+        """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
+        save = self._saver.join(adapter)
+        if save is not None and save.failed:
+            self._newest.pop(adapter, None)
+        return save
 
     def close(self) -> None:
         self._saver.close()

@@ -126,7 +126,9 @@ def _announce(trainer: Trainer, adapter: Adapter, restored: Restored | None) -> 
     if problem := trainer.rank_0.driver(adapter).join(adapter, version, kept):
         return problem
     trainer.rank_0.newcomers.beside.pop(adapter.name, None)
-    trainer.rank_0.recorder.joined(AdapterRef(name=adapter.name, version=version), resumed=restored is not None)
+    steps = None if adapter.run.endless else adapter.run.steps
+    ref = AdapterRef(name=adapter.name, version=version)
+    trainer.rank_0.recorder.joined(ref, steps=steps, resumed=restored is not None)
     trainer.rank_0.turns.join(adapter.name, adapter.run.weight)
     return ""
 

@@ -37,6 +37,7 @@ from areal_lora.trainer.waits import (
     join_checkpoint,
     join_last,
     join_publish,
+    make_durable,
     next_work,
 )
 from areal_lora.trainer.work import Drained, Faulted, Joins, Leaves, Operates, Pauses, TrainOn, Unpublished
@@ -85,6 +86,7 @@ def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Drained | 
                 train_step(trainer, state, groups)
             case Drained():
                 join_last(trainer, state)
+                make_durable(trainer, state)
             case Unpublished():
                 join_publish(trainer, state)
             case Faulted(reason=reason):

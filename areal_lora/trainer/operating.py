@@ -11,8 +11,6 @@ is wrong with the adapter ends the adapter (`containment`).
 
 from __future__ import annotations
 
-import time
-
 from areal_lora.engine.base import AdamValues
 from areal_lora.errors import CheckpointError
 from areal_lora.operations.messages import (
@@ -33,11 +31,8 @@ from areal_lora.trainer.containment import contained
 from areal_lora.trainer.passes import carry_out
 from areal_lora.trainer.saved_states import load_saved
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.waits import controller_state, join_checkpoint, join_publish
+from areal_lora.trainer.waits import controller_state, join_checkpoint, join_publish, make_durable
 from areal_lora.trainer.work import Operates
-
-AGAIN_S = 1.0
-"""Before a checkpoint that could not be written is tried again."""
 
 
 def operate(trainer: Trainer, state: TrainingState, work: Operates) -> None:
@@ -95,18 +90,8 @@ def _settle(trainer: Trainer, state: TrainingState, operation: Operation, outcom
     if trainer.rank_0:
         trainer.rank_0.clients_of(state.adapter).settle(operation, outcome)
     reached("trainer.operation.settling")
-    while not _durable(trainer, state):
-        time.sleep(AGAIN_S)
+    make_durable(trainer, state)
     reached("trainer.operation.settled")
-
-
-def _durable(trainer: Trainer, state: TrainingState) -> bool:
-    save = trainer.checkpointing.save(state, controller_state(trainer, state))
-    assert save is not None, "every version of a client's adapter has a checkpoint"
-    join_checkpoint(trainer, state)
-    if save.failed:
-        trainer.checkpointing.forget(state.name)
-    return not save.failed
 
 
 def _save(trainer: Trainer, state: TrainingState, label: str) -> Outcome:

@@ -97,14 +97,17 @@ class Recorder:
         self._costs: dict[str, dict[str, float]] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
-    def joined(self, ref: AdapterRef, *, resumed: bool) -> None:
-        """An adapter has joined at ``ref``; if it is ``resumed``, records of later versions are superseded."""
+    def joined(self, ref: AdapterRef, *, steps: int | None, resumed: bool) -> None:
+        """An adapter has joined at ``ref``; if it is ``resumed``, records of later versions are superseded.
+
+        ``steps`` are its training steps, None if a client decides.
+        """
         if resumed:
             now_s = time.monotonic() - self._started_s
             self._writer.write(ResumeRecord(adapter=ref.name, version=ref.version, time_s=now_s))
         else:
             self._meter.begin(ref.name, time.monotonic())
-        self.phase(ref, AdapterPhase.PENDING, "")
+        self.phase(ref, AdapterPhase.PENDING, "", steps)
 
     def status(self, text: str) -> None:
         set_status(self._run_folder, "trainer", 0, text)
@@ -173,12 +176,13 @@ class Recorder:
                 joined=report.joined,
                 left=report.left,
                 lost=report.lost,
+                publish_ms=report.phases["ack"],
                 time_s=time.monotonic() - self._started_s,
             )
         )
 
-    def phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str) -> None:
-        """Record that the adapter is in ``phase`` from now on."""
+    def phase(self, ref: AdapterRef, phase: AdapterPhase, reason: str, steps: int | None = None) -> None:
+        """Record that the adapter is in ``phase`` from now on; see `AdapterStateRecord` for ``steps``."""
         self._writer.write(
             AdapterStateRecord(
                 adapter=ref.name,
@@ -186,6 +190,7 @@ class Recorder:
                 version=ref.version,
                 reason=reason,
                 time_s=time.monotonic() - self._started_s,
+                steps=steps,
             )
         )
 

@@ -5,6 +5,7 @@ Rank 0 asks the controller. The other ranks wait for rank 0 in the control excha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +20,8 @@ from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.work import Ended, Operates, Roll, ServersChanged, Unpublished, Work, share
 from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
 
+AGAIN_S = 1.0
+"""Before a checkpoint that could not be written is tried again."""
 _LISTENING_S = 0.02
 """Of a poll of the controller, where clients wait for answers."""
 
@@ -46,6 +49,17 @@ def join_checkpoint(trainer: Trainer, state: TrainingState) -> None:
     if trainer.rank_0 and saved is not None:
         trainer.rank_0.recorder.checkpointed(saved)
     wait_for_rank_0(trainer)
+
+
+def make_durable(trainer: Trainer, state: TrainingState) -> None:
+    """Write the checkpoint of the newest version, if it is due and has none, until it is durable. Collective.
+
+    Raises CheckpointError on every rank when the disk takes none in several tries, see `Saver.join`.
+    """
+    while (save := trainer.checkpointing.save(state, controller_state(trainer, state))) is not None:
+        join_checkpoint(trainer, state)
+        if save.failed:
+            time.sleep(AGAIN_S)
 
 
 def join_publish(trainer: Trainer, state: TrainingState) -> None:
