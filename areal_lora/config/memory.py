@@ -14,6 +14,7 @@ from areal_lora.config.adapter_run import adapter_run
 from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.buckets import largest_bucket
 from areal_lora.config.models import AdapterConfig, Config, TrainerConfig
+from areal_lora.config.newcomers import newcomers
 from areal_lora.config.pools import seats_of
 from areal_lora.config.slots import adapter_slots, has_tenants, served_targets
 from areal_lora.families.adapter_size import adapter_size, distinct
@@ -37,7 +38,7 @@ GPU_HOST = 3 * GIB
 """Host memory of a process that uses a GPU."""
 STAGING_BUFFERS = 3
 """Buffers of one source at a receiver: `weight_sync.link.inbox.RING`."""
-LEAST_KV, STAGING = "KV cache, least", "staging of publishes"
+LEAST_KV, STAGING, JOINING = "KV cache, least", "staging of publishes", "room for adapters that join"
 DEFAULT_KV_GIB = 4.0
 """vLLM's KV cache on CPUs where ``rollout.kv_cache_gib`` is unset."""
 KEY_COPIES = 2.0
@@ -109,7 +110,8 @@ def job_memory(config: Config, shape: ModelShape) -> JobMemory:
         processes.append(Memory(name="node with trainer ranks", role="node", nodes=here, parts=(whole,)))
     servers = tuple(seat.node for seat in seats.servers)
     processes.append(Memory(name="server replica", role="rollout", nodes=servers, parts=_server(config, shape)))
-    workers = sum(reward.workers for adapter in config.adapters for reward in adapter.rewards)
+    adapters = [*config.adapters, *newcomers(config)]
+    workers = sum(reward.workers for adapter in adapters for reward in adapter.rewards)
     parts = (Part(name="processes", host=CONTROLLER_PROCESS + workers * SCORER_PROCESS),)
     processes.append(Memory(name="controller", role="controller", nodes=(seats.controller.node,), parts=parts))
     if has_tenants(config):
@@ -142,6 +144,7 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     - Adapters: 16 bytes per parameter: weight, gradient and Adam's two moments in fp32 (Rajbhandari et al., ZeRO,
       arXiv 1910.02054, section 3.1, without a 16-bit copy). lora_A of a column-parallel layer and lora_B of a
       row-parallel one are whole on every rank. A critic is an adapter of its own rank, a reference has weights only.
+      Those that may join are a row of their own: as many as servers have places for, as large as a slot.
     - Activations: the tensors that autograd keeps, counted from this project's modules (`_layer_elements`), in the
       manner of Korthikanti et al., arXiv 2205.05198. With tp the sequence is divided. 1F1B holds pp - stage
       micro-batches on a stage (Narayanan et al., arXiv 2104.04473). Recompute keeps the input of each layer, and one
@@ -162,25 +165,48 @@ def _trainer(config: Config, shape: ModelShape, stage: int, layers: range) -> li
     else:
         activations = in_flight * sum(per_layer)
     logits = tokens * shape.vocab // t.tp
-    held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in config.adapters}
-    trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in config.adapters)
-    references = sum(held[adapter.name] for adapter in config.adapters if adapter.algorithm.has_reference)
-    unique = {adapter.name: _unique_parameters(config, shape, adapter, layers) for adapter in config.adapters}
-    wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in config.adapters)
-    copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in config.adapters)
+    weights, moments, published = _adapters(config, shape, config.adapters, layers)
     return [
         *_base(config, shape, stage, layers),
-        Part(name="adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
-        Part(name="optimizer moments", device=int(2 * FP32 * trained)),
+        weights,
+        moments,
         Part(name="activations", device=int(activations * (HEAP_CPU if on_cpu else HEAP_GPU))),
         Part(name="logits", device=2 * logits * item + LOGIT_PARTS * min(CHUNK, logits) * FP32 if last else 0),
+        published,
+        *_joining(config, shape, layers),
+        Part(name="process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
+    ]
+
+
+def _adapters(config: Config, shape: ModelShape, adapters: Sequence[AdapterConfig], layers: range) -> list[Part]:
+    """Three parts of one rank: weights and gradients, moments, buffers of publishes and checkpoints."""
+    held = {adapter.name: _adapter_parameters(config, shape, adapter, layers) for adapter in adapters}
+    trained = sum(held[adapter.name] * (1 + _critic_share(adapter)) for adapter in adapters)
+    references = sum(held[adapter.name] for adapter in adapters if adapter.algorithm.has_reference)
+    unique = {adapter.name: _unique_parameters(config, shape, adapter, layers) for adapter in adapters}
+    wire = sum(_sent_bytes(config, shape, adapter, layers) for adapter in adapters)
+    copied = sum(unique[a.name] * (3 * (1 + _critic_share(a)) + a.algorithm.has_reference) for a in adapters)
+    mirror = 0 if config.cluster.device == "cpu" else FP32 * trained
+    return [
+        Part(name="adapter weights and gradients", device=int(FP32 * (2 * trained + references))),
+        Part(name="optimizer moments", device=int(2 * FP32 * trained)),
         Part(
             name="publish and checkpoint",
             device=wire if broadcast_backend(config) != "gloo" else 0,
-            host=int(wire + FP32 * copied + (0 if on_cpu else FP32 * trained)),
+            host=int(wire + FP32 * copied + mirror),
         ),
-        Part(name="process", device=0 if on_cpu else GPU_CONTEXT, host=TRAINER_PROCESS + (0 if on_cpu else GPU_HOST)),
     ]
+
+
+def _joining(config: Config, shape: ModelShape, layers: range) -> list[Part]:
+    """All that a rank needs for the adapters that may join, each as large as a slot of the servers."""
+    adapters = newcomers(config)
+    if not adapters:
+        return []
+    [one, *_] = adapters
+    parts = _adapters(config, shape, [one], layers)
+    device, host = sum(part.device for part in parts), sum(part.host for part in parts)
+    return [Part(name=JOINING, device=len(adapters) * device, host=len(adapters) * host)]
 
 
 def _base(config: Config, shape: ModelShape, stage: int, layers: range) -> list[Part]:
@@ -368,9 +394,10 @@ def staging_bytes(config: Config, shape: ModelShape) -> int:
     """
     bucket = int(config.weight_sync.bucket_mib * MIB)
     sources = config.trainer.ep if shape.experts else 1
+    adapters = [*config.adapters, *newcomers(config)]
     largest = 0
     for layers in _stages(config, shape):
-        shards = [_sent_bytes(config, shape, adapter, layers) for adapter in config.adapters]
+        shards = [_sent_bytes(config, shape, adapter, layers) for adapter in adapters]
         largest += max((largest_bucket(nbytes, bucket) for nbytes in shards), default=bucket)
     return STAGING_BUFFERS * sources * largest
 

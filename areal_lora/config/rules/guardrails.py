@@ -20,6 +20,7 @@ from areal_lora.config.rules.adapters import (
     user_code,
 )
 from areal_lora.config.rules.algorithm import algorithm, group_size
+from areal_lora.config.rules.canonical import canonical
 from areal_lora.config.rules.evals import eval_sets
 from areal_lora.config.rules.findings import Finding, Rule, Severity, shape_of
 from areal_lora.config.rules.init_from import init_from
@@ -41,7 +42,6 @@ from areal_lora.config.rules.slurm import components_agree, no_idle_node, own_di
 from areal_lora.config.rules.support import combinations
 from areal_lora.config.rules.task import chat_template, columns_exist, sampling_is_trained
 from areal_lora.errors import ConfigError
-from areal_lora.families import targets
 
 RULES: tuple[Rule, ...] = (
     model_readable,
@@ -106,17 +106,4 @@ def resolve_targets(config: Config, facts: Facts) -> Config:
     shape = shape_of(facts)
     if shape is None:
         raise ConfigError("model.path", "its sizes are unknown", "give a Hugging Face model folder")
-    adapters = [
-        adapter.model_copy(
-            update={
-                "target_modules": list(targets.resolve(adapter.target_modules, adapter.exclude_modules, shape)),
-                "exclude_modules": [],
-            }
-        )
-        for adapter in config.adapters
-    ]
-    service = config.service
-    if service is not None:
-        every = list(targets.resolve(service.target_modules, [], shape))
-        service = service.model_copy(update={"target_modules": every})
-    return config.model_copy(update={"adapters": adapters, "service": service})
+    return canonical(config, shape)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.memory import (
     GIB,
+    JOINING,
     LEAST_KV,
     STAGING,
     JobMemory,
@@ -19,6 +20,7 @@ from areal_lora.config.memory import (
 )
 from areal_lora.config.models import Config
 from areal_lora.config.pools import Pool, pools_of, shared_devices
+from areal_lora.config.rules.canonical import canonical
 from areal_lora.config.rules.findings import Finding, Severity, shape_of
 from areal_lora.config.rules.layout import trainer_layout
 from areal_lora.errors import ConfigError
@@ -42,6 +44,7 @@ def memory_suffices(config: Config, facts: Facts) -> Iterator[Finding]:
     if shape is None or list(trainer_layout(config, facts)):
         return
     try:
+        config = canonical(config, shape)
         memory = job_memory(config, shape)
     except ConfigError:
         return  # other rules report it
@@ -119,7 +122,9 @@ def _rank(rank: Memory, limit: int) -> Iterator[Finding]:
         return
     largest = max(rank.parts, key=lambda part: part.device)
     reason = f"a {rank.name} needs about {rank.device / GIB:.0f} GiB and a device has {limit / GIB:.0f}"
-    if largest.name in ("activations", "logits"):
+    if largest.name == JOINING:
+        path, fix = "rollout.max_adapters", "lower it or rollout.max_lora_rank, or use more ranks"
+    elif largest.name in ("activations", "logits"):
         path, fix = "trainer.max_tokens_per_microbatch", "lower it, set trainer.recompute=true, or raise trainer.tp"
     else:
         path, fix = "trainer.world_size", "use more ranks with larger trainer.tp, trainer.pp or trainer.ep"

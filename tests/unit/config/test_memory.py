@@ -7,7 +7,8 @@ import pytest
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.memory import GIB, Memory, Part, job_memory, slurm_bytes, staging_bytes
-from areal_lora.config.models import AdapterConfig
+from areal_lora.config.models import AdapterConfig, Config, ServiceConfig
+from areal_lora.config.reward import NumericMatchReward
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.engine.common.arena import ShardedModel
@@ -92,6 +93,54 @@ def test_several_adapters_need_the_sum_and_slots_for_each() -> None:
     name = "staging of publishes"
     assert server[name] == alone[name], "one ring of buffers, of the wider one"
     assert 0 < other[name].host < alone[name].host
+
+
+def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
+    """Two places are free: as much as two more listed adapters of the largest rank with all targets need."""
+    shape = ModelShape.from_hf(known_config("Qwen/Qwen3-30B-A3B") or {})
+    sizes = ["trainer.pp=2", "trainer.ep=1", "trainer.tp=1", "cluster.nodes=3", "rollout.max_adapters=3"]
+    [listed] = load_config([MOE], sizes).adapters
+    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    small = listed.model_copy(update={"rank": 4, "target_modules": ["linear_qkv"]})
+    largest = [
+        listed.model_copy(
+            update={"name": f"more-{i}", "rank": 32, "target_modules": targets, "reward": NumericMatchReward()}
+        )
+        for i in range(2)
+    ]
+    config = load_config([MOE], sizes).model_copy(update={"adapters": [small]})
+    service = config.model_copy(update={"service": ServiceConfig(target_modules=targets)})
+
+    def of(config: Config) -> dict[str, dict[str, Part]]:
+        return {m.name: {p.name: p for p in m.parts} for m in job_memory(config, shape).processes}
+
+    joins, fixed, three = of(service), of(config), of(config.model_copy(update={"adapters": [small, *largest]}))
+    for stage in ("trainer rank, stage 0", "trainer rank, stage 1"):
+        names = ("adapter weights and gradients", "optimizer moments", "publish and checkpoint")
+        room = joins[stage]["room for adapters that join"]
+        assert "room for adapters that join" not in fixed[stage]
+        assert room.device == sum(three[stage][n].device - fixed[stage][n].device for n in names) > 0
+        assert room.host == pytest.approx(sum(three[stage][n].host - fixed[stage][n].host for n in names), abs=8)
+    server, same, narrow = (one["server replica"] for one in (joins, three, fixed))
+    for name in ("adapter slots", "staging of publishes"):
+        assert server[name] == same[name] != narrow[name]
+    assert joins["controller"] == three["controller"] != fixed["controller"]
+
+
+def test_where_only_those_that_may_join_do_not_fit_it_is_a_warning() -> None:
+    overrides = ["service={}", "rollout.max_adapters=20", "cluster.device_memory_gib=24", "rollout.tp=8"]
+    overrides += ["rollout.servers=1", "rollout.max_staleness=0", "weight_sync.bucket_mib=16"]
+    found = [f for f in check(load_config([MOE], overrides), FACTS) if f.path == "rollout.max_adapters"]
+    assert [f.severity for f in found] == [Severity.WARNING]
+    assert "the largest part is room for adapters that join" in found[0].reason
+
+
+@pytest.mark.parametrize("names", ["all-linear", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"])
+def test_the_check_counts_targets_in_any_spelling(names: str) -> None:
+    overrides = ["cluster.device_memory_gib=44", "rollout.gpu_memory_utilization=0.9"]
+    written = check(load_config([MOE], overrides), FACTS)
+    assert [f.path for f in written] == ["rollout.tp"], "48 GiB, 12 of them for slots"
+    assert check(load_config([MOE], [*overrides, f"adapters.0.target_modules=[{names}]"]), FACTS) == written
 
 
 def test_a_critic_is_an_adapter_of_its_rank_and_a_reference_has_its_weights_only() -> None:
