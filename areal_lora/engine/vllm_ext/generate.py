@@ -160,8 +160,11 @@ class Generator:
             counters.end(n)
             if not finished:
                 counters.aborted += 0 if request.enough else n
-                if queue is not None and not self.engine.errored:
+                if not self.engine.errored and queue is not None:
                     await self.engine.abort(queue.request_id, internal=True)
+                elif not self.engine.errored:
+                    # Cut off while it was handed over: the engine may know it, under an id that is not known here.
+                    await self.engine.abort(request.request_id)
 
     def new_request(
         self,

@@ -12,6 +12,7 @@ If so, broadcasts carry only signals about its versions. If one cannot, the byte
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -82,6 +83,7 @@ class BroadcastGroup:
         self.source, self.rank, self._leave_store = endpoint.source, rank, leave
         self.bucket_bytes, self.same_host = endpoint.bucket_bytes, False
         self._group: dist.ProcessGroup | None = backend.group
+        self._leaving = threading.Lock()
         self._timed_from_issue = backend.timed_from_issue
         self._device = DeviceSide(backend.through) if backend.through is not None else None
         self._ring, self._windows = Ring(device), Windows()
@@ -96,7 +98,7 @@ class BroadcastGroup:
         if self._device is not None:
             self.start(torch.zeros(1, dtype=torch.uint8), deadline).wait()
             return
-        if self._group is None:
+        if (group := self._group) is None:
             return
         probe = SharedSegment(0, CPU) if willing and self.rank == 0 else None
         card = np.frombuffer(probe.card() if probe is not None and probe.shared else NO_CARD, dtype=np.uint8).copy()
@@ -106,7 +108,7 @@ class BroadcastGroup:
         options.reduceOp = dist.ReduceOp.MIN
         options.timeout = delta(deadline - time.monotonic())
         with _named(self):
-            self._group.allreduce([vote], options).wait(delta(deadline - time.monotonic()))
+            group.allreduce([vote], options).wait(delta(deadline - time.monotonic()))
         self.same_host = bool(vote.item())
         if self.same_host:
             self.bucket_bytes = min(self.bucket_bytes, READ_BYTES)
@@ -128,12 +130,12 @@ class BroadcastGroup:
 
     def issue(self, flat: torch.Tensor, deadline: float) -> Future[Issued]:
         """Begin a broadcast; never waits for a library that works on a device."""
-        if self._group is None:
+        if (group := self._group) is None:
             raise PublishError(f"the group of source rank {self.source} is closed; form a new group")
         if self._device is not None:
-            return self._device.issue(partial(self._through, self._group, flat, deadline))
+            return self._device.issue(partial(self._through, group, flat, deadline))
         made: Future[Issued] = Future()
-        made.set_result(Issued.now(self._group.broadcast([flat], self._options(deadline))))
+        made.set_result(Issued.now(group.broadcast([flat], self._options(deadline))))
         return made
 
     def _through(self, group: dist.ProcessGroup, flat: torch.Tensor, deadline: float) -> dist.Work:
@@ -158,13 +160,19 @@ class BroadcastGroup:
         lane.synchronize()
 
     def close(self) -> None:
-        """Leave. Members that wait for this one fail at once; own transfers in progress end at their deadline first."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None  # gloo's abort does nothing: its connections close with the last reference
-            if self._device is not None:
-                self._device.close()
-            self._leave_store()
+        """Leave. Members that wait for this one fail at once; own transfers in progress end at their deadline first.
+
+        Any thread may call it; the first call leaves, later ones do nothing.
+        """
+        with self._leaving:
+            group, self._group = self._group, None
+        if group is None:
+            return
+        group.abort()
+        del group  # gloo's abort does nothing: its connections close with the last reference
+        if self._device is not None:
+            self._device.close()
+        self._leave_store()
 
     @staticmethod
     def _options(deadline: float) -> dist.BroadcastOptions:
@@ -295,7 +303,7 @@ def _member(
     group = BroadcastGroup(endpoint, rank, backend, device, leave=leave)
     try:
         group.agree(backend.same_host, deadline)
-    except PublishError:
+    except BaseException:
         group.close()
         raise
     if rank == 0:

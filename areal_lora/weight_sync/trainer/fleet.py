@@ -65,19 +65,24 @@ class _Line:
 
 
 class Fleet:
-    """Lines to all members. A server that leaves and returns gets a new line."""
+    """Lines to all members. A server that leaves and returns gets a new line, and drops what was dropped meanwhile."""
 
     def __init__(self, run: str, secret: str) -> None:
         self._run, self._secret = run, secret
         self._lines: dict[ServerEndpoint, _Line] = {}
+        self._away: dict[ServerEndpoint, set[str]] = {}  # adapters that former members, which may return, have to drop
 
     def keep(self, members: Iterable[ServerEndpoint]) -> None:
         """Open and close lines so that exactly ``members`` have one."""
         wanted = set(members)
         for server in self._lines.keys() - wanted:
+            self._away[server] = self._lines[server].undropped
             self._lines.pop(server).close()
         for server in wanted - self._lines.keys():
-            self._lines[server] = _Line(server, self._secret)
+            line = self._lines[server] = _Line(server, self._secret)
+            line.undropped |= self._away.get(server, set())
+            # An earlier session of the server does not return.
+            self._away = {other: names for other, names in self._away.items() if other.name != server.name}
 
     def close(self) -> None:
         self.keep(())
@@ -122,8 +127,11 @@ class Fleet:
     def drop(self, members: Sequence[ServerEndpoint], name: str, timeout_s: float) -> None:
         """Have ``members`` drop adapter ``name`` after their requests in progress. Does not wait for their answers.
 
-        A server that fails is asked again before its next version. Any thread; a server may cease to be a member.
+        A server that fails, or that returns later, is asked before its next version. Any thread; a server may cease to
+        be a member.
         """
+        for names in list(self._away.values()):
+            names.add(name)
         for line in [line for server in members if (line := self._lines.get(server)) is not None]:
             line.undropped.add(name)
             with contextlib.suppress(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from areal_lora.weight_sync.link.groups import GroupListener, join_group
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.testing import SOCKETS
 from areal_lora.weight_sync.testing.recorded_lane import RecordedLane
+from tests.support.sizes import size
 from tests.support.weight_sync.helpers import SECRET
 
 pytestmark = pytest.mark.slow
@@ -218,6 +220,37 @@ def test_closing_one_member_wakes_the_other_before_the_deadline():
         transfer.wait()
     assert time.monotonic() - began < 8.0
     receiver.close()
+
+
+def test_two_threads_may_leave_at_once():
+    """Each member leaves its store once, and no call that is in progress meets half a group."""
+    left = []
+    for _ in range(size(20, 200)):
+        source, receiver = meet()
+        for member in (source, receiver):
+            leave = member._leave_store
+            member._leave_store = lambda leave=leave: (left.append(1), time.sleep(0.001), leave())
+        gate = threading.Barrier(5)
+
+        def close(member, gate=gate):
+            gate.wait()
+            member.close()
+
+        def use(gate=gate, receiver=receiver):
+            gate.wait()
+            with contextlib.suppress(PublishError):
+                receiver.start(torch.zeros(10, dtype=torch.uint8), soon(0.2)).wait()
+
+        with ThreadPoolExecutor(5) as pool:
+            calls = [pool.submit(close, member) for member in (source, source, receiver, receiver)]
+            calls.append(pool.submit(use))
+            for call in calls:
+                call.result(20)
+        assert left == [1, 1]
+        left.clear()
+        receiver.close()
+        with pytest.raises(PublishError, match="closed"):
+            receiver.start(torch.zeros(10, dtype=torch.uint8), soon()).wait()
 
 
 def let_have(members, sizes):

@@ -1,10 +1,15 @@
-"""What a server counts, with a clock of the test's own."""
+"""What a server counts, with a clock of the test's own; what is left of a request that is cut off."""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from areal_lora.engine.vllm_ext.generate import RequestCounters
+from areal_lora.engine.vllm_ext.generate import Generator, RequestCounters
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -30,3 +35,53 @@ def test_idle_is_the_time_without_a_running_sequence() -> None:
     counters.begin(1)
     counters.end(1)
     assert after(0.5) == (5.5, 11.5)
+
+
+class SlowEngine:
+    """Knows a request from the beginning of ``add_request`` on, by an id of its own, as vLLM's engine does."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+        self.entered = asyncio.Event()
+
+    async def add_request(self, request_id: str, *_: Any, **__: Any) -> Any:
+        self.known[f"{request_id}-internal"] = request_id
+        self.entered.set()
+        await asyncio.Event().wait()  # the engine's process is busy
+
+    async def abort(self, request_id: str, internal: bool = False) -> None:
+        await asyncio.sleep(0)
+        self.known = {own: given for own, given in self.known.items() if (own if internal else given) != request_id}
+
+
+def test_a_request_that_is_cut_off_while_it_is_handed_over_leaves_nothing_in_the_engine() -> None:
+    async def main() -> tuple[dict[str, str], RequestCounters]:
+        engine: Any = SlowEngine()
+        generator = Generator(engine=engine, max_model_len=64, vocab_size=9, counters=RequestCounters(4))
+        lease: Any = SimpleNamespace(name="math@v1", ref=None, incarnation=0, lora=None)
+        params: Any = SimpleNamespace(n=1, prompt_logprobs=None)
+
+        async def ask() -> None:
+            async with aclosing(generator.stream([1, 2], params, lease)) as outputs:
+                async for _ in outputs:
+                    pass
+
+        asking, other = asyncio.create_task(ask()), asyncio.create_task(ask())
+        await engine.entered.wait()
+        await asyncio.sleep(0)
+        assert len(engine.known) == 2
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        left, counters = dict(engine.known), generator.counters
+        assert (counters.in_flight, counters.aborted) == (1, 1)
+        other.cancel()
+        await asyncio.wait([other])
+        assert engine.known == {}
+        return left, counters
+
+    left, counters = asyncio.run(main())
+    assert list(left.values()) == ["math@v1-1"], "the other request is untouched"
+    assert (counters.in_flight, counters.aborted) == (0, 2)

@@ -6,12 +6,14 @@ import itertools
 import threading
 import time
 
+import msgspec
 import pytest
 
 from areal_lora.errors import PublishError
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import DropReply, PingReply, ServerEndpoint
-from areal_lora.weight_sync.trainer.fleet import Fleet
+from areal_lora.weight_sync.trainer.admin_client import AdminClient
+from areal_lora.weight_sync.trainer.fleet import Fleet, _drop
 from tests.support.weight_sync.helpers import RUN, SECRET
 
 SERVERS = [ServerEndpoint(name=f"server-{i}", host="h", admin_port=i, data_port=9, workers=1) for i in range(3)]
@@ -81,6 +83,42 @@ def test_what_a_dropped_adapter_scored_is_forgotten_after_the_probe_in_progress(
     in_progress.result(60.0)
     assert dropped.wait(60.0)
     assert line.served_logprobs == {"probe": {other: [[0.0]]}}
+    fleet.close()
+
+
+def test_a_server_that_was_away_drops_before_its_next_version_what_was_dropped_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def drop(client: AdminClient, name: str, timeout_s: float) -> DropReply:
+        asked.append((client.server.name, name))
+        return DropReply(running=0)
+
+    monkeypatch.setattr(AdminClient, "drop", drop)
+    fleet = Fleet(RUN, SECRET)
+    here, away, restarted = SERVERS
+    fleet.keep([here, away, restarted])
+    fleet.drop([here, away, restarted], "before", 1.0)
+    for server in SERVERS:
+        fleet._lines[server].thread.submit(lambda: None).result(60.0)
+    assert sorted(asked) == [(server.name, "before") for server in SERVERS]
+    fleet.keep([here])
+    asked.clear()
+    for name in ("math", "code"):
+        fleet.drop([here], name, 1.0)
+    fleet.keep([here, away, again := msgspec.structs.replace(restarted, admin_port=77)])
+    for server in (here, away, again):
+        line = fleet._lines[server]
+        line.thread.submit(_drop, line, 1.0).result(60.0)  # what each version begins with
+    assert sorted(asked) == sorted([(n, a) for n in ("server-0", "server-1") for a in ("math", "code")])
+    assert fleet._away == {}, "of neither is anything kept"
+    asked.clear()
+    fleet.keep([here])
+    fleet.keep([here, away])
+    line = fleet._lines[away]
+    line.thread.submit(_drop, line, 1.0).result(60.0)
+    assert asked == [], "what it has dropped is not asked for again"
     fleet.close()
 
 
