@@ -17,7 +17,8 @@ import msgspec
 
 from areal_lora.checkpoint.store import versions_in
 from areal_lora.cli.processes import Holder, holder, is_free, local_processes
-from areal_lora.config.adapter_run import steps_of
+from areal_lora.config.adapter_run import adapter_runs
+from areal_lora.config.joined import with_joined
 from areal_lora.launcher.slurm.commands import lost_nodes
 from areal_lora.launcher.slurm.placement import placement
 from areal_lora.launcher.slurm.queue import look as look_up
@@ -118,7 +119,8 @@ STATES = ("running", "waiting", "ending", "done", "stopped", "unknown")
 
 
 def look(folder: RunFolder, config: Config) -> Status:
-    """The status of the run in ``folder`` now."""
+    """The status of the run in ``folder`` now, with the adapters that joined it."""
+    config = with_joined(config, folder)
     slurm = config.cluster.kind == "slurm"
     job = _job(folder) if slurm else None
     held, here = holder(folder), local_processes(folder)
@@ -289,8 +291,8 @@ def _host(endpoint: Endpoint | None, here: bool) -> str:
 
 def _view(folder: RunFolder, config: Config) -> RunView:
     """The newest records; of several adapters also their states, as one that ended early may not be among those."""
-    view = RunView(steps_of(config))
-    for record in state_records(folder) if len(config.adapters) > 1 else ():
+    view = RunView({name: 0 if run.endless else run.steps for name, run in adapter_runs(config).items()})
+    for record in state_records(folder) if len(config.adapters) != 1 else ():
         view.add(record)
     for newest in newest_records(folder):
         view.add(newest)

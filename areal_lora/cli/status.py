@@ -95,7 +95,7 @@ def adapter_rows(adapters: Sequence[AdapterStatus]) -> Sequence[Sequence[str]]:
         accuracy = number(one.accuracy) + ("" if one.accuracy_version is None else f" (v{one.accuracy_version})")
         figures = (number(one.reward), accuracy, number(one.lag, 2), percent(one.share))
         checkpoint = "-" if one.checkpoint is None else f"v{one.checkpoint}"
-        steps = f"{one.steps_done}/{one.steps}"
+        steps = f"{one.steps_done}/{one.steps}" if one.steps else str(one.steps_done)
         rows.append((one.name, str(one.state), steps, *figures, checkpoint, one.reason or "-"))
     return rows
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.reader import MetricsTail
 from areal_lora.obs.metrics.records import (
     AdapterStateRecord,
@@ -76,7 +77,8 @@ def members_line(record: MembersRecord) -> str | None:
     """Which servers joined and left; None if none did (`publish_problem` reports losses)."""
     parts = [("joined", record.joined), ("left", record.left)]
     changes = "; ".join(f"{', '.join(names)} {what}" for what, names in parts if names)
-    return f"{changes}: {record.servers} servers serve v{record.version}" if changes else None
+    took = "" if record.publish_ms is None else f", sent in {number(record.publish_ms, 0)} ms"
+    return f"{changes}: {record.servers} servers serve v{record.version}{took}" if changes else None
 
 
 class LiveConsole:
@@ -98,13 +100,14 @@ class LiveConsole:
         self._tail = MetricsTail(run_folder)
         self._live: Live | None = None
         self._statuses: dict[str, str] = {}
+        self._unreadable = ""
         self._started = self._changed = clock()
         self.view = RunView(steps)
 
     def start(self) -> None:
         """Start. Existing records of a resumed run are read but not printed."""
         self._started = self._changed = self._clock()
-        while records := self._tail.read_new():
+        while records := self._read_new():
             for record in records:
                 self.view.add(record)
         self._statuses = read_statuses(self._folder)
@@ -114,7 +117,7 @@ class LiveConsole:
 
     def tick(self) -> None:
         """Read and show new records and statuses."""
-        records, statuses = self._tail.read_new(), read_statuses(self._folder)
+        records, statuses = self._read_new(), read_statuses(self._folder)
         if records:
             self._changed = self._clock()
         for record in records:
@@ -135,6 +138,19 @@ class LiveConsole:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _read_new(self) -> list[Record]:
+        """New records; none where they cannot be read, which is said once in a row."""
+        try:
+            records, problem = self._tail.read_new(), ""
+        except OSError as error:
+            records, problem = [], f"{self._tail.path}: {error.strerror or error}"
+        except ConfigError as error:
+            records, problem = [], str(error)
+        if problem and problem != self._unreadable:
+            self._line(f"records cannot be shown: {problem}; the run continues")
+        self._unreadable = problem
+        return records
 
     def _print_plain(self, records: list[Record], statuses: dict[str, str]) -> None:
         if not self.view.steps or self._clock() - self._changed > QUIET_S:
@@ -176,7 +192,8 @@ class LiveConsole:
     def _step_line(self, record: StepRecord) -> str:
         view, adapter = self.view, self.view.adapter(record.adapter)
         sync, left = view.sync_p50(), view.remaining_s()
-        parts = [f"step {record.step + 1}/{adapter.total}", f"reward {number(record.reward_mean)}"]
+        place = f"{record.step + 1}/{adapter.total}" if adapter.total else f"{record.step + 1}"
+        parts = [f"step {place}", f"reward {number(record.reward_mean)}"]
         parts += [f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
         parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync[0], 1) if sync else '-'} ms"]
         parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
@@ -271,7 +288,7 @@ def adapter_table(view: RunView) -> Table:
     for name, one in view.adapters.items():
         rewards = [step.reward_mean for step in one.steps if step.reward_mean is not None]
         newest = number(rewards[-1] if rewards else None)
-        step, lag, share = f"{one.steps_done}/{one.total}", number(one.mean_lag, 2), percent(shares[name])
+        step, lag, share = one.place, number(one.mean_lag, 2), percent(shares[name])
         curve = sparkline(rewards, ROW_BARS)
         table.add_row(name, str(one.state), step, newest, lag, eval_text(one), share, curve)
     return table

@@ -42,13 +42,13 @@ def newest_state(recorded: AdapterStateRecord | None, steps_done: int, total: in
     """The recorded state; without one what the steps tell, as in files of earlier versions and after a resume."""
     if recorded is not None:
         return recorded.state
-    if steps_done >= total:
+    if total and steps_done >= total:
         return AdapterPhase.DONE
     return AdapterPhase.ACTIVE if steps_done else AdapterPhase.PENDING
 
 
 class AdapterView:
-    """The newest records of one adapter; ``total`` is the number of its training steps."""
+    """The newest records of one adapter; ``total`` is the number of its training steps, 0 if unknown."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -69,8 +69,9 @@ class AdapterView:
                 self.resumed_at, self._recorded = version, None
                 self.steps = deque((s for s in self.steps if s.step < version), maxlen=KEPT)
                 self._evals = deque((e for e in self._evals if e.version <= version), maxlen=KEPT)
-            case AdapterStateRecord():
+            case AdapterStateRecord(steps=steps):
                 self._recorded = record
+                self.total = self.total if steps is None else steps
             case EvalRecord():
                 pass
 
@@ -93,6 +94,11 @@ class AdapterView:
     def reason(self) -> str:
         """Why it is in its state; empty where the state says it all."""
         return self._recorded.reason if self._recorded else ""
+
+    @property
+    def place(self) -> str:
+        """``3/8``: steps made, of all; only the first where a client decides, or no record says."""
+        return f"{self.steps_done}/{self.total}" if self.total else str(self.steps_done)
 
     @property
     def steps_left(self) -> int:

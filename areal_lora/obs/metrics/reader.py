@@ -44,7 +44,8 @@ class MetricsTail:
     def read_new(self) -> list[Record]:
         """The next whole records, at most about ``TAIL_BYTES``; call until the list is empty.
 
-        Raises ConfigError with file and line for a line that is not a record.
+        Raises ConfigError with file and line for a line that is not a record, after those before it were returned; the
+        next call continues behind it. Raises OSError.
         """
         records: list[Record] = []
         if not self.path.exists():
@@ -55,10 +56,19 @@ class MetricsTail:
             for line in file:
                 if not line.endswith(b"\n") or self._offset - begin > TAIL_BYTES:
                     break
-                self._offset += len(line)
-                self._lines += 1
-                records.append(_decode(_RECORD, line, self.path, self._lines))
+                try:
+                    records.append(_decode(_RECORD, line, self.path, self._lines + 1))
+                except ConfigError:
+                    if records:
+                        break
+                    self._pass(line)
+                    raise
+                self._pass(line)
         return records
+
+    def _pass(self, line: bytes) -> None:
+        self._offset += len(line)
+        self._lines += 1
 
 
 def newest_records(run_folder: RunFolder, nbytes: int = TAIL_BYTES) -> list[Record]:

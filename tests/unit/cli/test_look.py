@@ -10,11 +10,13 @@ from areal_lora.cli import look as module
 from areal_lora.cli.look import look
 from areal_lora.cli.processes import Holder
 from areal_lora.cli.runs import recorded_config
-from areal_lora.config.models import Config
+from areal_lora.cli.status import adapter_rows
+from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.launcher.slurm.placement import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
 from areal_lora.run_folder.events import RestartEvent, StartEvent, now_utc, write_event
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
@@ -162,6 +164,25 @@ def test_a_run_with_a_failed_adapter_is_not_done(tmp_path: Path) -> None:
     with MetricsWriter(folder) as writer:
         writer.write(AdapterStateRecord(adapter="beta", state=AdapterPhase.DONE, version=8))
     assert look(folder, recorded_config(folder)).state == "done"
+
+
+def test_adapters_that_joined_have_rows_of_their_own(tmp_path: Path) -> None:
+    folder = make_three(tmp_path / "x")
+    [first, *_] = recorded_config(folder).model_dump(mode="json")["adapters"]
+    section = {key: value for key, value in first.items() if key != "name"}
+    client = {"rank": 4, "alpha": 4, "target_modules": ["linear_qkv"], "workflow": {"kind": "client"}}
+    new = DesiredAdapter(name="new", incarnation=1, adapter=section | {"steps": 5})
+    write_desired(
+        folder, Desired(generation=1, adapters=(new, DesiredAdapter(name="sdk", incarnation=1, adapter=client)))
+    )
+    with MetricsWriter(folder) as writer:
+        writer.write(AdapterStateRecord(adapter="new.1", state=AdapterPhase.ACTIVE, version=2, steps=5))
+    service = recorded_config(folder).model_copy(update={"service": ServiceConfig()})
+    seen = look(folder, service)
+    assert [one.name for one in seen.adapters] == ["alpha", "beta", "gamma", "new.1", "sdk.1"]
+    assert [row[2] for row in adapter_rows(seen.adapters)[-2:]] == ["2/5", "0"]
+    alone = look(folder, service.model_copy(update={"adapters": []}))
+    assert [(one.name, one.state) for one in alone.adapters] == [("new.1", "active"), ("sdk.1", "pending")]
 
 
 def test_one_adapter_has_no_row_of_its_own(folder: RunFolder) -> None:

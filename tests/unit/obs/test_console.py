@@ -126,6 +126,42 @@ def test_a_long_resumed_run_is_remembered_in_part_and_counted_in_full(tmp_path: 
     assert view.view.steps_done == 7
 
 
+def test_records_that_cannot_be_read_are_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
+    view, out, _ = plain(tmp_path)
+    path = RunFolder(tmp_path).metrics
+    path.mkdir()  # reading it is an error, for any user
+    for _ in range(3):
+        view.tick()
+    assert out.getvalue() == f"[0:00] records cannot be shown: {path}: Is a directory; the run continues\n"
+    path.rmdir()
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(step(0, reward_mean=0.5))
+    view.tick()
+    assert "step 1/10" in out.getvalue()
+    path.rename(tmp_path / "away")
+    path.mkdir()
+    view.tick()
+    view.stop()
+    assert out.getvalue().count("cannot be shown") == 2, "it is said again when it happens again"
+
+
+def test_a_line_that_is_no_record_is_named_and_those_around_it_are_shown(tmp_path: Path) -> None:
+    view, out, _ = plain(tmp_path)
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(step(0, reward_mean=0.5))
+    with RunFolder(tmp_path).metrics.open("a") as file:
+        file.write('{"kind": "step", "step": "broken"}\n')
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(step(1, reward_mean=0.5))
+    for _ in range(4):
+        view.tick()
+    shown = out.getvalue().splitlines()
+    assert ["step 1/10" in shown[0], f"{RunFolder(tmp_path).metrics}:2" in shown[1], "step 2/10" in shown[2]] == [
+        True
+    ] * 3
+    assert len(shown) == 3
+
+
 def test_a_publish_without_a_finite_probe_is_a_problem() -> None:
     assert publish_problem(PublishRecord(version=1, total_ms=1.0, differs_from_base=True)) is not None
     fine = PublishRecord(version=1, total_ms=1.0, differs_from_base=True, probe_mean_abs=1e-6)
@@ -143,6 +179,8 @@ def test_small_formats() -> None:
 def test_servers_that_come_and_go_are_one_line() -> None:
     record = MembersRecord(version=4, servers=3, joined=["server-5", "server-6"], left=["server-1"])
     assert members_line(record) == "server-5, server-6 joined; server-1 left: 3 servers serve v4"
+    caught_up = MembersRecord(version=4, servers=2, joined=["server-1"], publish_ms=120.4)
+    assert members_line(caught_up) == "server-1 joined: 2 servers serve v4, sent in 120 ms"
     assert members_line(MembersRecord(version=4, servers=2, lost={"server-1": "died"})) is None
 
 

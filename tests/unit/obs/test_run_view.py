@@ -10,7 +10,7 @@ from rich.console import Console
 
 from areal_lora.config.adapter_run import steps_of
 from areal_lora.obs.console import LiveConsole
-from areal_lora.obs.metrics.records import AdapterStateRecord, ResumeRecord
+from areal_lora.obs.metrics.records import AdapterStateRecord, ResumeRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.run_view import RunView
 from areal_lora.run_folder.paths import RunFolder
@@ -75,6 +75,43 @@ def test_without_a_recorded_state_the_steps_tell_it() -> None:
     for record in (step("alpha", 0, 1.0), step("alpha", 1, 2.0), step("beta", 0, 3.0)):
         view.add(record)
     assert [str(one.state) for one in view.adapters.values()] == ["done", "active", "pending"]
+
+
+def joined(key: str, steps: int | None, state: AdapterPhase = AdapterPhase.PENDING) -> AdapterStateRecord:
+    return AdapterStateRecord(adapter=key, state=state, version=0, steps=steps)
+
+
+def test_an_adapter_that_joined_says_how_many_steps_it_is_to_make() -> None:
+    view = RunView({})
+    for record in (joined("new.1", 5), joined("sdk.1", None)):
+        view.add(record)
+    view.add(joined("new.1", None, AdapterPhase.ACTIVE))  # later states do not repeat it
+    for k in range(3):
+        view.add(StepRecord(adapter="new.1", step=k, version=k, time_s=2.0 * k))
+    new, sdk = view.adapters["new.1"], view.adapters["sdk.1"]
+    assert (new.place, new.steps_left, sdk.place, sdk.steps_left) == ("3/5", 2, "0", 0)
+    assert (view.total, view.remaining_s()) == (5, 4.0)
+    view.add(ResumeRecord(adapter="new.1", version=2, time_s=9.0))
+    assert new.place == "2/5"
+
+
+def test_the_lines_of_adapters_that_joined_have_their_steps(tmp_path: Path) -> None:
+    out, folder = io.StringIO(), RunFolder(tmp_path)
+    console = LiveConsole(folder, {}, console=Console(file=out, width=40), clock=Clock())
+    console.start()
+    with MetricsWriter(folder) as writer:
+        for key, steps in (("new.1", 5), ("old.1", None)):
+            writer.write(joined(key, steps))
+            writer.write(StepRecord(adapter=key, step=0, version=0, time_s=1.0))
+    console.stop()
+    assert "new.1: step 1/5  reward" in out.getvalue()
+    assert "old.1: step 1  reward" in out.getvalue(), "a file of an earlier version"
+    terminal = Console(file=(drawn := io.StringIO()), force_terminal=True, width=120, color_system=None)
+    panel_of = LiveConsole(folder, {}, console=terminal)
+    panel_of.start()
+    panel_of.stop()
+    assert "1/5" in drawn.getvalue()
+    assert "1/0" not in drawn.getvalue()
 
 
 def test_plain_lines_name_the_adapter_its_own_steps_and_its_share(tmp_path: Path) -> None:

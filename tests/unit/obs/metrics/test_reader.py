@@ -38,6 +38,20 @@ def test_the_tail_reads_each_record_once_and_waits_for_the_end_of_a_line(tmp_pat
     assert tail.read_new() == [PUBLISH]
 
 
+def test_the_tail_returns_what_is_before_a_line_that_is_no_record_then_names_it_then_goes_on(tmp_path: Path) -> None:
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(STEP)
+    with RunFolder(tmp_path).metrics.open("ab") as file:
+        file.write(b"no record\n")
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        writer.write(PUBLISH)
+    tail = MetricsTail(RunFolder(tmp_path))
+    assert tail.read_new() == [STEP]
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a metrics record"):
+        tail.read_new()
+    assert tail.read_new() == [PUBLISH]
+
+
 def test_the_tail_takes_a_long_file_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "TAIL_BYTES", 2000)
     with MetricsWriter(RunFolder(tmp_path)) as writer:
