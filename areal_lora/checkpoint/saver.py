@@ -6,6 +6,8 @@ save ------------------------>  files -> fsync -> manifest -> rename -> fsync   
 publish ...                     durable: the publish of this version may begin
 next batch ...                  rank 0: commit the step, delete old checkpoints
 join before the next learn <--  ended
+
+What a client saves (``label``) is written in the same way and in the same order, and is no checkpoint.
 """
 
 from __future__ import annotations
@@ -30,12 +32,20 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """One checkpoint in progress at one rank."""
+    """One checkpoint in progress at one rank, of the adapter after ``step`` optimizer steps.
+
+    ``label`` is that of a client's saved state, empty for a checkpoint. ``reason`` says why it has ``failed``.
+    ``ended_s`` is time.monotonic.
+    """
 
     ref: AdapterRef
+    step: int = 0
+    label: str = ""
     settled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     failed: bool = False
+    reason: str = ""
+    ended_s: float = 0.0
     in_doubt: bool = False  # an error ended it, so it is unknown whether it is durable
     write_s: float = 0.0
     nbytes: int = 0
@@ -54,24 +64,35 @@ class Save:
 class Saver:
     """Write one checkpoint at a time. Rank 0 passes ``committed``, which is called once a checkpoint is durable.
 
+    ``kept``, of rank 0 as well, is called when a client's saved state is durable or has failed.
+
     Only the saver's thread uses the exchange of ``store``.
     """
 
     def __init__(
-        self, *, store: Store, config: CheckpointConfig, committed: Callable[[AdapterRef], None] | None
+        self,
+        *,
+        store: Store,
+        config: CheckpointConfig,
+        committed: Callable[[AdapterRef], None] | None,
+        kept: Callable[[Save], None] | None = None,
     ) -> None:
-        self._store, self._config, self._committed = store, config, committed
+        self._store, self._config, self._committed, self._kept = store, config, committed, kept
         self._failures: dict[str, int] = {}
         self._pending: dict[str, Save] = {}
         self._jobs: queue.SimpleQueue[tuple[Save, Snapshot] | None] = queue.SimpleQueue()
         self._thread = watched_thread("saver", self._work)
 
-    def save(self, snapshot: Snapshot) -> Save:
+    def save(self, snapshot: Snapshot, label: str = "") -> Save:
         """Start a save. At most one per adapter is in progress: call ``join`` first. Collective."""
         assert snapshot.ref.name not in self._pending, "join the save before"
-        job = self._pending[snapshot.ref.name] = Save(ref=snapshot.ref)
+        job = self._pending[snapshot.ref.name] = Save(ref=snapshot.ref, step=snapshot.state.step, label=label)
         self._jobs.put((job, snapshot))
         return job
+
+    def pending(self, adapter: str) -> Save | None:
+        """The adapter's save that was not joined yet (not collective)."""
+        return self._pending.get(adapter)
 
     def join(self, adapter: str) -> Save | None:
         """Wait for the adapter's save in progress, if any, and return it.
@@ -85,6 +106,8 @@ class Saver:
         _wait(job.ended, f"the checkpoint of {job.ref} to be written and committed")
         if job.error is not None:
             raise job.error
+        if job.label:
+            return job
         self._failures[adapter] = self._failures.get(adapter, 0) + 1 if job.failed else 0
         if self._failures[adapter] > self._config.max_failures:
             raise CheckpointError(
@@ -108,6 +131,7 @@ class Saver:
                 self._run(job, snapshot)
             except Exception as e:  # fault boundary: `join` raises it in the main thread  # noqa: BLE001
                 job.error, job.in_doubt = e, not job.settled.is_set()
+            job.ended_s = time.monotonic()
             job.settled.set()
             job.ended.set()
             del next_one, snapshot  # free the memory of an adapter state while the thread waits
@@ -116,13 +140,19 @@ class Saver:
         adapter = job.ref.name
         began_s = time.monotonic()
         try:
-            job.nbytes = self._store.write(snapshot)
+            job.nbytes = self._store.keep(snapshot, job.label) if job.label else self._store.write(snapshot)
         except CheckpointError as e:
-            job.failed = True
-            log.warning("the checkpoint of %s could not be written: %s; older ones are kept", job.ref, e)
-            return
+            job.failed, job.reason = True, str(e)
+            what = f"state {job.label!r}" if job.label else "checkpoint"
+            log.warning("the %s of %s could not be written: %s; older ones are kept", what, job.ref, e)
         finally:
             job.write_s = time.monotonic() - began_s
+        if job.label:
+            if self._kept is not None:
+                self._kept(job)
+            return
+        if job.failed:
+            return
         job.settled.set()
         if self._committed is None:
             return

@@ -179,10 +179,7 @@ class Store:
                 self._disk.write(scratch / MANIFEST_FILE, [encode_manifest(manifest)])
                 self._disk.fsync_folder(scratch)
                 reached("trainer.checkpoint.manifest_written")
-                if label:
-                    self._disk.remove(to)
-                self._disk.rename(scratch, to)
-                self._disk.fsync_folder(root)
+                self._name(scratch, to, replace=bool(label))
                 reached("trainer.checkpoint.renamed")
                 if not label:
                     note_newest(self._disk, root, snapshot.ref.version)
@@ -191,6 +188,22 @@ class Store:
         if failures:
             self._clear(scratch)
         return _Rank0Report(failure="; ".join(failures))
+
+    def _name(self, scratch: Path, to: Path, *, replace: bool) -> None:
+        """Give the finished folder its name. What had the name stays if that fails, and is beside it after a crash."""
+        aside = scratch.with_name(f".{to.name}.{secrets.token_hex(4)}") if replace and to.is_dir() else None
+        if aside is not None:
+            self._disk.rename(to, aside)
+        try:
+            reached("trainer.checkpoint.replacing")
+            self._disk.rename(scratch, to)
+        except OSError:
+            if aside is not None:
+                self._disk.rename(aside, to)
+            raise
+        self._disk.fsync_folder(to.parent)
+        if aside is not None:
+            self._clear(aside)
 
     def _clear(self, scratch: Path) -> None:
         try:

@@ -17,7 +17,7 @@ import msgspec
 
 from areal_lora.checkpoint.store import versions_in
 from areal_lora.cli.processes import Holder, holder, is_free, local_processes
-from areal_lora.config.adapter_run import adapter_runs
+from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.joined import with_joined
 from areal_lora.launcher.slurm.commands import lost_nodes
 from areal_lora.launcher.slurm.placement import placement
@@ -65,7 +65,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter of several; None: not known yet. ``reason`` says why it is in its ``state``, empty where it is plain.
 
-    ``share`` is its part of the trained tokens of the newest steps, ``lag`` their mean staleness in versions.
+    ``steps`` is None where a client drives it. ``share`` is its part of the trained tokens of the newest steps, ``lag``
+    their mean staleness in versions.
     ``checkpoint`` is the newest version on the disk.
     """
 
@@ -73,7 +74,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: AdapterPhase
     reason: str
     steps_done: int
-    steps: int
+    steps: int | None
     reward: float | None
     accuracy: float | None
     accuracy_version: int | None
@@ -85,6 +86,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Figures as in ``metrics.jsonl``; None: not known yet. ``state`` is one of the words in ``STATES``.
 
+    ``steps`` is None where a client drives an adapter, which has no end.
     With several adapters ``steps_done`` and ``steps`` are sums, ``reward`` and ``accuracy`` are None, and ``adapters``
     has a row for each; it is empty for a run with one.
     """
@@ -97,7 +99,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     launcher_pid: int | None
     launcher_host: str | None
     steps_done: int
-    steps: int
+    steps: int | None
     eta_s: float | None
     step_s: float | None
     reward: float | None
@@ -291,7 +293,7 @@ def _host(endpoint: Endpoint | None, here: bool) -> str:
 
 def _view(folder: RunFolder, config: Config) -> RunView:
     """The newest records; of several adapters also their states, as one that ended early may not be among those."""
-    view = RunView({name: 0 if run.endless else run.steps for name, run in adapter_runs(config).items()})
+    view = RunView(ends_of(config))
     for record in state_records(folder) if len(config.adapters) != 1 else ():
         view.add(record)
     for newest in newest_records(folder):

@@ -89,20 +89,23 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 def adapter_rows(adapters: Sequence[AdapterStatus]) -> Sequence[Sequence[str]]:
     """A head and a row per adapter; ``share`` is of the trained tokens of the newest steps."""
     from areal_lora.obs.console import number, percent
+    from areal_lora.obs.run_view import counted
 
     rows = [("adapter", "state", "step", "reward", "accuracy", "lag", "share", "checkpoint", "why")]
     for one in adapters:
         accuracy = number(one.accuracy) + ("" if one.accuracy_version is None else f" (v{one.accuracy_version})")
         figures = (number(one.reward), accuracy, number(one.lag, 2), percent(one.share))
         checkpoint = "-" if one.checkpoint is None else f"v{one.checkpoint}"
-        steps = f"{one.steps_done}/{one.steps}" if one.steps else str(one.steps_done)
-        rows.append((one.name, str(one.state), steps, *figures, checkpoint, one.reason or "-"))
+        rows.append(
+            (one.name, str(one.state), counted(one.steps_done, one.steps), *figures, checkpoint, one.reason or "-")
+        )
     return rows
 
 
 def lines(seen: Status) -> list[tuple[str, str]]:
     """The rows above the table: name and text of each."""
     from areal_lora.obs.console import duration, histogram, number
+    from areal_lora.obs.run_view import counted
 
     by = f" (launcher {seen.launcher_pid} on {seen.launcher_host})" if seen.launcher_pid else ""
     rows = [("run", f"{seen.run} in {seen.folder}"), ("state", seen.state + by + (f": {seen.why}" if seen.why else ""))]
@@ -111,7 +114,7 @@ def lines(seen: Status) -> list[tuple[str, str]]:
         rows.append(("job", f"{seen.job.id} {state}" + (f" on {seen.job.nodes}" if seen.job.nodes else "")))
     pace = f"   {seen.step_s:.2f} s a step" if seen.step_s is not None else ""
     eta = f"   ETA {duration(seen.eta_s)}" if seen.eta_s is not None else ""
-    rows.append(("step", f"{seen.steps_done}/{seen.steps}{pace}{eta}"))
+    rows.append(("step", f"{counted(seen.steps_done, seen.steps)}{pace}{eta}"))
     if seen.reward is not None or seen.accuracy is not None:
         accuracy = (
             f"   accuracy {number(seen.accuracy)} (v{seen.accuracy_version})" if seen.accuracy is not None else ""

@@ -38,6 +38,11 @@ class AdapterRun:
         """Whether a client says how many steps there will be."""
         return self.steps == ENDLESS
 
+    @property
+    def end(self) -> int | None:
+        """Training steps; None where no one knows."""
+        return None if self.endless else self.steps
+
 
 def adapter_run(config: Config, adapter: AdapterConfig) -> AdapterRun:
     """The settings that count for ``adapter``, an entry of ``config.adapters``."""
@@ -71,6 +76,11 @@ def steps_of(config: Config) -> dict[str, int]:
     return {name: run.steps for name, run in adapter_runs(config).items()}
 
 
+def ends_of(config: Config) -> dict[str, int | None]:
+    """Training steps of every adapter by name; None where no one knows."""
+    return {name: run.end for name, run in adapter_runs(config).items()}
+
+
 def total_steps(config: Config) -> int:
     """Training steps of all adapters together."""
     return sum(steps_of(config).values())
@@ -78,8 +88,9 @@ def total_steps(config: Config) -> int:
 
 def more_steps(config: Config, made: Mapping[str, int]) -> list[str]:
     """The overrides with which every adapter makes as many steps again as it has ``made``."""
-    shared = [made.get(adapter.name, 0) for adapter in config.adapters if adapter.steps is None]
-    own = [adapter.name for adapter in config.adapters if adapter.steps is not None]
+    adapters = [adapter for adapter in config.adapters if not adapter.is_client]
+    shared = [made.get(adapter.name, 0) for adapter in adapters if adapter.steps is None]
+    own = [adapter.name for adapter in adapters if adapter.steps is not None]
     words = [f"run.steps={2 * max(1, *shared)}"] if shared else []
     return words + [f"adapters.{name}.steps={2 * max(1, made.get(name, 0))}" for name in own]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from areal_lora.config.adapter_run import steps_of
+from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.models import Config
 from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.ended import RunEnd
@@ -20,7 +20,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     Failed processes are restarted, see ``Restarts``. Whatever the outcome, no process, port or shared memory of the
     run remains.
     """
-    view = LiveConsole(plan.run_folder, steps_of(config), console)
+    view = LiveConsole(plan.run_folder, ends_of(config), console)
     with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, config.run.stop_grace_s) as supervisor:
         supervisor.start(plan.processes)
         view.start()

@@ -31,7 +31,7 @@ from areal_lora.obs.metrics.records import (
     StepRecord,
     mean_lag,
 )
-from areal_lora.obs.run_view import AdapterView, RunView, publish_problem
+from areal_lora.obs.run_view import AdapterView, RunView, counted, publish_problem
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 from areal_lora.types import AdapterPhase
@@ -84,13 +84,13 @@ def members_line(record: MembersRecord) -> str | None:
 class LiveConsole:
     """Call ``start``, then ``tick`` a few times a second, then ``stop``. A tick reads only new records.
 
-    ``steps`` are the training steps of each adapter.
+    ``steps`` are the training steps of each adapter, None where no one knows.
     """
 
     def __init__(
         self,
         run_folder: RunFolder,
-        steps: Mapping[str, int],
+        steps: Mapping[str, int | None],
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -192,8 +192,9 @@ class LiveConsole:
     def _step_line(self, record: StepRecord) -> str:
         view, adapter = self.view, self.view.adapter(record.adapter)
         sync, left = view.sync_p50(), view.remaining_s()
-        place = f"{record.step + 1}/{adapter.total}" if adapter.total else f"{record.step + 1}"
-        parts = [f"step {place}", f"reward {number(record.reward_mean)}"]
+        if record.by_client:
+            return client_line(record, view)
+        parts = [f"step {counted(record.step + 1, adapter.total)}", f"reward {number(record.reward_mean)}"]
         parts += [f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
         parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync[0], 1) if sync else '-'} ms"]
         parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
@@ -227,19 +228,22 @@ class LiveConsole:
         left, done, total = self.view.remaining_s(), self.view.steps_done, self.view.total
         eta = "-" if left is None else duration(left)
         grid = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=total, completed=min(done, total), width=32)
+        bar = ProgressBar(total=total, completed=done if total is None else min(done, total), width=32)
         elapsed = duration(self._clock() - self._started)
-        grid.add_row(bar, f"{done}/{total}", f"elapsed {elapsed}", f"ETA {eta}")
+        grid.add_row(bar, counted(done, total), f"elapsed {elapsed}", f"ETA {eta}")
         return grid
 
     def _add_step_rows(self, rows: Table) -> None:
         view, last = self.view, self.view.steps[-1]
         if view.only:
             rewards = [s.reward_mean for s in view.steps if s.reward_mean is not None]
-            rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
+            if rewards:
+                rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
             rows.add_row("loss", f"{number(last.loss)}   grad {number(last.grad_norm)}   lr {number(last.lr)}")
-        rows.add_row("staleness", f"{histogram(view.staleness)}   mean {number(mean_lag(view.staleness), 2)}")
-        rows.add_row("rollout", f"{sampling_rate(last)}   {last.groups_ready} groups ready")
+        if view.staleness:
+            rows.add_row("staleness", f"{histogram(view.staleness)}   mean {number(mean_lag(view.staleness), 2)}")
+        if not last.by_client:
+            rows.add_row("rollout", f"{sampling_rate(last)}   {last.groups_ready} groups ready")
         rows.add_row("step", f"{last.step_s:.2f} s: wait {last.wait_batch_s:.2f}  train {last.train_s:.2f}")
 
     def _status_table(self) -> RenderableType:
@@ -247,6 +251,15 @@ class LiveConsole:
         for who, text in self._statuses.items():
             table.add_row(Text(who, style="cyan"), Text(text))
         return table if self._statuses else Text("starting processes", style="dim")
+
+
+def client_line(record: StepRecord, view: RunView) -> str:
+    """A client's step: what is known of it. ``step 12  loss 0.310  grad 0.120  lr 0.004  48 tokens ...``."""
+    taken = "" if record.taken else " skipped: its gradient is not finite"
+    parts = [f"step {record.step + 1}{taken}", f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
+    parts += [f"lr {number(record.lr)}", f"{record.n_tokens} tokens"]
+    parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
+    return "  ".join([*parts, f"train {record.train_s:.2f} of {record.step_s:.2f} s"])
 
 
 def histogram(counts: dict[int, int]) -> str:

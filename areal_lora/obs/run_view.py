@@ -38,19 +38,24 @@ def publish_problem(record: PublishRecord) -> str | None:
     return None
 
 
-def newest_state(recorded: AdapterStateRecord | None, steps_done: int, total: int) -> AdapterPhase:
+def counted(done: int, total: int | None) -> str:
+    """``5/8``, or ``5`` where no end is known."""
+    return f"{done}" if total is None else f"{done}/{total}"
+
+
+def newest_state(recorded: AdapterStateRecord | None, steps_done: int, total: int | None) -> AdapterPhase:
     """The recorded state; without one what the steps tell, as in files of earlier versions and after a resume."""
     if recorded is not None:
         return recorded.state
-    if total and steps_done >= total:
+    if total is not None and steps_done >= total:
         return AdapterPhase.DONE
     return AdapterPhase.ACTIVE if steps_done else AdapterPhase.PENDING
 
 
 class AdapterView:
-    """The newest records of one adapter; ``total`` is the number of its training steps, 0 if unknown."""
+    """The newest records of one adapter; ``total`` is the number of its training steps, None if that is not known."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int | None) -> None:
         self.total = total
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
         self.first_eval: EvalRecord | None = None
@@ -67,7 +72,7 @@ class AdapterView:
                 self._evals.append(msgspec.structs.replace(record, samples=[]))
             case ResumeRecord(version=version):
                 self.resumed_at, self._recorded = version, None
-                self.steps = deque((s for s in self.steps if s.step < version), maxlen=KEPT)
+                self.steps = deque((s for s in self.steps if s.version < version), maxlen=KEPT)
                 self._evals = deque((e for e in self._evals if e.version <= version), maxlen=KEPT)
             case AdapterStateRecord(steps=steps):
                 self._recorded = record
@@ -83,7 +88,9 @@ class AdapterView:
     @property
     def steps_done(self) -> int:
         if self.steps:
-            return self.steps[-1].step + 1
+            return self.steps[-1].step + self.steps[-1].taken
+        if self.total is None:
+            return 0  # versions of a client's adapter do not count steps
         return self._recorded.version if self._recorded else self.resumed_at
 
     @property
@@ -98,11 +105,16 @@ class AdapterView:
     @property
     def place(self) -> str:
         """``3/8``: steps made, of all; only the first where a client decides, or no record says."""
-        return f"{self.steps_done}/{self.total}" if self.total else str(self.steps_done)
+        return counted(self.steps_done, self.total)
+
+    @property
+    def end(self) -> int | None:
+        """Steps that there will have been; of one that does not train any more, those that it has made."""
+        return max(self.total or 0, self.steps_done) if self.total is not None or not self.state.trains else None
 
     @property
     def steps_left(self) -> int:
-        return max(0, self.total - self.steps_done) if self.state.trains else 0
+        return max(0, self.total - self.steps_done) if self.state.trains and self.total is not None else 0
 
     @property
     def mean_lag(self) -> float | None:
@@ -116,10 +128,11 @@ class AdapterView:
 class RunView:
     """Accumulates the records shown; drawing is separate, so that the state is testable.
 
-    ``totals`` are the training steps of each adapter. A record without a name belongs to the only one.
+    ``totals`` are the training steps of each adapter, None where no one knows. A record without a name belongs to the
+    only one.
     """
 
-    def __init__(self, totals: Mapping[str, int]) -> None:
+    def __init__(self, totals: Mapping[str, int | None]) -> None:
         self.adapters = {name: AdapterView(total) for name, total in totals.items()}
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
         """Of all adapters, in the order of training."""
@@ -133,7 +146,7 @@ class RunView:
 
     def adapter(self, name: str) -> AdapterView:
         """The adapter called ``name``, or the only one."""
-        return (self.only if not name else None) or self.adapters.setdefault(name, AdapterView(0))
+        return (self.only if not name else None) or self.adapters.setdefault(name, AdapterView(None))
 
     def prefix(self, name: str) -> str:
         """What begins a line about the adapter: nothing where the run has one."""
@@ -155,7 +168,7 @@ class RunView:
                 pass
             case ResumeRecord(adapter=name, version=version):
                 self.adapter(name).add(record)
-                self.steps = deque((s for s in self.steps if s.adapter != name or s.step < version), maxlen=KEPT)
+                self.steps = deque((s for s in self.steps if s.adapter != name or s.version < version), maxlen=KEPT)
                 self.publishes.clear()  # those were to other processes
                 self.problems.clear()
 
@@ -180,16 +193,19 @@ class RunView:
         return sum(adapter.steps_done for adapter in self.adapters.values())
 
     @property
-    def total(self) -> int:
-        """Training steps of all adapters; of one that has been deleted, those that it has made."""
-        return sum(max(adapter.total, adapter.steps_done) for adapter in self.adapters.values())
+    def total(self) -> int | None:
+        """Training steps of all adapters; of one that has been deleted, those that it has made. None: not known."""
+        ends = [adapter.end for adapter in self.adapters.values()]
+        return None if None in ends else sum(end or 0 for end in ends)
 
     def remaining_s(self) -> float | None:
-        """Remaining seconds at the pace of the last steps since a resume; None before the second of these.
+        """Remaining seconds at the pace of the last steps since a resume; None before the second, or without an end.
 
         Adapters take turns, so the pace is that of the run, and the steps left are those of all adapters.
         """
-        since = [step for step in self.steps if step.step >= self.adapter(step.adapter).resumed_at]
+        if self.total is None:
+            return None
+        since = [step for step in self.steps if step.version >= self.adapter(step.adapter).resumed_at]
         recent = since[-WINDOW - 1 :]
         if len(recent) < 2:
             return None

@@ -4,7 +4,9 @@
     Operation    -> it waits; one received before is ignored, one that does not follow is answered by `Expects`
     Acknowledged -> outcomes are forgotten
 
-The trainer carries out the first operation of an adapter, and calls `complete` with its outcome.
+The trainer carries out the first operation of an adapter, and calls `complete` with its outcome. Where the outcome has
+to wait, for a checkpoint or for servers, it calls `begin`, and `end` later; meanwhile the operations that follow may be
+carried out, and their outcomes wait as well: the service hears outcomes in the order of the numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ from areal_lora.operations.messages import (
     Scored,
     ToService,
     ToTrainer,
+    ends_window,
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class Unsaid:
+    """An operation that was carried out; ``outcome`` None: it is not known yet. ``final``: it may be said."""
+
+    number: int
+    outcome: Outcome | None
+    final: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,10 +48,12 @@ class Queue:
     """Operations of one adapter.
 
     ``expects`` is the next number. ``poison`` is the first fault of the window, ``passes`` those that gave gradients.
+    ``unsaid`` were carried out before those that are ``waiting``.
     """
 
     expects: int
     waiting: deque[Operation] = field(default_factory=deque)
+    unsaid: deque[Unsaid] = field(default_factory=deque)
     outcomes: dict[int, Completed] = field(default_factory=dict)
     poison: Failed | None = None
     passes: int = 0
@@ -62,10 +76,13 @@ class Backlog:
         return [*queue.outcomes.values(), Expects(adapter=adapter, number=queue.expects)]
 
     def leave(self, adapter: str, reason: str) -> list[ToService]:
-        """Its operations that wait have failed, and so will those that come."""
+        """Its operations without a final outcome have failed, and so will those that come."""
         queue = self._queues.pop(adapter, None)
         self._gone[adapter] = reason
-        return [_failed(operation, reason) for operation in (queue.waiting if queue else ())]
+        if queue is None:
+            return []
+        numbers = [*(each.number for each in queue.unsaid), *(each.number for each in queue.waiting)]
+        return [_failed(adapter, number, reason) for number in numbers]
 
     def receive(self, message: ToTrainer) -> list[ToService]:
         """What to answer at once."""
@@ -79,7 +96,7 @@ class Backlog:
                 return []
             case Operation(adapter=adapter, number=number):
                 if adapter not in self._queues:
-                    return [_failed(message, self._gone[adapter])] if adapter in self._gone else []
+                    return [_failed(adapter, number, self._gone[adapter])] if adapter in self._gone else []
                 queue = self._queues[adapter]
                 if number > queue.expects:
                     return [Expects(adapter=adapter, number=queue.expects)]
@@ -89,7 +106,7 @@ class Backlog:
                 return []
 
     def first(self, adapters: Sequence[str]) -> Operation | None:
-        """The next operation of the first of ``adapters`` that has one."""
+        """The next operation to carry out, of the first of ``adapters`` that has one."""
         queues = (self._queues[adapter] for adapter in adapters if adapter in self._queues)
         return next((queue.waiting[0] for queue in queues if queue.waiting), None)
 
@@ -106,20 +123,40 @@ class Backlog:
         return None
 
     def complete(self, operation: Operation, outcome: Outcome) -> list[ToService]:
-        """The first operation of its adapter has ended."""
+        """The first operation of its adapter was carried out, with ``outcome``."""
+        self.begin(operation, outcome)
+        return self.end(operation.adapter, operation.number, outcome)
+
+    def begin(self, operation: Operation, outcome: Outcome | None) -> None:
+        """The first operation of its adapter was carried out; ``outcome`` is None where `end` alone will know it."""
         queue = self._queues[operation.adapter]
         assert queue.waiting[0] == operation
         queue.waiting.popleft()
-        match operation.what:
-            case OptimStep() | LoadState():
-                queue.passes, queue.poison = 0, None
-            case Pass(backward=True) if isinstance(outcome, Scored):
-                queue.passes += 1
-        if isinstance(operation.what, Pass | Poison | LoadState) and isinstance(outcome, Failed) and not queue.poison:
+        queue.unsaid.append(Unsaid(number=operation.number, outcome=outcome))
+        what = operation.what
+        if ends_window(what):
+            queue.passes, queue.poison = 0, None
+        elif isinstance(what, Pass) and what.backward and isinstance(outcome, Scored):
+            queue.passes += 1
+        spoils = isinstance(what, Pass | LoadState) or (isinstance(what, Poison) and not what.of_step)
+        if spoils and isinstance(outcome, Failed) and not queue.poison:
             queue.poison = Failed(reason=f"its window has failed: {outcome.reason}", by_client=outcome.by_client)
-        completed = Completed(adapter=operation.adapter, number=operation.number, outcome=outcome)
-        queue.outcomes[operation.number] = completed
-        return [completed]
+
+    def end(self, adapter: str, number: int, outcome: Outcome | None = None) -> list[ToService]:
+        """The outcome of an operation that has begun is final: ``outcome``, or the one that `begin` was given."""
+        queue, said = self._queues.get(adapter), list[ToService]()
+        if queue is None:
+            return []  # it has left meanwhile
+        for each in queue.unsaid:
+            if each.number == number:
+                each.outcome, each.final = outcome or each.outcome, True
+        while queue.unsaid and queue.unsaid[0].final:
+            first = queue.unsaid.popleft()
+            assert first.outcome is not None
+            completed = Completed(adapter=adapter, number=first.number, outcome=first.outcome)
+            queue.outcomes[first.number] = completed
+            said.append(completed)
+        return said
 
     def _all(self) -> Iterator[ToService]:
         for adapter, queue in self._queues.items():
@@ -127,6 +164,5 @@ class Backlog:
             yield Expects(adapter=adapter, number=queue.expects)
 
 
-def _failed(operation: Operation, reason: str) -> Completed:
-    outcome = Failed(reason=reason, by_client=False)
-    return Completed(adapter=operation.adapter, number=operation.number, outcome=outcome)
+def _failed(adapter: str, number: int, reason: str) -> Completed:
+    return Completed(adapter=adapter, number=number, outcome=Failed(reason=reason, by_client=False))

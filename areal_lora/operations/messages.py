@@ -8,10 +8,10 @@
 
 An `OptimStep` ends a window: the passes since the `OptimStep` or `LoadState` before it. A pass that fails, or a
 `Poison` in place of one that could not be sent, poisons its window: the step then fails, changes nothing and makes no
-version.
+version. A `Poison` in place of a step ends the window as that step would have: what follows is the next window.
 
-An `OptimStep` and a `LoadState`, also one that fails, are in a checkpoint with their number and their outcome before
-they complete. The number is the version of the weights: a `Publish` makes no other, and a new adapter is version 0.
+What ends a window (`ends_window`), also where it fails, is in a checkpoint with its number and its outcome before it
+completes. The number is the version of the weights: a `Publish` makes no other, and a new adapter is version 0.
 After a restart of the trainer an adapter expects the number that follows its newest checkpoint. The service sends
 from there again, the passes of the unfinished window included, and the same bytes come of it; in place of one that
 had failed it sends a `Poison`. Therefore it keeps what it sent until an `OptimStep` or a `LoadState` that follows has
@@ -91,10 +91,14 @@ class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Poison(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """In place of an operation of the window that could not be sent. It fails, with what is given here."""
+    """In place of an operation that could not be sent. It fails, with what is given here.
+
+    ``of_step``: in place of an `OptimStep`. It ends the window, whose gradients are forgotten.
+    """
 
     reason: str
     by_client: bool = False
+    of_step: bool = False
 
 
 class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -125,6 +129,11 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 What: TypeAlias = Pass | OptimStep | Poison | SaveState | DropState | LoadState | Publish
+
+
+def ends_window(what: What) -> bool:
+    """Whether the passes that follow belong to another window, whatever comes of ``what``."""
+    return isinstance(what, OptimStep | LoadState) or (isinstance(what, Poison) and what.of_step)
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -31,6 +31,7 @@ from areal_lora.operations.messages import (
     SaveState,
     Scored,
     Stepped,
+    ends_window,
 )
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
@@ -123,7 +124,7 @@ class ScriptedTrainer:
         outcome = outcome or self._backlog.refused(operation) or self._outcome(operation)
         [completed] = self._backlog.complete(operation, outcome)
         assert isinstance(completed, Completed)
-        if isinstance(operation.what, OptimStep | LoadState):
+        if ends_window(operation.what):
             model = replace(self._models[operation.adapter], version=operation.number, window=0)
             self._models[operation.adapter] = model
             self.disk.checkpoints[operation.adapter] = (model, completed)

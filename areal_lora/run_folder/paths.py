@@ -146,9 +146,14 @@ class RunFolder:
     def adapter_checkpoints(self, adapter: str) -> Path:
         return self.checkpoints / adapter
 
+    @property
+    def saved_states(self) -> Path:
+        """By adapter, what clients saved (``trainer.saved_states``)."""
+        return self.path / "states"
+
     def saved_state(self, adapter: str, label: str) -> Path:
         """What a client saved of an adapter, until it is dropped; it outlives the adapter."""
-        return self.path / "states" / adapter / label
+        return self.saved_states / adapter / label
 
     def adapter_export(self, adapter: str) -> Path:
         """PEFT folder of the trained adapter, written at the end of the run."""

@@ -114,7 +114,7 @@ def shown(row: AdapterRow, seen: Seen) -> Adapter:
         wanted=row.wanted.value,
         phase=None if seen.phase is None else seen.phase.value,
         reason=seen.reason,
-        step=0 if step is None else step.step + 1,
+        step=0 if step is None else step.step + step.taken,
         reward=None if step is None else step.reward_mean,
         lag=None if step is None else step.mean_lag,
         version=seen.version,

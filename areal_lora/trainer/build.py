@@ -41,6 +41,7 @@ from areal_lora.trainer.passes import Limits
 from areal_lora.trainer.payload import outgoing_payload
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
+from areal_lora.trainer.saved_states import tidy_states
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.turns import Turns
 from areal_lora.types import AdapterRef
@@ -76,9 +77,11 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
     clients = _clients(config, run_folder, engine) if rank == 0 and config.service else None
     rank_0 = _rank_0(config, run_folder, client, clients, states, restored, started_s) if client else None
     store = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk())
-    kept = Store(run_folder, GroupExchange(timeout_s=CONTROL_TIMEOUT_S), Disk()) if config.service else None
     saver = Saver(
-        store=store, config=config.checkpoint, committed=partial(_commit, client, clients) if client else None
+        store=store,
+        config=config.checkpoint,
+        committed=partial(_commit, client, clients) if client else None,
+        kept=clients.kept if clients else None,
     )
     publisher = Publisher(
         run=config.run.name,
@@ -97,7 +100,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         run_folder=run_folder,
         engine=engine,
         states=states,
-        checkpointing=Checkpointing(config, engine, saver, versions, kept),
+        checkpointing=Checkpointing(config, engine, saver, versions),
         publishing=AdapterPublishing(
             engine, publisher, outgoing_payload(config, engine), on_report, rank_0.recorder.members if rank_0 else None
         ),
@@ -168,7 +171,8 @@ def controller_patience_s(config: Config) -> float:
 
 
 def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clients:
-    """Listen for what clients do with their adapters."""
+    """Listen for what clients do with their adapters; what a crash left of states that they saved goes first."""
+    tidy_states(run_folder, Disk())
     shape = ModelShape.from_hf(read_hf_config(Path(config.model.folder)))
     end = TrainerEnd(run_folder, own_place(config.cluster, run_folder).address)
     return Clients(run_folder, end, Limits.of(config, shape), engine.base_digest())
@@ -177,9 +181,11 @@ def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clie
 def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) -> None:
     """Commit the step that produced ``ref``; the checkpoint of ``ref`` is durable. No step produces version 0.
 
-    The controller has nothing of an adapter that a client drives.
+    The controller has nothing of an adapter that a client drives: the client hears it.
     """
-    if ref.version and not (clients and ref.name in clients.known):
+    if clients and ref.name in clients.known:
+        clients.durable(ref)
+    elif ref.version:
         client.commit(ref.name, ref.version - 1)
         reached("trainer.committed")
 
@@ -187,7 +193,7 @@ def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
     """Build rank 0's publish role, which announces to the controller the servers of each active version.
 
-    The controller has nothing of an adapter that a client drives.
+    The controller has nothing of an adapter that a client drives: the client hears it.
     """
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
@@ -195,7 +201,9 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
 
     def announce(active: Active) -> None:
         rank_0.auditor.servers = active.servers
-        if not (rank_0.clients and active.ref.name in rank_0.clients.known):
+        if rank_0.clients and active.ref.name in rank_0.clients.known:
+            rank_0.clients.active(active.ref)
+        else:
             client.announce(active.ref, {s.name: s.data_url for s in active.servers}, active.lost, active.left)
         reached("trainer.published")
 

@@ -20,13 +20,12 @@ from areal_lora.checkpoint.state import (
     files_of,
     read_files,
 )
-from areal_lora.checkpoint.store import Snapshot, Store
+from areal_lora.checkpoint.store import Snapshot
 from areal_lora.config.adapter_run import AdapterRun, adapter_named, adapter_run
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
-from areal_lora.operations.messages import Kept
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import companions
@@ -43,14 +42,10 @@ LAYOUT = ("world_size", "tp", "pp", "ep", "etp")
 class Checkpointing:
     """One per rank; all calls are collective over the trainer's ranks.
 
-    ``stored`` are the versions, by adapter, whose checkpoints the run resumed from. ``kept`` writes what clients save,
-    in the calling thread.
+    ``stored`` are the versions, by adapter, whose checkpoints the run resumed from.
     """
 
-    def __init__(
-        self, config: Config, engine: TrainEngine, saver: Saver, stored: Mapping[str, int], kept: Store | None = None
-    ) -> None:
-        self._kept = kept
+    def __init__(self, config: Config, engine: TrainEngine, saver: Saver, stored: Mapping[str, int]) -> None:
         self._config, self._engine, self._saver = config, engine, saver
         self._newest = dict(stored)  # by adapter, written or being written
 
@@ -70,14 +65,16 @@ class Checkpointing:
         self._newest[adapter.name] = version
         return self._saver.save(self._snapshot(state, controller))
 
-    def keep(self, state: TrainingState, controller: ControllerState, label: str) -> Kept:
-        """Write what the adapter is now to the folder of its saved state ``label``, in place of what is there.
+    def keep(self, state: TrainingState, controller: ControllerState, label: str) -> Save:
+        """Copy the adapter's tensors and begin to write them as its saved state ``label``, in place of what is there.
 
-        Raises CheckpointError on every rank where it cannot be written.
+        It counts as the adapter's save in progress.
         """
-        assert self._kept is not None, "the run has no service"
-        snapshot = self._snapshot(state, controller)
-        return Kept(step=snapshot.state.step, n_bytes=self._kept.keep(snapshot, label))
+        return self._saver.save(self._snapshot(state, controller), label)
+
+    def pending(self, adapter: str) -> Save | None:
+        """The adapter's save that was not joined yet (not collective)."""
+        return self._saver.pending(adapter)
 
     def _snapshot(self, state: TrainingState, controller: ControllerState) -> Snapshot:
         adapter, version = state.adapter, state.version
@@ -110,7 +107,7 @@ class Checkpointing:
     def join(self, adapter: str) -> Save | None:
         """Wait until the previous checkpoint is written and its step committed, or could not be; see `Saver.join`."""
         save = self._saver.join(adapter)
-        if save is not None and save.failed:
+        if save is not None and save.failed and not save.label:
             self._newest.pop(adapter, None)
         return save
 

@@ -26,7 +26,7 @@ from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.containment import contained, enter, first_failure, leave
 from areal_lora.trainer.joining import delete, join, pause, roll
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
-from areal_lora.trainer.operating import operate
+from areal_lora.trainer.operating import conclude, operate
 from areal_lora.trainer.peft import export_adapter
 from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.waits import (
@@ -40,7 +40,7 @@ from areal_lora.trainer.waits import (
     make_durable,
     next_work,
 )
-from areal_lora.trainer.work import Drained, Faulted, Joins, Leaves, Operates, Pauses, TrainOn, Unpublished
+from areal_lora.trainer.work import Concludes, Drained, Faulted, Joins, Leaves, Operates, Pauses, TrainOn, Unpublished
 from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
 
@@ -63,6 +63,8 @@ def train(trainer: Trainer) -> None:
                 pause(trainer, trainer.states[name], paused)
             case Operates(adapter=name):
                 operate(trainer, trainer.states[name], work)
+            case Concludes(adapter=name, publish=publish):
+                conclude(trainer, trainer.states[name], publish=publish)
             case TrainOn() | Drained() | Unpublished() | Faulted():
                 trainer.spans[work.adapter].add("wait_batch", time.perf_counter() - began_s)
                 carry_out(trainer, trainer.states[work.adapter], work)

@@ -1,20 +1,19 @@
 """Carry out a client's operation on every rank, with the verbs that a training step uses::
 
     Pass                  gradients are added, log-probabilities are the answer
-    OptimStep, LoadState  the weights change -> checkpoint with the number of the operation -> answer
-    SaveState             a folder beside the checkpoints
+    OptimStep, LoadState  the weights change; checkpoint with the number of the operation -> answer
+    SaveState             a folder beside the checkpoints -> answer
     Publish               the newest version is active on the servers -> answer
 
-All of one operation happens before the next one of any adapter begins. What is wrong with an operation fails it, what
-is wrong with the adapter ends the adapter (`containment`).
+Checkpoints, saved states and publishes run in the background, as those of training steps do, while the next
+operations and other adapters have their turns (`underway`). Answers follow each other in the order of the operations
+(`Clients`). What is wrong with an operation fails it, what is wrong with the adapter ends the adapter (`containment`).
 """
 
 from __future__ import annotations
 
 from areal_lora.engine.base import AdamValues
-from areal_lora.errors import CheckpointError
 from areal_lora.operations.messages import (
-    Failed,
     LoadState,
     Operation,
     OptimStep,
@@ -24,6 +23,7 @@ from areal_lora.operations.messages import (
     Published,
     SaveState,
     Stepped,
+    ends_window,
 )
 from areal_lora.processes.faults import reached
 from areal_lora.trainer.adapter import TrainingState
@@ -31,37 +31,62 @@ from areal_lora.trainer.containment import contained
 from areal_lora.trainer.passes import carry_out
 from areal_lora.trainer.saved_states import load_saved
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.waits import controller_state, join_checkpoint, join_publish, make_durable
+from areal_lora.trainer.waits import controller_state, join_checkpoint, join_publish
 from areal_lora.trainer.work import Operates
 
 
 def operate(trainer: Trainer, state: TrainingState, work: Operates) -> None:
-    """Carry out one operation, and answer it. Collective."""
+    """Carry out one operation: answer it, or begin what its answer waits for. Collective."""
+    operation = work.operation
     with contained(trainer, state):
-        outcome = work.refused or _outcome(trainer, state, work.operation)
-        if isinstance(work.operation.what, OptimStep | LoadState):
+        outcome = work.refused or _outcome(trainer, state, operation)
+        if ends_window(operation.what):
+            assert outcome is not None
             trainer.engine.discard_gradients(state.name)
-            _settle(trainer, state, work.operation, outcome)
+            _settle(trainer, state, operation, outcome)
+        elif outcome is not None and trainer.rank_0:
+            trainer.rank_0.clients_of(state.adapter).complete(operation, outcome)
         if trainer.rank_0:
-            trainer.rank_0.clients_of(state.adapter).complete(work.operation, outcome)
-            trainer.rank_0.turns.trained(state.name, _tokens(work.operation))
+            trainer.rank_0.turns.trained(state.name, _tokens(operation))
             trainer.rank_0.recorder.beat()
 
 
-def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Outcome:
+def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
+    """Take note of what has ended in the background; begin again a checkpoint that could not be written. Collective.
+
+    A checkpoint that could not be written in several tries ends the adapter.
+    """
+    with contained(trainer, state):
+        if publish:
+            join_publish(trainer, state)
+            return
+        save = join_checkpoint(trainer, state)
+        if save is not None and save.failed and not save.label:
+            _save(trainer, state)
+
+
+def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Outcome | None:
+    """What came of the operation; None where that is known later."""
+    spans = trainer.spans[state.name]
     match operation.what:
         case Pass() as asked:
-            outcome: Outcome = carry_out(trainer.engine, asked, state.name)
+            with spans.span("train"):
+                outcome: Outcome = carry_out(trainer.engine, asked, state.name)
             reached("trainer.operation.passed")
             return outcome
         case OptimStep() as step:
-            return _step(trainer, state, step)
+            with spans.span("train"):
+                return _step(trainer, state, step)
         case LoadState() as asked:
             return load_saved(trainer.engine, trainer.run_folder, asked, state.name)
         case SaveState(label=label):
-            return _save(trainer, state, label)
+            if trainer.rank_0:
+                trainer.rank_0.clients_of(state.adapter).keeps(operation)
+            with spans.span("checkpoint_copy"):
+                trainer.checkpointing.keep(state, controller_state(trainer, state), label)
+            return None
         case Publish():
-            return _publish(trainer, state)
+            return _publish(trainer, state, operation)
     raise AssertionError(f"{type(operation.what).__name__} is done by rank 0 alone")
 
 
@@ -81,32 +106,35 @@ def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> Stepped:
 
 
 def _settle(trainer: Trainer, state: TrainingState, operation: Operation, outcome: Outcome) -> None:
-    """Make the operation the adapter's version, and its checkpoint durable.
-
-    Raises CheckpointError on every rank when the disk takes no checkpoint in several tries.
-    """
-    join_checkpoint(trainer, state)
-    state.version = operation.number
+    """Make the operation the adapter's version, and begin its checkpoint."""
+    before, state.version = state.ref, operation.number
     if trainer.rank_0:
-        trainer.rank_0.clients_of(state.adapter).settle(operation, outcome)
+        clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]
+        if isinstance(operation.what, OptimStep) and isinstance(outcome, Stepped):
+            # Before the checkpoint, as of a training step: after any crash there is one record per step.
+            window = clients.windows[state.name]
+            trainer.rank_0.recorder.client_step(before, window, operation.what, outcome, spans)
+        clients.settle(operation, outcome)
+    trainer.spans[state.name].restart()
     reached("trainer.operation.settling")
-    make_durable(trainer, state)
-    reached("trainer.operation.settled")
+    _save(trainer, state)
 
 
-def _save(trainer: Trainer, state: TrainingState, label: str) -> Outcome:
-    try:
-        return trainer.checkpointing.keep(state, controller_state(trainer, state), label)
-    except CheckpointError as error:
-        return Failed(reason=str(error), by_client=False)
+def _save(trainer: Trainer, state: TrainingState) -> None:
+    with trainer.spans[state.name].span("checkpoint_copy"):
+        save = trainer.checkpointing.save(state, controller_state(trainer, state))
+    assert save is not None, "every version of a client's adapter has a checkpoint"
 
 
-def _publish(trainer: Trainer, state: TrainingState) -> Published:
-    join_publish(trainer, state)
-    if trainer.publishing.newest(state.name) != state.version:
+def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> Published | None:
+    if trainer.publishing.newest(state.name) == state.version:
+        return Published(version=state.version)
+    if trainer.rank_0:
+        trainer.rank_0.clients_of(state.adapter).publishes(operation, state.version)
+    with trainer.spans[state.name].span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version, None)
-        join_publish(trainer, state)
-    return Published(version=state.version)
+    trainer.publishing.needed(state.name)
+    return None
 
 
 def _tokens(operation: Operation) -> int:

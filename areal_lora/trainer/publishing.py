@@ -103,6 +103,21 @@ class AdapterPublishing:
             self._on_report(report)
         self._note_members(report)
 
+    def needed(self, adapter: str) -> None:
+        """Someone else waits for the publish in progress: servers do not pace it (not collective)."""
+        if self.busy(adapter) and (handle := self._published[adapter].handle) is not None:
+            handle.needed()
+
+    def busy(self, adapter: str) -> bool:
+        """Whether a publish was not joined yet (not collective)."""
+        kept = self._published.get(adapter)
+        return kept is not None and kept.handle is not None
+
+    def ended(self, adapter: str) -> bool:
+        """Whether a publish was not joined yet, and ``join`` would not wait (not collective)."""
+        kept = self._published.get(adapter)
+        return kept is not None and kept.handle is not None and kept.handle.done()
+
     def newest(self, adapter: str) -> int | None:
         """The version that was published last; None before the first."""
         kept = self._published.get(adapter)

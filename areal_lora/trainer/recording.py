@@ -25,12 +25,14 @@ from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.obs.trace import Spans
+from areal_lora.operations.messages import OptimStep, Stepped
 from areal_lora.rollout.channel.messages import EvalResult, RolloutSample, Stats
 from areal_lora.rollout.eval_record import eval_record
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from areal_lora.trainer.audit import Audit
+from areal_lora.trainer.client_steps import Window, step_record
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.report import PublishReport
@@ -291,6 +293,11 @@ class Recorder:
                 },
             )
         )
+
+    def client_step(self, before: AdapterRef, window: Window, step: OptimStep, outcome: Stepped, spans: Spans) -> None:
+        """Record a client's step, which began at ``before``."""
+        time_s = time.monotonic() - self._started_s
+        self._writer.write(step_record(before, window, step, outcome, spans, time_s))
 
     def finish(self, adapters: Mapping[str, Path]) -> None:
         """Write the report and, last, the summary, which names the exported folder of each of ``adapters``."""

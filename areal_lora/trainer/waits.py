@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from areal_lora.checkpoint.saver import Save
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
 from areal_lora.rollout.channel.client import SHORT_POLL_S
@@ -17,11 +18,10 @@ from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.containment import contained
 from areal_lora.trainer.roster import SERVED
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.work import Ended, Operates, Roll, ServersChanged, Unpublished, Work, share
+from areal_lora.trainer.underway import AGAIN_S, concluded, may_begin
+from areal_lora.trainer.work import Concludes, Ended, Operates, Roll, ServersChanged, Unpublished, Work, share
 from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
 
-AGAIN_S = 1.0
-"""Before a checkpoint that could not be written is tried again."""
 _LISTENING_S = 0.02
 """Of a poll of the controller, where clients wait for answers."""
 
@@ -44,11 +44,12 @@ def controller_state(trainer: Trainer, state: TrainingState) -> ControllerState:
     return trainer.rank_0.driver(state.adapter).state(state.name) if trainer.rank_0 else ControllerState()
 
 
-def join_checkpoint(trainer: Trainer, state: TrainingState) -> None:
+def join_checkpoint(trainer: Trainer, state: TrainingState) -> Save | None:
     saved = trainer.checkpointing.join(state.name)
-    if trainer.rank_0 and saved is not None:
+    if trainer.rank_0 and saved is not None and not saved.label:
         trainer.rank_0.recorder.checkpointed(saved)
     wait_for_rank_0(trainer)
+    return saved
 
 
 def make_durable(trainer: Trainer, state: TrainingState) -> None:
@@ -121,7 +122,9 @@ def _decide(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work:
     assert trainer.rank_0
     if (change := roll()) is not None:
         return change
-    operation = _operation(trainer)
+    operation = _of_clients(trainer)
+    if isinstance(operation, Concludes):
+        return operation
     by_phase = {phase: [s.name for s in trainer.states.values() if s.phase is phase] for phase in SERVED}
     if not any(by_phase.values()) and (trainer.rank_0.newcomers is None or trainer.rank_0.newcomers.closed):
         return Ended()
@@ -143,16 +146,19 @@ def _interruption(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work | N
         return Unpublished(adapter=failed)
     if trainer.publishing.changed():
         return ServersChanged()
-    return roll() or _operation(trainer)
+    return roll() or _of_clients(trainer)
 
 
-def _operation(trainer: Trainer) -> Operates | None:
-    """The operation of a client whose turn it is among the clients, on rank 0."""
+def _of_clients(trainer: Trainer) -> Operates | Concludes | None:
+    """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0."""
     if trainer.rank_0 is None or trainer.rank_0.clients is None:
         return None
+    if (ended := concluded(trainer)) is not None:
+        return ended
     trainer.rank_0.clients.listen()
     active = (s for s in trainer.states.values() if s.phase is AdapterPhase.ACTIVE and s.adapter.config.is_client)
-    return trainer.rank_0.clients.first(trainer.rank_0.turns.order(state.name for state in active))
+    order = trainer.rank_0.turns.order(state.name for state in active)
+    return trainer.rank_0.clients.first(order, partial(may_begin, trainer))
 
 
 def batch_of(state: TrainingState, groups: list[TrajectoryGroup]) -> tuple[TrainBatch, dict[int, int]]:

@@ -76,9 +76,16 @@ class Operates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     refused: Failed | None = None
 
 
+class Concludes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A ``publish`` of the client's ``adapter``, or else its checkpoint or saved state, has ended."""
+
+    adapter: str
+    publish: bool
+
+
 Roll: TypeAlias = Joins | Leaves | Pauses
 """Which adapters there are changes."""
-Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged | Operates | Roll | Ended
+Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged | Operates | Concludes | Roll | Ended
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Work).decode

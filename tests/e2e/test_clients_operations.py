@@ -1,9 +1,14 @@
-"""A client drives adapters of a real run over the link: trains, publishes, samples, saves, loads, through kills."""
+"""A client drives adapters of a real run over the link: trains, publishes, samples, saves, loads, through kills.
+
+Beside one of them an adapter trains on a data set, with the numbers of a run alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,8 @@ import pytest
 
 from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
+from areal_lora.obs.metrics.reader import read_metrics
+from areal_lora.obs.report.page import write_report
 from areal_lora.operations.messages import (
     DropState,
     Failed,
@@ -25,12 +32,13 @@ from areal_lora.operations.messages import (
     Publish,
     Published,
     SaveState,
+    Stepped,
     What,
 )
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.rendezvous import read_endpoint, read_secret
 from tests.support.e2e.desired_run import Service, wanted
-from tests.support.e2e.several_adapters import states_of
+from tests.support.e2e.several_adapters import entries, states_of
 from tests.support.operations.client import Client, datum, floats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -49,11 +57,15 @@ STEP = OptimStep(lr=0.01)
 BAD = Pass(data=(datum([1, 999_999], [1.0]),), loss=Loss.CROSS_ENTROPY)
 
 
+MOUNTS = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+
+
 class Run:
-    """A run of clients' adapters, and their client."""
+    """A run of clients' adapters, and their client. What ``full.1`` saves is on a disk of 64 KiB, given the rights."""
 
     def __init__(self, root: Path) -> None:
-        self.service = Service(root, "clients", [], overrides="run.max_restarts=5")
+        small = "../states/full.1" if MOUNTS else ""
+        self.service = Service(root, "clients", [], small_disk=small, overrides="run.max_restarts=5")
         self.wanted: list[DesiredAdapter] = []
         self.service.wait(self.service.folder.secret.exists, "the run's secret")
         self.client = Client(self.service.folder)
@@ -92,7 +104,9 @@ class Run:
         self.service.want(*self.wanted)
 
     def states(self, key: str) -> dict[int, list[str]]:
-        return states_of(self.service.folder, [key])[key]
+        while True:  # old ones are removed after the newest one was said
+            with contextlib.suppress(FileNotFoundError):
+                return states_of(self.service.folder, [key])[key]
 
     def kill_rank_0(self) -> None:
         endpoint = read_endpoint(self.service.folder, "operations", 0)
@@ -165,6 +179,59 @@ def agrees(run: Run, key: str, version: int) -> None:
     assert floats(scored.logprobs[0])[3:] == pytest.approx(sampled, abs=1e-3)
 
 
+LOOP: tuple[What, ...] = (SFT, OptimStep(lr=0.001), SaveState(label="loop"), Publish())
+
+
+def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> None:
+    """Ten steps each, weights and both moments bit for bit, while the client steps, saves and publishes in a loop."""
+    run.want_deleted("a", "b")
+    [attention] = entries("attention")
+    alone, beside = (wanted(attention, name) for name in ("alone", "beside"))
+    run.service.want(alone)
+    run.service.wait_state("alone.1", "done")
+    run.wanted = [alone, beside]
+    run.add("loop")
+    loops = 0
+    while loops < 10 or "done" not in [state for state, _ in run.service.states("beside.1")]:
+        assert run.client.do("loop.1", *LOOP)[3] == Published(version=4 * loops + 2)
+        loops += 1
+    assert len(run.states("alone.1")) == 11
+    assert run.states("beside.1") == run.states("alone.1")
+    run.wanted = [alone]
+    run.add("quiet")
+    for _ in range(3):
+        run.client.do("quiet.1", *LOOP)
+    assert [run.states("quiet.1")[v] for v in (2, 6, 10)] == [run.states("loop.1")[v] for v in (2, 6, 10)]
+
+    # What the run says of it.
+    run.service.wait(lambda: len(run.service.steps("quiet.1")) == 3, "the records")
+    records = [record for record in read_metrics(run.service.folder).steps if record.adapter == "loop.1"]
+    assert [record.step for record in records] == list(range(loops))
+    assert {(record.n_tokens, record.n_sequences, record.n_targets) for record in records} == {(15, 2, 11)}
+    assert all(record.loss and record.grad_norm and record.lr == 0.001 for record in records)
+    assert f"loop.1: step {loops}  loss" in run.service.output
+    assert "active after 3 steps · seed 3 · weight 1 · driven by a client" in write_report(
+        run.service.folder
+    ).read_text(encoding="utf-8")
+    run.wanted = []
+    run.service.want()
+
+
+@pytest.mark.skipif(not MOUNTS, reason="mounts need privileges")
+def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(run: Run) -> None:
+    run.add("full", "fine")
+    whats = (SFT, STEP, SaveState(label="x"), SFT, STEP)
+    full, fine = (run.client.do(f"{name}.1", *whats) for name in ("full", "fine"))
+    assert isinstance(full[2], Failed)
+    assert "/states/full.1/.x." in full[2].reason
+    assert "No space left on device (fix: free disk space" in full[2].reason
+    assert isinstance(fine[2], Kept)
+    assert isinstance(full[4], Stepped)
+    assert full[3:] == fine[3:]
+    assert run.states("full.1") == run.states("fine.1")
+    run.want_deleted("full", "fine")
+
+
 SCRIPT: list[What] = [
     SFT,
     STEP,
@@ -180,7 +247,6 @@ SCRIPT: list[What] = [
 
 def test_killed_in_a_window_and_after_a_step_it_ends_as_if_undisturbed(run: Run) -> None:
     """Both have one seed: their checkpoints have the same bytes."""
-    run.want_deleted("a", "b")
     run.add("calm", "shaken")
     calm = run.client.do("calm.1", *SCRIPT)
     run.client.do("shaken.1", *SCRIPT[:3])

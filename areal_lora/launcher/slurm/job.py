@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from rich.console import Console
 
 from areal_lora.checkpoint.store import versions_in
-from areal_lora.config.adapter_run import steps_of
+from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
@@ -115,7 +115,7 @@ class Job:
         return lifetime
 
     def _watch(self, steps: SlurmSteps, words: Words) -> Outcome:
-        view = LiveConsole(self._folder, steps_of(self._config), self._console)
+        view = LiveConsole(self._folder, ends_of(self._config), self._console)
         view.start()
         try:
             steps.start(self._plan.processes)

@@ -24,7 +24,7 @@ from areal_lora.obs.metrics.records import (
     position,
 )
 from areal_lora.obs.metrics.samples import sample_lines
-from areal_lora.obs.metrics.undone import BY_STEP, Mark, Undone
+from areal_lora.obs.metrics.undone import Mark, Undone
 from areal_lora.run_folder.jsonl import whole_lines
 from areal_lora.run_folder.paths import RunFolder
 
@@ -165,14 +165,14 @@ class _Head(msgspec.Struct, frozen=True):
     time_s: float = 0.0
 
     def mark(self) -> Mark:
-        index = self.step if self.kind in BY_STEP else self.version
+        index = self.step if self.kind == "sample" else self.version
         return Mark(kind=self.kind, adapter=self.adapter, index=index, what=_what(self.kind, self.tag, self.name))
 
 
 def mark_of(record: Record) -> Mark:
     """The identity of a record (`undone`)."""
     kind = str(record.__struct_config__.tag)
-    index = record.step if isinstance(record, StepRecord | RolloutSampleRecord) else record.version
+    index = record.step if isinstance(record, RolloutSampleRecord) else record.version
     return Mark(
         kind=kind,
         adapter=record.adapter,

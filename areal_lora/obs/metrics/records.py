@@ -29,6 +29,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     """One optimizer step of one adapter. Fractions are in [0, 1], log-probabilities in nats.
 
     ``version`` is the version the step started from.
+    ``by_client`` marks the step of a client. There ``version`` is the number of an operation, ``step`` counts the
+    optimizer's steps, which a state that is loaded sets, ``loss`` is the mean over the ``n_targets`` tokens whose
+    weight is not 0, and whatever belongs to rollouts is not known. ``taken`` is false for one whose gradient was not
+    finite; it does not count.
     ``reward_components`` are the means of the reward's named parts. ``reward_costs`` is what a judge has cost since
     the previous step: ``judge/calls``, ``judge/prompt_tokens``, ``judge/cached_share`` and so on.
     ``staleness`` counts trained tokens by ``version - token version``.
@@ -69,6 +73,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     explained_variance: float | None = None
     n_tokens: int = 0
     n_sequences: int = 0
+    n_targets: int = 0
     mean_answer_tokens: float | None = None
     staleness: dict[int, int] = {}
     step_s: float = 0.0
@@ -96,12 +101,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     audited_tokens: int = 0
     audit_gap: float | None = None
     unaudited_steps: int = 0
+    by_client: bool = False
+    taken: bool = True
     extra: dict[str, float | None] = {}
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that this step was trained on: those of answers."""
-        return sum(self.staleness.values())
+        """Tokens that this step was trained on: those of answers, or a client's targets."""
+        return self.n_targets if self.by_client else sum(self.staleness.values())
 
     @property
     def mean_lag(self) -> float | None:
@@ -110,7 +117,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
     @property
     def trainer_idle(self) -> float | None:
-        """Fraction of the step spent waiting for rollouts, disk or servers."""
+        """Fraction of the step spent waiting for rollouts, disk or servers; no one waits for those of a client."""
+        if self.by_client:
+            return None
         waited_s = self.wait_batch_s + self.checkpoint_join_s + self.publish_join_s
         return min(1.0, waited_s / self.step_s) if self.step_s else None
 

@@ -42,7 +42,7 @@ def _values(record: Record) -> dict[str, float | None]:
         case StepRecord():
             values: dict[str, float | None] = {}
             for name, value in msgspec.structs.asdict(record).items():
-                if isinstance(value, int | float) and name != "step":
+                if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
                     is_time = name.endswith("_s") and not name.endswith("_per_s")
                     values[f"{'time' if is_time else 'train'}/{name}"] = value
             values["train/max_staleness"] = max(record.staleness, default=None)

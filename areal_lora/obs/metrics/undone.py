@@ -10,8 +10,8 @@ from bisect import bisect_right
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-BY_STEP = frozenset({"step", "sample"})
-"""Kinds whose ``index`` is a step; the ``index`` of every other kind is a version."""
+BEFORE = frozenset({"step", "sample"})
+"""Kinds whose ``index`` is the version that they begin with; the ``index`` of every other kind is one that was made."""
 RESUME = "resume"
 
 
@@ -72,4 +72,4 @@ class Undone:
 
 def _last_valid(kind: str, version: int) -> int:
     """The last index that stays valid after a resume from ``version``."""
-    return version - 1 if kind in BY_STEP else version
+    return version - 1 if kind in BEFORE else version

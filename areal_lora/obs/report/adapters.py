@@ -10,7 +10,17 @@ from areal_lora.config.adapter_run import AdapterRun
 from areal_lora.obs.console import number, percent
 from areal_lora.obs.metrics.records import EvalRecord, Record
 from areal_lora.obs.report.figures import Figures, RunFigures
-from areal_lora.obs.report.parts import charts, course, figures, figures_of, headlines, samples, staleness, table
+from areal_lora.obs.report.parts import (
+    charts,
+    client_headlines,
+    course,
+    figures,
+    figures_of,
+    headlines,
+    samples,
+    staleness,
+    table,
+)
 from areal_lora.obs.report.plots import Plots, rewards_together
 from areal_lora.obs.report.shares import Shares
 from areal_lora.obs.run_view import newest_state
@@ -38,9 +48,10 @@ def overview(folder: RunFolder, runs: Mapping[str, AdapterRun], found: RunFigure
     head = ["adapter", "state", "steps", "weight", "trained tokens", "accuracy", "best", "mean reward"]
     head += ["staleness: mean, largest", "folder", "why"]
     rows = [_row(folder, name, run, found) for name, run in runs.items()]
+    rewarded = {name: plots.adapters[name] for name, run in runs.items() if not run.endless}
     together = [
         ("Shares of trained tokens", "of each span of time", plots.shares.draw()),
-        ("Reward", "smoothed, over each adapter's own steps", rewards_together(plots.adapters)),
+        ("Reward", "smoothed, over each adapter's own steps", rewards_together(rewarded)),
     ]
     boxes = figures([(f"adapters: {counted}", str(len(runs))), *headlines(found.total)])
     return f"{boxes}{table('Adapters', head, rows)}<h2>The run</h2>{charts(together)}"
@@ -52,21 +63,27 @@ def sections(runs: Mapping[str, AdapterRun], found: RunFigures, plots: RunPlots)
 
 
 def _section(name: str, run: AdapterRun, its: Figures, plots: Plots) -> str:
+    head = f'<section id="adapter-{escape(name)}"><h2>{escape(name)}</h2>'
+    head += f'<p class="sub">{escape(" · ".join(_about(run, its)))}</p>'
+    if run.endless:
+        return f"{head}{figures(client_headlines(its))}<h3>Plots</h3>{charts(plots.of_client())}</section>"
     shown = f"{len(its.early) + len(its.late)} sample rollouts"
     return (
-        f'<section id="adapter-{escape(name)}"><h2>{escape(name)}</h2>'
-        f'<p class="sub">{escape(" · ".join(_about(run, its)))}</p>{figures_of(its)}'
-        f"<h3>Plots</h3>{charts(plots.all())}"
+        f"{head}{figures_of(its)}<h3>Plots</h3>{charts(plots.all())}"
         f"<details><summary>{shown}</summary>{samples(its.early, list(its.late))}</details></section>"
     )
 
 
 def _about(run: AdapterRun, its: Figures) -> Iterator[str]:
     why = its.recorded.reason if its.recorded else ""
-    yield f"{_state(run, its)} after {its.steps} of {run.steps} steps" + (f": {why}" if why else "")
+    yield f"{_state(run, its)} after {_made(run, its)} steps" + (f": {why}" if why else "")
     yield f"seed {run.seed}"
     yield f"weight {run.weight:g}"
-    yield f"staleness up to {run.max_staleness}"
+    yield "driven by a client" if run.endless else f"staleness up to {run.max_staleness}"
+
+
+def _made(run: AdapterRun, its: Figures) -> str:
+    return f"{its.steps}" if run.endless else f"{its.steps} of {run.steps}"
 
 
 def _row(folder: RunFolder, name: str, run: AdapterRun, found: RunFigures) -> tuple[str, ...]:
@@ -74,7 +91,7 @@ def _row(folder: RunFolder, name: str, run: AdapterRun, found: RunFigures) -> tu
     return (
         name,
         str(_state(run, its)),
-        f"{its.steps} of {run.steps}",
+        _made(run, its),
         f"{run.weight:g}",
         percent(found.share(name)),
         course(e.accuracy for e in its.evals),
@@ -93,4 +110,4 @@ def _best(best: EvalRecord | None) -> str:
 
 
 def _state(run: AdapterRun, its: Figures) -> str:
-    return newest_state(its.recorded, its.steps, run.steps)
+    return newest_state(its.recorded, its.steps, run.end)

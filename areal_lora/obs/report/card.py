@@ -26,7 +26,7 @@ def model_card(folder: RunFolder, config: Config, ref: AdapterRef, base: str, re
     rows = [
         ("base model", base),
         ("adapter", f"{kind}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.target_modules)}"),
-        ("version", f"{ref.version} of {run.steps} steps, seed {run.seed}"),
+        ("version", f"{ref.version}{'' if run.endless else f' of {run.steps} steps'}, seed {run.seed}"),
         ("algorithm", f"`{adapter.algorithm.kind}`, reward {rewards}"),
         ("task", f"`{adapter.task.kind}`"),
         ("samples", f"{adapter.sampling.prompts_per_step} prompts x {adapter.sampling.n_samples} answers a step"),

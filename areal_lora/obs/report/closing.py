@@ -35,7 +35,7 @@ def closing_lines(run_folder: RunFolder) -> list[str]:
     parts = summary.adapters
     chosen = f" --adapter {shlex.quote(_most_trained(parts))}" if parts else ""
     made = {adapter.name: summary.steps_of(adapter.name) for adapter in config.adapters}
-    unfinished = any(part.steps < part.steps_wanted for part in parts.values())
+    unfinished = any(part.steps < (part.steps_wanted or 0) for part in parts.values())
     again = shlex.join([str(run_folder), *([] if unfinished else more_steps(config, made))])
     adapters = [f"{name}: {_adapter_result(part)}" for name, part in parts.items()] or [
         summary.adapter_path or "not exported"

@@ -46,6 +46,7 @@ class Figures:
         """The latest step of each adapter; it holds the counts since the start."""
         self.staleness: Counter[int] = Counter()
         """Trained tokens by versions of lag."""
+        self.trained_tokens = 0
         self.speeds = array("d")
         self.publishes = 0
         self.publishes_probed = 0
@@ -69,10 +70,6 @@ class Figures:
     def evals(self) -> list[EvalRecord]:
         """The first and last evaluation of the first set without samples; fewer if the run has fewer."""
         return self._evals
-
-    @property
-    def trained_tokens(self) -> int:
-        return self.staleness.total()
 
     @property
     def max_staleness(self) -> int | None:
@@ -108,8 +105,9 @@ class Figures:
                 self.recorded = record
 
     def _add_step(self, record: StepRecord) -> None:
-        self.steps += 1
-        if self.last_step is None or record.step >= self.last_step.step:
+        self.steps += record.taken
+        self.trained_tokens += record.trained_tokens
+        if self.last_step is None or record.time_s >= self.last_step.time_s:
             self.last_step = record
         self.last_by_adapter[record.adapter] = record
         self.staleness.update(record.staleness)

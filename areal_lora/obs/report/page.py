@@ -70,7 +70,8 @@ def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
     name = escape(config.run.name)
     subtitle = f"{config.model.path} · seed {config.run.seed} · configuration {digest[:12]}"
     resolved = escape(shown(config))
-    several, total = len(runs) != 1, found.total
+    total = found.total
+    several = len(runs) != 1 or any(run.endless for run in runs.values())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
@@ -156,15 +157,12 @@ def _counts(metrics: Figures) -> str:
     """Outcomes of the groups of each adapter, from the adapter's last step."""
     sizes, rows = metrics.checkpoint_bytes, []
     for name, step in metrics.last_by_adapter.items():
+        groups = [str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped), _listed(step.retried)]
+        groups += [str(step.reissued), str(step.late)]
         rows.append(
             (
                 name or "-",
-                str(step.groups_issued),
-                str(step.groups_consumed),
-                _listed(step.dropped),
-                _listed(step.retried),
-                str(step.reissued),
-                str(step.late),
+                *(["-"] * len(groups) if step.by_client else groups),
                 f"{sizes[name] / 2**20:.1f} MiB" if name in sizes else "-",
                 str(metrics.checkpoints_failed[name]),
             )

@@ -50,6 +50,14 @@ def headlines(metrics: Figures) -> list[tuple[str, str]]:
     ]
 
 
+def client_headlines(metrics: Figures) -> list[tuple[str, str]]:
+    """The figures of an adapter that a client drives: what is known of it."""
+    last = metrics.last_step
+    known = [pair for pair in headlines(metrics) if not pair[0].startswith(("staleness", "rollout"))]
+    known += [("loss of the last step", number(last.loss if last else None))]
+    return [*known, ("trained tokens", svg.label(metrics.trained_tokens))]
+
+
 def staleness(metrics: Figures) -> str:
     return "-" if metrics.max_staleness is None else f"{number(metrics.mean_lag, 2)}, {metrics.max_staleness}"
 

@@ -62,8 +62,9 @@ class Plots:
             *_learning(self, lines),
             *_timing(self.steps, lines, self.resumed),
             *_groups(self.steps, lines),
-            *_weights(self),
+            *(weights := _weights(self)),
         ]
+        self._of_client = [*_client_steps(self.steps), *weights]
         self._rewards = _reward_series(self.steps)
         self._accuracy, self._eval_reward = _accuracy_series(self.main), _eval_reward_series(self.main)
 
@@ -87,6 +88,10 @@ class Plots:
     def all(self) -> list[Plot]:
         """Draw every plot, except those that are empty text. Dotted vertical lines mark resumed versions."""
         return [(title, note, chart) for title, note, draw in self._plots if (chart := draw())]
+
+    def of_client(self) -> list[Plot]:
+        """Draw the plots of an adapter that a client drives."""
+        return [(title, note, draw()) for title, note, draw in self._of_client]
 
     @property
     def smoothed_reward(self) -> svg.Series:
@@ -164,6 +169,22 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
                 ],
                 floor=0,
             ),
+        ),
+    ]
+
+
+def _client_steps(steps: Feed[StepRecord]) -> list[Later]:
+    """Without marks: versions, at which a run resumes, do not count a client's steps."""
+    lines = partial(partial, svg.line_chart, x_label="optimizer step")
+    return [
+        ("Loss", "mean over the targets of a step", lines([_over(steps, "", lambda s: s.loss, 0)])),
+        ("Gradient norm", "before clipping", lines([_over(steps, "", lambda s: s.grad_norm, 5)], floor=0)),
+        ("Learning rate", "of the call", lines([_over(steps, "", lambda s: s.lr, 4)], floor=0)),
+        ("Trained tokens", "of a step", lines([_over(steps, "", lambda s: s.trained_tokens, 2)], floor=0)),
+        (
+            "Step time",
+            "seconds since the step before: passes and step, and all",
+            lines([_over(steps, "trainer", lambda s: s.train_s, 1), _over(steps, "all", lambda s: s.step_s, 3)]),
         ),
     ]
 

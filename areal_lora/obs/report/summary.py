@@ -23,15 +23,16 @@ from areal_lora.types import AdapterPhase
 class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one adapter of several. None: not measured.
 
-    ``steps_wanted`` are its training steps. ``reason`` says why it is in its ``state``, empty where the state says it
-    all. ``share`` is its part of the trained tokens of the run. Evaluations are those of the first set: the first, the
-    last and the best one (`Figures.best_eval`). ``path`` is its exported folder, None if there is none.
+    ``steps_wanted`` are its training steps, None where a client drives it. ``reason`` says why it is in its ``state``,
+    empty where the state says it all. ``share`` is its part of the trained tokens of the run. Evaluations are those of
+    the first set: the first, the last and the best one (`Figures.best_eval`). ``path`` is its exported folder, None if
+    there is none.
     """
 
     state: AdapterPhase
     reason: str
     steps: int
-    steps_wanted: int
+    steps_wanted: int | None
     trained_tokens: int
     share: float
     eval_first: float | None
@@ -172,10 +173,10 @@ def _first_and_last(figures: Figures) -> tuple[EvalRecord | None, EvalRecord | N
 def _adapter_summary(run: AdapterRun, figures: Figures, share: float, path: Path | str | None) -> AdapterSummary:
     (first, last), best = _first_and_last(figures), figures.best_eval
     return AdapterSummary(
-        state=newest_state(figures.recorded, figures.steps, run.steps),
+        state=newest_state(figures.recorded, figures.steps, run.end),
         reason=figures.recorded.reason if figures.recorded else "",
         steps=figures.steps,
-        steps_wanted=run.steps,
+        steps_wanted=run.end,
         trained_tokens=figures.trained_tokens,
         share=round(share, 4),
         eval_first=first.accuracy if first else None,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_lora.operations.messages import Failed, LoadState, OptimStep, Outcome, Pass, Poison, What
+from areal_lora.operations.messages import Failed, Outcome, Pass, Poison, What, ends_window
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Quota
 
@@ -52,11 +52,11 @@ class Waiting:
 
 
 def kind_of(what: What) -> OpKind:
+    if ends_window(what):
+        return OpKind.CLOSE
     match what:
         case Pass() | Poison():
             return OpKind.PASS
-        case OptimStep() | LoadState():
-            return OpKind.CLOSE
         case _:
             return OpKind.OTHER
 

@@ -172,7 +172,7 @@ class Face:
         try:
             what: OptimStep | Poison = _step(asked)
         except Refused as refused:
-            what = _poison(refused)
+            what = _poison(refused, of_step=True)
         return await self._submit(who, asked.model_id, asked.seq_id, _mark("step", body), asks.Train(what=what))
 
     async def save(self, request: Request, who: Caller) -> Response:
@@ -259,8 +259,8 @@ def _step(asked: bodies.OptimStep) -> OptimStep:
     )
 
 
-def _poison(refused: Refused) -> Poison:
-    return Poison(reason=str(refused), by_client=True)
+def _poison(refused: Refused, *, of_step: bool = False) -> Poison:
+    return Poison(reason=str(refused), by_client=True, of_step=of_step)
 
 
 def _mark(verb: str, body: bytes) -> str:

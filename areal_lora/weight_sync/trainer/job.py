@@ -144,6 +144,11 @@ class PublishHandle:
         """Whether ``wait`` would raise at once."""
         return self.done() and not isinstance(self._job.answer, PublishReport)
 
+    def needed(self) -> None:
+        """The version is waited for from now on, here or elsewhere: servers stage it at full speed."""
+        if self._job.await_now():
+            self._hurry(self.ref)
+
     def abandon(self) -> None:
         """Wait until the publish has ended, well or not; it waits for no slot any more."""
         self._job.dropped = True
@@ -155,8 +160,7 @@ class PublishHandle:
         Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot
         serve this layout), PublishError (too few servers remain at the deadline) or ParityError.
         """
-        if self._job.await_now():
-            self._hurry(self.ref)
+        self.needed()
         self._job.ended.wait()
         self.waited = True
         if isinstance(self._job.answer, PublishReport):

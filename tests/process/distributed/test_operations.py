@@ -14,7 +14,11 @@ from tests.support.paths import EXAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CASES = [Case(name="megatron, ep 2", world=2, ep=2), Case(name="fsdp, dp 2", world=2, engine="fsdp")]
+CASES = [
+    Case(name="megatron, ep 2", world=2, ep=2),
+    Case(name="megatron, tp 2, pp 2", world=4, tp=2, pp=2),
+    Case(name="fsdp, dp 2", world=2, engine="fsdp"),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

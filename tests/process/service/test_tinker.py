@@ -68,6 +68,9 @@ def test_training(tours: dict[str, dict[str, Any]], version: str) -> None:
     for error, text in said["poisoned"]:
         assert error == "RequestFailedError"
         assert "target 0 is not the input token that follows it" in text
+    error, text = said["refused step"]
+    assert error == "RequestFailedError"
+    assert "adam_params.learning_rate" in text
     assert said["after"] == {"step": 2.0, "grad_norm": 1.0, "skipped": 0.0}, "the window after it is another one"
     session = model.partition(":")[0]
     for case, reason in (("unnamed", "is no name"), ("taken", "there is a saved state")):

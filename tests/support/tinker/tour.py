@@ -83,6 +83,10 @@ def main() -> None:
     )
     bad, step = client.forward_backward([wrong], "cross_entropy"), client.optim_step(types.AdamParams())
     said["poisoned"] = [why(bad), why(step)]
+
+    # A step that cannot be taken ends its window.
+    client.forward_backward([one], "cross_entropy").result()
+    said["refused step"] = why(client.optim_step(types.AdamParams(learning_rate=-1.0)))
     client.forward_backward([one], "cross_entropy").result()
     said["after"] = client.optim_step(types.AdamParams(grad_clip_norm=0.0)).result().metrics
 

@@ -10,7 +10,7 @@ import pytest
 
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
-from areal_lora.checkpoint.saver import Saver
+from areal_lora.checkpoint.saver import Save, Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.models import CheckpointConfig
 from areal_lora.distributed.exchange import SoloExchange
@@ -37,10 +37,12 @@ class Saving:
     def __init__(self, folder: Path, **config: int) -> None:
         self.disk, self.committed = Held(), list[str]()
         self.commit_error: Exception | None = None
+        self.kept: list[Save] = []
         self.saver = Saver(
             store=Store(RunFolder(folder), SoloExchange(), self.disk),
             config=CheckpointConfig(**config),
             committed=self.commit,
+            kept=self.kept.append,
         )
 
     def commit(self, ref: AdapterRef) -> None:
@@ -118,4 +120,27 @@ def test_what_the_commit_raised_comes_out_of_join(tmp_path: Path) -> None:
     save.wait_settled()
     with pytest.raises(RolloutError, match="is away"):
         saving.saver.join(SPEC.name)
+    saving.saver.close()
+
+
+def test_what_a_client_saves_is_no_checkpoint(tmp_path: Path) -> None:
+    """It is said when it is durable or has failed, commits no step, and its failures end no adapter."""
+    saving = Saving(tmp_path, max_failures=0)
+    first = saving.saver.save(snapshot_of(1, 0), "mine")
+    assert saving.saver.pending(SPEC.name) is first
+    assert saving.kept == []
+    saving.disk.go_on.set()
+    assert saving.saver.join(SPEC.name) is first
+    assert saving.saver.pending(SPEC.name) is None
+    saving.disk.full = True
+    full = saving.saver.save(snapshot_of(2, 0), "other")
+    assert saving.saver.join(SPEC.name) is full
+    assert saving.kept == [first, full]
+    assert [(save.label, save.step, save.failed) for save in saving.kept] == [("mine", 3, False), ("other", 6, True)]
+    assert first.nbytes > 0
+    assert f"{tmp_path}/states/math/.other." in full.reason
+    assert "No space left on device" in full.reason
+    assert saving.committed == []
+    assert find(RunFolder(tmp_path), SPEC.name).newest is None
+    assert [path.name for path in (tmp_path / "states/math").iterdir()] == ["mine"]
     saving.saver.close()

@@ -106,6 +106,43 @@ def test_a_fault_poisons_its_window_alone(bad: What | tuple[What, Outcome]) -> N
     assert others == [SCORED, STEPPED]
 
 
+def test_a_poison_of_a_step_ends_its_window_and_no_other() -> None:
+    poison = Poison(reason="no such rate", by_client=True, of_step=True)
+    _, first, step, *others = carried_out(Backlog(), PASS, poison, STEP, PASS, STEP)
+    assert first == Failed(reason="no such rate", by_client=True)
+    assert isinstance(step, Failed)
+    assert "no pass since the step before it" in step.reason, "the window before it is over"
+    assert others == [SCORED, STEPPED]
+    _, _, spoiled, *others = carried_out(Backlog(), PASS, Poison(reason="broken"), poison, PASS, STEP)
+    assert spoiled == first
+    assert others == [SCORED, STEPPED]
+
+
+def test_outcomes_wait_for_those_before_them() -> None:
+    backlog = Backlog()
+    backlog.join("a.1", None)
+    for number, what in enumerate((PASS, STEP, PASS, Publish(), STEP), 1):
+        backlog.receive(operation(number, what))
+    assert backlog.complete(operation(1), SCORED) == [said(1, SCORED)]
+    backlog.begin(operation(2, STEP), STEPPED)
+    assert backlog.first(["a.1"]) == operation(3), "what follows may be carried out"
+    assert backlog.complete(operation(3), SCORED) == []
+    backlog.begin(operation(4, Publish()), None)
+    assert backlog.refused(operation(5, STEP)) is None, "its window began with the step that is not final"
+    backlog.begin(operation(5, STEP), STEPPED)
+    assert backlog.end("a.1", 4, Published(version=2)) == []
+    assert backlog.receive(Hello()) == [said(1, SCORED), Expects(adapter="a.1", number=6)]
+    known = [said(2, STEPPED), said(3, SCORED), said(4, Published(version=2))]
+    assert backlog.end("a.1", 2) == known
+    assert backlog.end("a.1", 2) == [], "once"
+    assert backlog.leave("a.1", "gone") == [said(5, Failed(reason="gone", by_client=False))]
+    assert backlog.end("a.1", 5) == [], "what has left is over"
+
+
+def said(number: int, outcome: Outcome) -> Completed:
+    return Completed(adapter="a.1", number=number, outcome=outcome)
+
+
 def test_random_windows() -> None:
     """A step succeeds exactly if its window has a pass that gave gradients and no fault."""
     seed = random.randrange(2**32)

@@ -52,6 +52,26 @@ def test_a_resume_takes_back_what_comes_again(tmp_path: Path) -> None:
     assert observed.of("a.1").step is None
 
 
+def test_versions_of_a_clients_adapter_do_not_count_its_steps(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a run")
+    with MetricsWriter(folder) as writer:
+        for step, version, taken in ((0, 0, True), (1, 4, True), (2, 9, False)):
+            record = StepRecord(
+                adapter="a.1", step=step, version=version, time_s=1.0, by_client=True, taken=taken, n_targets=8
+            )
+            writer.write(record)
+        writer.write(ResumeRecord(adapter="a.1", version=9, time_s=2.0))
+    observed = Observed(folder)
+    observed.look()
+    assert observed.of("a.1").step is None, "the step from version 9 comes again"
+    found = [record for record in observed.records("a.1", 0) if record["kind"] == "step"]
+    assert [(record["version"], record["n_targets"], record["taken"]) for record in found] == [
+        (0, 8, True),
+        (4, 8, True),
+        (9, 8, False),
+    ]
+
+
 def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     line = b'{"kind":"state","adapter":"a.1","state":"active","version":0,"reason":"","time_s":0.0}\n'

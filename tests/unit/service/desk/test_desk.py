@@ -286,6 +286,21 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_refused_step_ends_its_window(tmp_path: Path) -> None:
+    """Its passes are forgotten, and the step after it has a window of its own."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            refused = Train(what=Poison(reason="no such rate", by_client=True, of_step=True))
+            assert await it.asked(model, 2, refused) == Failed(reason="no such rate", by_client=True)
+            await it.asked(model, 3, tokens(1, 2))
+            assert await it.asked(model, 4, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+
+    asyncio.run(run())
+
+
 def test_a_failed_pass_fails_its_step(tmp_path: Path) -> None:
     def fault(operation: Operation) -> Failed | None:
         bad = isinstance(operation.what, Pass) and len(operation.what.data[0].tokens) == 20

@@ -22,7 +22,6 @@ from areal_lora.operations.messages import (
     Failed,
     Hello,
     Kept,
-    LoadState,
     Loss,
     LossSettings,
     Operation,
@@ -35,6 +34,7 @@ from areal_lora.operations.messages import (
     Stepped,
     ToService,
     ToTrainer,
+    ends_window,
 )
 from areal_lora.service.desk.asks import Answer, OfModel, Pending, Save, Train
 from areal_lora.service.desk.keeping import seal
@@ -68,7 +68,7 @@ class Executor:
     def carry_out(self, operation: Operation, fault: bool) -> list[ToService]:
         outcome = self.backlog.refused(operation) or self._outcome(operation, fault)
         sent = self.backlog.complete(operation, outcome)
-        if isinstance(operation.what, OptimStep | LoadState):
+        if ends_window(operation.what):
             self.window = ()
             [done] = sent
             assert isinstance(done, Completed)
@@ -109,7 +109,7 @@ class Exchange(RuleBasedStateMachine):
 
     @rule(
         skip=st.sampled_from([0, 0, 0, 0, 1, 2]),
-        kind=st.sampled_from(["pass", "pass", "pass", "pass", "step", "step", "save", "poison"]),
+        kind=st.sampled_from(["pass", "pass", "pass", "pass", "step", "step", "save", "poison", "bad step"]),
     )
     def send(self, skip: int, kind: str) -> None:
         seq = self.top + 1 + skip
@@ -252,6 +252,9 @@ class Exchange(RuleBasedStateMachine):
                     window.append(marked.beta or 0.0)
                     if isinstance(answer, Scored):
                         assert answer.loss == marked.beta
+                case Train(what=Poison(of_step=True)):
+                    assert isinstance(answer, Failed)
+                    window, spoiled, unsure = [], False, False
                 case Train(what=Poison()):
                     assert isinstance(answer, Failed)
                     spoiled = True
@@ -270,6 +273,8 @@ class Exchange(RuleBasedStateMachine):
                 return Train(what=Pass(data=(), loss=Loss.DRO, settings=LossSettings(beta=float(seq))))
             case "step":
                 return Train(what=OptimStep(lr=1.0))
+            case "bad step":
+                return Train(what=Poison(reason="bad rate", of_step=True))
             case "poison":
                 return Train(what=Poison(reason="bad data"))
             case _:

@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.service.desk.order import GAP_S, Fate, Op, OpKind, Waiting, admit, ready, sealed, spoiled, too_long
+from areal_lora.operations.messages import DropState, LoadState, Loss, OptimStep, Pass, Poison, Publish, SaveState
+from areal_lora.service.desk.order import (
+    GAP_S,
+    Fate,
+    Op,
+    OpKind,
+    Waiting,
+    admit,
+    kind_of,
+    ready,
+    sealed,
+    spoiled,
+    too_long,
+)
 from areal_lora.service.refused import Refused
 from tests.support.service.books import QUOTA
 
@@ -93,3 +106,11 @@ def test_what_was_answered_as_failed_fails_again(ops: str, poisoned: list[int]) 
         for number, word in enumerate(ops.split(), 1)
     ]
     assert [op.number for op in rows if spoiled(rows, op.number)] == poisoned
+
+
+def test_what_ends_a_window_is_covered_by_a_checkpoint() -> None:
+    ends = (OptimStep(lr=1.0), LoadState(adapter="a", label="x", optimizer=True), Poison(reason="x", of_step=True))
+    assert {kind_of(what) for what in ends} == {OpKind.CLOSE}
+    assert {kind_of(what) for what in (Pass(data=(), loss=Loss.DRO), Poison(reason="x"))} == {OpKind.PASS}
+    others = (SaveState(label="x"), DropState(label="x"), Publish())
+    assert {kind_of(what) for what in others} == {OpKind.OTHER}

@@ -1,0 +1,118 @@
+"""A trainer engine whose adapters have one logit per token of the vocabulary: real gradients and a plain Adam, at once.
+
+The log-probability of a token is that of a softmax over the logits, whatever comes before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_lora.checkpoint.state import PARTS, AdapterState
+from areal_lora.config.models import OptimizerConfig
+from areal_lora.engine.base import AdamValues, LossFn
+from areal_lora.types import AdapterSpec, StepStats, TrainBatch
+
+VOCABULARY = 32
+NAME = "logits.weight"
+
+
+@dataclass(slots=True)
+class Resident:
+    """``parts`` are weights and moments, [V] each."""
+
+    spec: AdapterSpec
+    optimizer: OptimizerConfig
+    parts: dict[str, Tensor] = field(default_factory=lambda: {part: torch.zeros(VOCABULARY) for part in PARTS})
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(VOCABULARY))
+    step: int = 0
+
+
+class ToyEngine:
+    rank, world_size, routed = 0, 1, False
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.residents: dict[str, Resident] = {}
+        self.passes = 0
+
+    def add_adapter(self, spec: AdapterSpec, optimizer: OptimizerConfig, seed: int) -> None:
+        self.residents[spec.name] = Resident(spec, optimizer)
+
+    def remove_adapter(self, adapter: str) -> None:
+        del self.residents[adapter]
+
+    def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> Tensor:
+        assert adapter is not None
+        return self._scores(batch, self.residents[adapter].parts["weight"])
+
+    def forward_backward(
+        self,
+        batch: TrainBatch,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        need_entropy: bool = False,
+        scores: Tensor | None = None,
+    ) -> dict[str, float]:
+        self.passes += 1
+        [name] = set(batch.adapters)
+        logits = self.residents[name].parts["weight"].clone().requires_grad_()
+        found = self._scores(batch, logits)
+        loss = loss_fn(batch, found, None).loss
+        loss.backward()
+        assert logits.grad is not None
+        self.residents[name].gradient += logits.grad
+        if scores is not None:
+            scores.copy_(found.detach())
+        return {"loss": float(loss.detach())}
+
+    def optim_step(self, adapter: str, denominator: float, lr: float, adam: AdamValues | None = None) -> StepStats:
+        """AdamW (Loshchilov and Hutter, arXiv 1711.05101), bias-corrected."""
+        it, values = self.residents[adapter], adam or AdamValues.of(self.residents[adapter].optimizer)
+        gradient, it.gradient = it.gradient / denominator, torch.zeros(VOCABULARY)
+        norm = float(gradient.double().norm())
+        if not math.isfinite(norm):
+            return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": 1.0})
+        if values.max_grad_norm is not None:
+            gradient = gradient * min(1.0, values.max_grad_norm / (norm + 1e-6))
+        it.step += 1
+        weight, first, second = (it.parts[part] for part in PARTS)
+        first.mul_(values.beta1).add_(gradient, alpha=1 - values.beta1)
+        second.mul_(values.beta2).add_(gradient**2, alpha=1 - values.beta2)
+        weight.mul_(1 - lr * values.weight_decay)
+        root = (second / (1 - values.beta2**it.step)).sqrt() + values.eps
+        weight.sub_(lr * first / (1 - values.beta1**it.step) / root)
+        return StepStats(values={"grad_norm": norm, "lr": lr, "skipped": 0.0})
+
+    def discard_gradients(self, adapter: str) -> None:
+        self.residents[adapter].gradient.zero_()
+
+    def step_count(self, adapter: str) -> int:
+        return self.residents[adapter].step
+
+    def adapter_spec(self, adapter: str) -> AdapterSpec:
+        return self.residents[adapter].spec
+
+    def base_digest(self) -> str:
+        return "toy"
+
+    def export_state(self, adapter: str) -> AdapterState:
+        it = self.residents[adapter]
+        parts = {part: values.numpy().copy() for part, values in it.parts.items()}
+        return AdapterState(step=it.step, shapes={NAME: (VOCABULARY,)}, parts=parts)
+
+    def load_state(self, adapter: str, parts: Mapping[str, Mapping[str, np.ndarray]], step: int) -> None:
+        it = self.residents[adapter]
+        it.parts = {part: torch.tensor(np.asarray(parts[part][NAME])) for part in PARTS}
+        it.step = step
+
+    def _scores(self, batch: TrainBatch, logits: Tensor) -> Tensor:
+        first = torch.zeros(batch.n_tokens, dtype=torch.bool)
+        first[batch.cu_seqlens[:-1]] = True
+        return torch.where(first, 0.0, torch.log_softmax(logits, 0)[batch.token_ids])

@@ -1,0 +1,51 @@
+"""The report's section of an adapter that a client drives, alone and beside one with a data set."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from areal_lora.config.adapter_run import ENDLESS
+from areal_lora.obs.report.page import write_report
+from areal_lora.obs.report.plots import Plots
+from tests.support.obs.page import Page
+from tests.support.obs.with_client import CLIENT, client_records, make_with_client, repeated, written
+
+
+@pytest.mark.parametrize("beside", [(), ("alpha",)])
+def test_its_section_has_what_is_known_and_no_end(tmp_path: Path, beside: tuple[str, ...]) -> None:
+    html = write_report(make_with_client(tmp_path, *beside)).read_text(encoding="utf-8")
+    Page(html)
+    assert str(ENDLESS) not in html
+    [section] = re.findall(rf'<section id="adapter-{CLIENT}">(.*?)</section>', html, flags=re.S)
+    assert "active after 3 steps · seed 7 · weight 2 · driven by a client" in section
+    boxes = {label: value for value, label in re.findall(r"<b>(.*?)</b><span>(.*?)</span>", section)}
+    assert boxes["optimizer steps"] == "3"
+    assert boxes["publish, median"] == "30.0 ms"
+    assert boxes["loss of the last step"] == "0.167"
+    assert boxes["trained tokens"] == "400"
+    assert not [label for label in boxes if "staleness" in label or "accuracy" in label or "rollout" in label]
+    titles = re.findall(r"<figcaption>(.*?) <small>", section)
+    assert titles[:5] == ["Loss", "Gradient norm", "Learning rate", "Trained tokens", "Step time"]
+    assert "Publish by phase" in titles
+    assert not {"Reward", "Staleness", "Groups in flight"} & set(titles)
+    assert "sample rollouts" not in section
+
+
+def test_the_tables_have_no_groups_of_it(tmp_path: Path) -> None:
+    html = write_report(make_with_client(tmp_path, "alpha")).read_text(encoding="utf-8")
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
+    overview, groups = [row for row in rows if row[:1] == [CLIENT]][:2]
+    assert overview[:5] == [CLIENT, "active", "3", "2", "33%"]
+    assert groups[:8] == [CLIENT, *["-"] * 6, "1.0 MiB"]
+
+
+def test_a_figure_has_a_point_for_each_step() -> None:
+    plots = Plots()
+    for record in (*client_records(beside=False), *repeated(), *written()):
+        plots.add(record)
+    drawn = {title: chart for title, _, chart in plots.of_client()}
+    assert "Learning rate" in drawn
+    assert len(set(drawn.values())) == len(drawn), "each is a plot of its own"
