@@ -258,10 +258,11 @@ def test_killed_in_a_window_and_after_a_step_it_ends_as_if_undisturbed(run: Run)
     restarted(run)
     run.client.wait(lambda: last in run.client.outcomes("shaken.1"))
     assert list(run.client.outcomes("shaken.1").values()) == calm
+    # A publish follows the end of the checkpoint's save, which removes the first version after the answer.
+    assert run.client.do("shaken.1", Publish()) == [Published(version=9)]
     mine, theirs = run.states("shaken.1"), run.states("calm.1")
     assert mine.keys() == theirs.keys() == {2, 5, 9}
     assert mine == theirs
-    assert run.client.do("shaken.1", Publish()) == [Published(version=9)]
     agrees(run, "shaken.1", 9)
 
 
