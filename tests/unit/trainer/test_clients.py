@@ -223,6 +223,7 @@ def test_one_that_leaves_fails_what_has_no_final_outcome_and_what_comes(link: Li
     link.clients.complete(link.next().operation, SCORED)
     link.clients.settle(link.next().operation, STEPPED)
     link.clients.complete(link.next().operation, SCORED)
+    assert link.next().operation.number == 4, "all have arrived"
     link.clients.end("a.1", "it has failed")
     gone = Failed(reason="it has failed", by_client=False)
     assert [link.hears(n) for n in (1, 2, 3, 4)] == [SCORED, gone, gone, gone]

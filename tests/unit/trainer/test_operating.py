@@ -181,7 +181,7 @@ def test_a_checkpoint_is_tried_again_while_others_train(side: Side, monkeypatch:
     assert isinstance(side.disk, HeldDisk)
     side.disk.full = {"a.1"}
     side.client.begin("a.1", SFT, STEP)
-    side.wait(lambda: any(record.failed for record in side.records.checkpoints), "a failed checkpoint")
+    side.wait(lambda: (save := side.saver.pending("a.1")) is not None and save.failed, "a failed checkpoint")
     trained = side.beside_steps
     assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
     side.wait(lambda: side.beside_steps > trained + 5, "steps beside it")
