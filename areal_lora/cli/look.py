@@ -86,7 +86,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Figures as in ``metrics.jsonl``; None: not known yet. ``state`` is one of the words in ``STATES``.
 
-    ``steps`` is None where a client drives an adapter, which has no end.
+    ``steps`` is None where clients drive all adapters: there is no end.
     With several adapters ``steps_done`` and ``steps`` are sums, ``reward`` and ``accuracy`` are None, and ``adapters``
     has a row for each; it is empty for a run with one.
     """

@@ -108,11 +108,6 @@ class AdapterView:
         return counted(self.steps_done, self.total)
 
     @property
-    def end(self) -> int | None:
-        """Steps that there will have been; of one that does not train any more, those that it has made."""
-        return max(self.total or 0, self.steps_done) if self.total is not None or not self.state.trains else None
-
-    @property
     def steps_left(self) -> int:
         return max(0, self.total - self.steps_done) if self.state.trains and self.total is not None else 0
 
@@ -194,9 +189,10 @@ class RunView:
 
     @property
     def total(self) -> int | None:
-        """Training steps of all adapters; of one that has been deleted, those that it has made. None: not known."""
-        ends = [adapter.end for adapter in self.adapters.values()]
-        return None if None in ends else sum(end or 0 for end in ends)
+        """Training steps of all adapters; of one without a known end, those that it has made. None: no end is known."""
+        if self.adapters and all(adapter.total is None for adapter in self.adapters.values()):
+            return None
+        return sum(max(adapter.total or 0, adapter.steps_done) for adapter in self.adapters.values())
 
     def remaining_s(self) -> float | None:
         """Remaining seconds at the pace of the last steps since a resume; None before the second, or without an end.

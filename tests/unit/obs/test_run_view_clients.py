@@ -20,7 +20,6 @@ from areal_lora.obs.run_view import RunView
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.types import AdapterPhase
 from tests.support.clocks import Clock
-from tests.support.obs.three_adapters import state
 from tests.support.obs.with_client import CLIENT, client_config, client_records, make_with_client, repeated
 
 
@@ -40,15 +39,15 @@ def test_no_one_knows_its_end() -> None:
     assert more_steps(config, {"alpha": 8, CLIENT: 3}) == ["run.steps=16"]
 
 
-def test_its_steps_count_and_the_run_has_no_end_while_it_trains() -> None:
+def test_its_steps_count_and_the_run_has_the_end_of_the_others() -> None:
     view = view_of("alpha")
     mine = view.adapters[CLIENT]
     assert (mine.steps_done, mine.total, mine.steps_left, mine.state) == (3, None, 0, AdapterPhase.ACTIVE)
-    assert (view.steps_done, view.total, view.remaining_s()) == (7, None, None)
-    assert view.shares() == {"alpha": 800 / 1200, CLIENT: 400 / 1200}
-    view.add(state(CLIENT, AdapterPhase.DELETED, 11, 9.0))
-    assert view.total == 8 + 3, "a deleted one has made what it made"
+    assert (view.steps_done, view.total) == (4 + 3, 8 + 3)
     assert view.remaining_s() is not None
+    alone = view_of()
+    assert (alone.steps_done, alone.total, alone.remaining_s()) == (3, None, None)
+    assert view.shares() == {"alpha": 800 / 1200, CLIENT: 400 / 1200}
 
 
 def test_a_step_that_was_not_taken_does_not_count() -> None:
@@ -116,11 +115,11 @@ def test_the_panel_shows_steps_without_an_end(tmp_path: Path, beside: tuple[str,
 def test_the_status_of_a_run_has_steps_without_an_end(tmp_path: Path) -> None:
     folder = RunFolder(make_with_client(tmp_path / "fake", "alpha"))
     seen = look(folder, read_config(folder))
-    assert (seen.steps_done, seen.steps, seen.eta_s) == (7, None, None)
+    assert (seen.steps_done, seen.steps) == (7, 11)
     found = {one.name: (one.steps_done, one.steps) for one in seen.adapters}
     assert found == {"alpha": (4, 8), CLIENT: (3, None)}
     text = render(seen)
-    assert "step        7   " in text
+    assert "step        7/11   " in text
     assert [row.split()[:3] for row in text.splitlines() if row.startswith(CLIENT)] == [[CLIENT, "active", "3"]]
 
 
