@@ -219,6 +219,7 @@ def test_beside_a_data_set_both_have_the_numbers_of_a_run_alone(run: Run) -> Non
 
 @pytest.mark.skipif(not MOUNTS, reason="mounts need privileges")
 def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(run: Run) -> None:
+    run.want_deleted("a", "b")
     run.add("full", "fine")
     whats = (SFT, STEP, SaveState(label="x"), SFT, STEP)
     full, fine = (run.client.do(f"{name}.1", *whats) for name in ("full", "fine"))
@@ -247,6 +248,7 @@ SCRIPT: list[What] = [
 
 def test_killed_in_a_window_and_after_a_step_it_ends_as_if_undisturbed(run: Run) -> None:
     """Both have one seed: their checkpoints have the same bytes."""
+    run.want_deleted("a", "b")
     run.add("calm", "shaken")
     calm = run.client.do("calm.1", *SCRIPT)
     run.client.do("shaken.1", *SCRIPT[:3])
