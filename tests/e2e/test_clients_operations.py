@@ -222,14 +222,15 @@ def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(run: Run) ->
     run.want_deleted("a", "b")
     run.add("full", "fine")
     whats = (SFT, STEP, SaveState(label="x"), SFT, STEP)
-    full, fine = (run.client.do(f"{name}.1", *whats) for name in ("full", "fine"))
-    assert isinstance(full[2], Failed)
-    assert "/states/full.1/.x." in full[2].reason
-    assert "No space left on device (fix: free disk space" in full[2].reason
-    assert isinstance(fine[2], Kept)
-    assert isinstance(full[4], Stepped)
-    assert full[3:] == fine[3:]
-    assert run.states("full.1") == run.states("fine.1")
+    answers, others = (run.client.do(f"{name}.1", *whats) for name in ("full", "fine"))
+    assert isinstance(answers[2], Failed)
+    assert "/states/full.1/.x." in answers[2].reason
+    assert "No space left on device (fix: free disk space" in answers[2].reason
+    assert isinstance(others[2], Kept)
+    assert isinstance(answers[4], Stepped)
+    assert answers[3:] == others[3:]
+    full, fine = run.states("full.1"), run.states("fine.1")
+    assert [full[v] for v in (2, 5)] == [fine[v] for v in (2, 5)], "the first version is removed after the answer"
     run.want_deleted("full", "fine")
 
 
