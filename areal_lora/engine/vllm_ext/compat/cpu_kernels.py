@@ -28,18 +28,9 @@ class CpuLoraLinear(PunicaWrapperCPU):
     batch = BatchSlots.of(np.empty(0, dtype=np.int64))
 
     def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any) -> None:
-        """From the batch's adapter ids, 0 for the base. vLLM makes tables for layers that no server of ours adapts."""
-        ids = np.array(mapping.index_mapping, dtype=np.int64)
-        slots = np.full(len(ids), -1, dtype=np.int64)
-        for adapter in set(ids.tolist()) - {0}:
-            slots[ids == adapter] = lora_index_to_id.index(adapter)
-        self.batch = BatchSlots.of(slots)
-
-    def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
-        raise AdapterError("an adapter of the output layer cannot be served: take it out of adapters.target_modules")
-
-    def add_lora_embedding(self, *args: Any, **kwargs: Any) -> None:
-        raise AdapterError("an adapter of the embedding cannot be served: take it out of adapters.target_modules")
+        """vLLM's tables serve its embedding, too, which vLLM's own server adapts (`engine.vllm_ext.stock`)."""
+        super().update_metadata(mapping, lora_index_to_id, *args, **kwargs)
+        self.batch = BatchSlots.of(self.token_lora_indices.numpy())
 
     def add_lora_linear(
         self,

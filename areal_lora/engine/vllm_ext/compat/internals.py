@@ -213,12 +213,9 @@ INTERNALS: tuple[Used, ...] = (
         calls=(
             ("update_metadata", ("mapping", "lora_index_to_id")),
             ("add_lora_linear", ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices")),
-            ("add_lora_logits", ()),
-            ("add_lora_embedding", ()),
         ),
         on="cpu",
     ),
-    Used(module="vllm.lora.layers.utils", name="LoRAMapping", members=("index_mapping",), on="cpu"),
     Used(module="vllm.platforms.cpu", name="CpuPlatform", calls=(("get_punica_wrapper", ()),), on="cpu"),
     Used(
         module="vllm.model_executor.layers.layernorm",
