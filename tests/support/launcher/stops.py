@@ -65,7 +65,7 @@ class Held:
 
     def left(self, environment: Mapping[str, str]) -> list[str]:
         """What is still there, in words; processes also by a mark in their environment."""
-        alive = {p.pid: p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE}
+        alive = {p.pid: p for p in self.processes if is_alive(p)}
         alive |= {p.pid: p for p in marked(environment)}
         words = [f"process {p.pid} {words_of(p)}" for p in alive.values()]
         words += [f"port {port}" for port, _ in sorted(self.listeners & listening())]
@@ -77,6 +77,14 @@ class Held:
             assert time.monotonic() - began_s < GONE_S, f"left after {GONE_S:.0f} s: {left}"
             time.sleep(0.1)
         return time.monotonic() - began_s
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended; it may end while it is looked at."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def words_of(process: psutil.Process) -> str:
