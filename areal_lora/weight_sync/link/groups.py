@@ -303,7 +303,7 @@ def _member(
     group = BroadcastGroup(endpoint, rank, backend, device, leave=leave)
     try:
         group.agree(backend.same_host, deadline)
-    except BaseException:
+    except BaseException:  # also torch's own errors: an open group would keep its connections
         group.close()
         raise
     if rank == 0:

@@ -1,4 +1,4 @@
-"""What a server counts, with a clock of the test's own; what is left of a request that is cut off."""
+"""What a server counts, with a clock of the test's own; what remains of a request that is cut off."""
 
 from __future__ import annotations
 
