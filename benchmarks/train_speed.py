@@ -29,7 +29,9 @@ from train_sides import SIDES
 from areal_lora.families.shape import read_hf_config
 
 MAX_BUSY = 0.15
-TOLERANCE = 1e-3  # largest difference of a token's log-probability between the sides
+TOLERANCE = 1e-4  # largest difference of a token's log-probability between the sides
+TIES = 1e-3
+"""Share of tokens that may differ more: where two experts are equally good, a rounding error chooses."""
 PEAK_SIZE, PEAK_ROUNDS = 2048, 7
 
 
@@ -98,6 +100,19 @@ class Process:
         self._process.wait()
 
 
+def compare(name: str, differences: np.ndarray) -> None:
+    """Print how far the sides' log-probabilities [tokens] are apart; exits if they compute different models."""
+    within = float(np.quantile(differences, 1 - TIES, method="higher"))
+    beyond = int((~(differences <= TOLERANCE)).sum())
+    print(
+        f"{name}: log-probabilities differ by {within:.1e} at most in {1 - TIES:.1%} of {len(differences)} tokens, "
+        f"by more than {TOLERANCE:.0e} in {beyond}",
+        flush=True,
+    )
+    if not within <= TOLERANCE:
+        sys.exit(f"the sides compute different models: more than {TOLERANCE} in more than {TIES:.1%} of the tokens")
+
+
 def measure(case: Case, folder: Path, rounds: int, profiled: bool) -> Measured:
     """Measure interleaved steps; the first of each side is dropped."""
     processes = {side: Process(side, case, folder) for side in SIDES}
@@ -105,10 +120,7 @@ def measure(case: Case, folder: Path, rounds: int, profiled: bool) -> Measured:
         for process in processes.values():
             process.wait()
         scores = [np.array(process.ask("logprobs")) for process in processes.values()]
-        worst = float(np.abs(scores[0] - scores[1]).max())
-        print(f"{case.name}: largest difference of a log-probability {worst:.1e}", flush=True)
-        if not worst <= TOLERANCE:
-            sys.exit(f"the sides compute different models: more than {TOLERANCE}")
+        compare(case.name, np.abs(scores[0] - scores[1]))
         seconds = [
             {side: processes[side].ask("step") for side in (SIDES if n % 2 else reversed(SIDES))}
             for n in range(rounds + 1)

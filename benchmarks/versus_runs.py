@@ -25,7 +25,8 @@ from areal_lora.run_folder.paths import RunFolder
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "math"
 CONFIGS = (EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml")
-EVAL_EVERY = 2
+UNEVALUATED = ("eval.every_steps=0", 'adapters.0.evals=[{"name": "eval", "n": 1}]', "checkpoint.keep_every=1")
+"""Our runs answer one held-out problem at the start and one at the end. They keep every version, evaluated later."""
 WARM_UP = 3
 """Steps at the start that rates and means leave out: kernels and buffers fill."""
 
@@ -34,8 +35,8 @@ WARM_UP = 3
 class Step:
     """A finished training step: seconds since the start of the process, and seconds of its phases.
 
-    ``wall_s`` also counts TRL's evaluations, ``at_s`` does not. ``lag`` is the mean age of the trained tokens in
-    versions.
+    ``wall_s`` also counts TRL's evaluations, ``at_s`` does not; our runs have none. ``lag`` is the mean age of the
+    trained tokens in versions.
     """
 
     at_s: float
@@ -93,7 +94,7 @@ def run_ours(root: Path, side: str, *, seed: int, steps: int, overrides: Sequenc
     """Train the shipped example in its own layout. Raises RunFailed."""
     name = f"{side}-{seed}"
     settings = [f"run.root={json.dumps(str(root))}", f"run.name={name}", f"run.seed={seed}", f"run.steps={steps}"]
-    settings += [f"eval.every_steps={EVAL_EVERY}", *overrides]
+    settings += [*UNEVALUATED, *overrides]
     configs = [part for path in CONFIGS for part in ("--config", str(path))]
     command = [sys.executable, "-m", "areal_lora.launch", *configs, *settings]
     folder, log = RunFolder(root / name), root / f"{name}.log"
@@ -117,9 +118,20 @@ def run_ours(root: Path, side: str, *, seed: int, steps: int, overrides: Sequenc
             Step(at_s=end_s, wall_s=end_s, phases=phases_of(s), lag=s.mean_lag or 0.0)
             for end_s, s in zip(ends_s, metrics.steps, strict=True)
         ],
-        accuracy={e.version: e.accuracy for e in metrics.evals if e.accuracy is not None},
+        accuracy=accuracy_by_version(folder, log),
         usage=tree.usage,
     )
+
+
+def accuracy_by_version(folder: RunFolder, log: Path) -> dict[int, float]:
+    """Evaluate the versions of a finished run, as ``versus_trl.py`` does its own. Raises RunFailed."""
+    command = [sys.executable, str(Path(__file__).with_name("versus_accuracy.py")), str(folder.path)]
+    with log.open("a") as file:
+        measured = subprocess.run(command, stdout=subprocess.PIPE, stderr=file, check=False)
+    if measured.returncode:
+        raise RunFailed(f"the versions of {folder.path} were not evaluated; see {log}")
+    versions: dict[str, float] = json.loads(measured.stdout)
+    return {int(version): accuracy for version, accuracy in versions.items()}
 
 
 def phases_of(step: StepRecord) -> dict[str, float]:
@@ -140,7 +152,7 @@ def run_trl(root: Path, python: Path, *, seed: int, steps: int, threads: int, ov
     out, log = root / f"trl-{seed}.jsonl", root / f"trl-{seed}.log"
     started_s = time.monotonic()
     command = [str(python), str(Path(__file__).with_name("versus_trl.py")), "--out", str(out), "--seed", str(seed)]
-    command += ["--started-s", str(started_s), "--steps", str(steps), "--eval-every", str(EVAL_EVERY)]
+    command += ["--started-s", str(started_s), "--steps", str(steps)]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {
         "PYTHONPATH": str(ROOT)
     }

@@ -19,11 +19,11 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from versus_accuracy import greedy_accuracy
 
 from areal_lora.config.load import load_config
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import numeric_match
-from areal_lora.types import Sample
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "math"
 CONFIGS = (EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml")
@@ -41,9 +41,9 @@ def next_fingerprint(cls: type, value: object) -> str:
 class Timeline(TrainerCallback):
     """Writes what happened and when. Seconds of evaluations are not counted: ``at_s`` leaves them out."""
 
-    def __init__(self, out: Path, started_s: float, evaluate: Any, every: int) -> None:
+    def __init__(self, out: Path, started_s: float, evaluate: Any) -> None:
         self.seconds = {"generate": 0.0, "reward": 0.0, "optimizer": 0.0}
-        self._out, self._started_s, self._evaluate, self._every = out, started_s, evaluate, every
+        self._out, self._started_s, self._evaluate = out, started_s, evaluate
         self._evaluated_s = self._step_s = self._optimizer_s = 0.0
 
     def now_s(self) -> float:
@@ -75,20 +75,7 @@ class Timeline(TrainerCallback):
         phases = {**self.seconds, "forward, backward": rest_s}
         wall_s = at_s + self._evaluated_s
         self.write(kind="step", step=state.global_step, at_s=at_s, wall_s=wall_s, phases=phases)
-        if state.global_step % self._every == 0 or state.global_step == state.max_steps:
-            self.evaluate(state.global_step)
-
-
-def greedy_accuracy(model: Any, tokenizer: Any, problems: list[Sample], max_new_tokens: int) -> float:
-    """Share of held-out problems that the greedy answer gets right."""
-    inputs = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, add_special_tokens=False)
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    model.train(training)
-    answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(numeric_match(a, p.answer) for a, p in zip(answers, problems, strict=True)) / len(problems)
+        self.evaluate(state.global_step)
 
 
 def main() -> None:
@@ -96,7 +83,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--started-s", type=float, required=True, help="time.monotonic() when the process was started")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--eval-every", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override one key of the demo's configuration")
@@ -146,7 +132,7 @@ def main() -> None:
     def accuracy() -> float:
         return greedy_accuracy(trainer.model, tokenizer, held_out, sampling.max_new_tokens)
 
-    timeline = Timeline(options.out, options.started_s, accuracy, options.eval_every)
+    timeline = Timeline(options.out, options.started_s, accuracy)
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         began_s = time.monotonic()

@@ -3,9 +3,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from train_case import TINY, make_batch, step_flops
-from train_speed import Measured, claims
+from train_speed import Measured, claims, compare
 
 from areal_lora.data.collate import check_batch
 from tests.support.paths import ROOT
@@ -57,6 +58,23 @@ def test_the_batch_is_the_demos_and_a_valid_one():
     assert batch.n_sequences == 64 * 8
     assert 25_000 < batch.n_tokens < 29_000
     assert set(batch.adapters) == {"a"}
+
+
+def test_sides_may_differ_in_a_tie_between_experts_and_not_in_general(capsys):
+    differences = np.full(5000, 1e-6)
+    differences[:4] = 1.0
+    compare("c", differences)
+    assert "by more than 1e-04 in 4" in capsys.readouterr().out
+    differences[4:6] = 1.0
+    with pytest.raises(SystemExit, match="different models"):
+        compare("c", differences)
+
+
+def test_a_side_without_a_number_is_no_tie():
+    differences = np.full(5000, 1e-6)
+    differences[7] = float("nan")
+    with pytest.raises(SystemExit, match="different models"):
+        compare("c", differences)
 
 
 @pytest.mark.slow
