@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.e2e.desired_run import Service, wanted
-from tests.support.e2e.several_adapters import Ended, entries, run
+from tests.support.e2e.several_adapters import Ended, entries
 from tests.support.sizes import NIGHTLY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,14 +23,6 @@ import time
 def reward(completion, answer):
     time.sleep(3600)
 """
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    ended = run(tmp_path_factory.mktemp("alone"), "alone", entries("attention"))
-    assert ended.code == 0, ended.output
-    assert len(ended.states["attention"]) == 11
-    return ended
 
 
 def test_an_adapter_has_its_own_numbers_whoever_comes_and_goes(alone: Ended, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.e2e.kills import kill_after
 from tests.support.e2e.metrics import records
-from tests.support.launcher.command import embedded_run
+from tests.support.launcher.command import embedded_run, forked_roles
 
 STEPS, PROMPTS, ETA = 30, 16, 2
 VICTIMS = {8: "areal_lora.engine.vllm_ext.server", 15: "areal_lora.rollout.main", 22: "areal_lora.trainer.main"}
@@ -51,6 +51,7 @@ def go(root: Path, name: str, victims: dict[int, str]) -> Run:
         "eval.every_steps=0",
         f"adapters.gsm8k.sampling.prompts_per_step={PROMPTS}",
         f"rollout.max_staleness={ETA}",
+        *forked_roles(root),
     )
     log = root / f"{name}.log"
     with log.open("w") as out:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from areal_lora.config.load import load_config
 from areal_lora.run_folder.rendezvous import create_secret
 from tests.support.engine.vllm_ext.serving import start_server
-from tests.support.paths import EXAMPLES, SUPPORT
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES
+from tests.support.paths import EXAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -31,13 +31,15 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = start_server(folder, 0, folder / "server.log")
     try:
-        script = [sys.executable, str(SUPPORT / "e2e" / "faults.py"), str(folder)]
-        done = subprocess.run(script, capture_output=True, text=True, timeout=200, env=environment, check=False)
+        with (folder / "faults.log").open("wb") as output:
+            starter = starter_of(ROLES["trainer.python"])
+            code = starter.start("tests.support.e2e.faults", [str(folder)], environment, output).wait(200)
     finally:
         server.terminate()
         server.wait(20)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    said = (folder / "faults.log").read_text()
+    assert code == 0, said[-4000:]
+    return json.loads(said.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["version 0", "none", "aligned", "small adapter", "small step"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_endpoint
 from tests.support.clocks import wait_until
 from tests.support.docs import commands
+from tests.support.launcher.command import forked_roles
 from tests.support.paths import EXAMPLES, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -42,7 +44,11 @@ class Checkout:
         (start,) = [text for text in self.shown if "areal_lora.launch" in text]
         self.output = (folder / "output").open("w+")
         self.launcher = subprocess.Popen(
-            ["bash", "-c", f"exec {start}"], cwd=folder, env=self._env(), stdout=self.output, stderr=self.output
+            ["bash", "-c", f"exec {start} {shlex.join(forked_roles(folder))}"],
+            cwd=folder,
+            env=self._env(),
+            stdout=self.output,
+            stderr=self.output,
         )
 
     def _env(self) -> dict[str, str]:

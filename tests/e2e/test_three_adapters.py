@@ -35,23 +35,20 @@ def test_each_adapter_ends_by_itself_and_is_exported(together: Ended) -> None:
     assert order.index("experts") < 6, "no adapter waits for another one to end"
 
 
-def test_an_adapter_alone_has_the_same_numbers(together: Ended, tmp_path: Path) -> None:
+def test_an_adapter_alone_has_the_same_numbers(together: Ended, alone: Ended) -> None:
     """Weights and both moments of every version, bit for bit; one of the others has left after its third step."""
-    alone = run(tmp_path, "alone", entries("attention"))
-    assert alone.code == 0, alone.output
-    assert len(alone.states["attention"]) == 11
     assert alone.states["attention"] == together.states["attention"]
-    digests = [tuple(digest) for digest in alone.states["attention"].values()]
-    assert len(set(digests)) == 11, "the comparison can fail: versions differ"
 
 
 def test_faults_of_two_adapters_leave_the_third_as_it_is(together: Ended, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(RAISES)
     broken = {
         "reward": {"kind": "function", "path": f"{tmp_path / 'broken.py'}:reward", "workers": 1},
-        "sampling": {"prompts_per_step": 16, "n_samples": 2, "max_new_tokens": 16},  # groups wait for retries together
+        "sampling": {"prompts_per_step": 16, "n_samples": 2, "max_new_tokens": 2},  # groups wait for retries together
     }
-    faulty = run(tmp_path, "faulty", entries(*STEPS, experts=broken, shared={"optimizer": {"lr": 2e37}}))
+    # Prompts enough that the first step has a gradient.
+    far = {"optimizer": {"lr": 2e37}, "sampling": {"prompts_per_step": 8, "n_samples": 4, "max_new_tokens": 16}}
+    faulty = run(tmp_path, "faulty", entries(*STEPS, experts=broken, shared=far))
     assert faulty.code not in (0, 1), faulty.output
     assert faulty.states["attention"] == together.states["attention"]
     assert (faulty.folder.adapter_export("attention") / "adapter_model.safetensors").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -21,6 +22,7 @@ from tests.support.clocks import wait_until
 from tests.support.distributed.sdk_ranks import sdk_and_engine
 from tests.support.distributed.spawn import run_ranks
 from tests.support.docs import blocks, commands
+from tests.support.launcher.command import forked_roles
 from tests.support.paths import ROOT
 from tests.support.tinker.offline import LOSSES, expected_loss
 from tests.support.tinker.scripted import PROGRAMS, new_tenant
@@ -46,7 +48,11 @@ class Checkout:
         self.output = (folder / "output").open("w+")
         more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.launcher = subprocess.Popen(
-            ["bash", "-c", f"exec {start}"], cwd=folder, env=os.environ | more, stdout=self.output, stderr=self.output
+            ["bash", "-c", f"exec {start} {shlex.join(forked_roles(folder))}"],
+            cwd=folder,
+            env=os.environ | more,
+            stdout=self.output,
+            stderr=self.output,
         )
         wait_until(self._is_up, WAIT_S, "servers and service", pause_s=0.2)
 

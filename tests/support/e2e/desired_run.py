@@ -15,7 +15,8 @@ import yaml
 from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
-from tests.support.e2e.several_adapters import REPEATABLE, Ended, states_of
+from tests.support.e2e.several_adapters import REPEATABLE, SEED, Ended, states_of
+from tests.support.launcher.command import forked_roles
 from tests.support.paths import EXAMPLES, ROOT
 
 WAIT_S = 300.0
@@ -39,13 +40,13 @@ class Service:
         base["model"]["path"] = str(EXAMPLES / "tiny_model")
         base["rollout"]["max_adapters"] = 3
         base |= {"adapters": configured, "service": {}}
-        base["run"] = {"name": name, "root": str(root), "steps": 10, "seed": 1}
+        base["run"] = {"name": name, "root": str(root), "steps": 10, "seed": SEED}
         (root / f"{name}.yaml").write_text(json.dumps(base))
         self.folder = RunFolder(root / name)
         self._output = (root / f"{name}.out").open("w+")
         self._generation = 0
         command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
-        command += overrides.split()
+        command += [*overrides.split(), *forked_roles(root)]
         if small_disk:
             command = ["unshare", "-m", "sh", "-c", ON_A_SMALL_DISK.format(small_disk), str(self.folder), *command]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT)

@@ -23,7 +23,8 @@ from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from tests.support.e2e import lenient_trainer
-from tests.support.launcher.command import embedded_run
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES, embedded_run, forked_roles
 from tests.support.launcher.stops import marked
 from tests.support.paths import ROOT
 
@@ -119,14 +120,7 @@ def elastic_run(root: Path, *overrides: str, vllm: bool, token_s: float = 0.01) 
         "rollout.kv_cache_gib=0.05",
         *overrides,
     )
-    if not vllm:
-        server = stand_in.interpreter(root / "server python", {stand_in.TOKEN_S: str(token_s)})
-        command += [
-            f"rollout.python={server}",
-            f"trainer.python={lenient_trainer.interpreter(root / 'trainer python')}",
-            "adapters.gsm8k.algorithm.behaviour_cap=1e9",
-            "weight_sync.probe_tolerance=1e9",
-        ]
+    command += forked_roles(root) if vllm else made_up_roles(root, token_s)
     with (root / "run.out").open("wb") as output:
         process = subprocess.Popen(
             command, env=os.environ | environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
@@ -142,3 +136,17 @@ def elastic_run(root: Path, *overrides: str, vllm: bool, token_s: float = 0.01) 
             orphan.kill()
         for left in [*run.added, process]:
             left.wait()
+
+
+def made_up_roles(folder: Path, token_s: float = 0.0) -> list[str]:
+    """``forked_roles`` with a server without a model, and a trainer that takes what it invents."""
+    starter = starter_of(ROLES["trainer.python"])
+    server = starter.interpreter(folder / "rollout.python", stand_in.__name__, {stand_in.TOKEN_S: str(token_s)})
+    trainer = starter.interpreter(folder / "trainer.python", lenient_trainer.__name__)
+    return [
+        f"rollout.python={server}",
+        f"trainer.python={trainer}",
+        *forked_roles(folder, "cluster.controller_python"),
+        "adapters.gsm8k.algorithm.behaviour_cap=1e9",
+        "weight_sync.probe_tolerance=1e9",
+    ]

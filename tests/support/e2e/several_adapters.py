@@ -15,9 +15,12 @@ from areal_lora.checkpoint.state import MANIFEST_FILE, decode_manifest
 from areal_lora.checkpoint.store import version_folder, versions_in
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.e2e.metrics import records
+from tests.support.launcher.command import forked_roles
 from tests.support.paths import EXAMPLES, ROOT
 
 STEPS = {"attention": 10, "experts": 3, "shared": 10}
+SEED = 2
+"""With it two prompts a step are enough: some answers are right in each step, and not all, so that weights change."""
 REPEATABLE = (
     "rollout.deterministic=true",
     "rollout.max_staleness=0",
@@ -35,7 +38,7 @@ def entries(*names: str, **changes: dict[str, Any]) -> list[dict[str, Any]]:
         if entry["name"] not in names:
             continue
         entry["task"] = {"kind": "word_problems", "n_eval": 4}
-        entry["sampling"] |= {"prompts_per_step": 4, "n_samples": 4, "max_new_tokens": 16}
+        entry["sampling"] |= {"prompts_per_step": 2, "n_samples": 4, "max_new_tokens": 16}
         entry.pop("max_staleness", None)
         entry |= {"steps": STEPS[entry["name"]]} | changes.get(entry["name"], {})
         chosen.append(entry)
@@ -59,9 +62,10 @@ class Ended:
 def run(root: Path, name: str, adapters: list[dict[str, Any]]) -> Ended:
     base = yaml.safe_load((EXAMPLES / "three_adapters.yaml").read_text())
     base["model"]["path"] = str(EXAMPLES / "tiny_model")
-    base |= {"adapters": adapters, "run": {"name": name, "root": str(root), "steps": 10, "seed": 1}}
+    base |= {"adapters": adapters, "run": {"name": name, "root": str(root), "steps": 10, "seed": SEED}}
     (root / f"{name}.yaml").write_text(json.dumps(base))
     command = [sys.executable, "-m", "areal_lora.launch", "--config", str(root / f"{name}.yaml"), *REPEATABLE]
+    command += forked_roles(root)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     folder = RunFolder(root / name)
     states = states_of(folder, [adapter["name"] for adapter in adapters])

@@ -7,6 +7,7 @@ is closed is killed. It ends, and its forks with it, at the end of its standard 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -14,16 +15,20 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import traceback
 from contextlib import suppress
 
 from setproctitle import setproctitle
 
+from areal_lora.processes import faults
 from areal_lora.processes.importing import collector_paused
 
 LARGEST = 1 << 17  # bytes of a request: arguments and an environment
 STANDARD = 3  # descriptors: input, output, errors
+LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNS = 0x20000
 
 
 def main() -> None:
@@ -49,12 +54,13 @@ def main() -> None:
             client, _ = listener.accept()
             request, descriptors, _, _ = socket.recv_fds(client, LARGEST, STANDARD)
             if len(descriptors) == STANDARD:
+                asker, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     for number in (woken, waker, *(each.fileno() for each in (listener, client, *forks))):
                         os.close(number)
-                    run(*json.loads(request), descriptors)
+                    run(*json.loads(request), descriptors, asker)
                 forks[client] = pid
                 client.send(str(pid).encode())
             else:  # whoever waits for the imports
@@ -76,13 +82,25 @@ def report_ended(forks: dict[socket.socket, int]) -> None:
             del forks[client]
 
 
-def run(module: str, arguments: list[str], environment: dict[str, str], cwd: str, descriptors: list[int]) -> None:
+def join_mounts(pid: int) -> None:
+    """See the disks that process ``pid`` sees, as its child would. Raises OSError."""
+    with open(f"/proc/{pid}/ns/mnt", "rb") as theirs:
+        own = os.stat("/proc/self/ns/mnt")
+        if os.fstat(theirs.fileno()).st_ino != own.st_ino and LIBC.setns(theirs.fileno(), _CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def run(
+    module: str, arguments: list[str], environment: dict[str, str], cwd: str, descriptors: list[int], asker: int
+) -> None:
     """Be a new interpreter whose main program is ``module``, up to its exit code; does not return."""
     code = 1
     try:
         os.setsid()  # whoever ends sessions must not find that of the tests
         os.environ.clear()
         os.environ.update(environment)
+        faults._plan = faults.parse(text) if (text := os.environ.get(faults.VARIABLE)) else None  # as at its import
+        join_mounts(asker)
         os.chdir(cwd)
         for standard, descriptor in enumerate(descriptors):
             os.dup2(descriptor, standard)

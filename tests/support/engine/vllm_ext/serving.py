@@ -334,7 +334,7 @@ def start(
 ) -> Fork | subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves.
 
-    vLLM's is a fork of a process that has imported it; with ``env``, which is read at imports, a new interpreter.
+    vLLM's is a fork of a process that has imported it. ``env`` is added to its environment.
     ``differing`` has what differs in the adapter ``math``, ``further`` what differs in adapters beside it.
     """
     config = Config.model_validate(
@@ -351,8 +351,8 @@ def start(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     create_secret(RunFolder(folder))
-    if command is SERVER and not env:
-        return start_server(folder, 0, folder / "log")
+    if command is SERVER:
+        return start_server(folder, 0, folder / "log", env)
     argv = [*command, "--run-folder", str(folder), "--index", "0"]
     with open(folder / "log", "wb") as log:
         return subprocess.Popen(
@@ -360,11 +360,11 @@ def start(
         )
 
 
-def start_server(folder: Path, index: int, log: Path) -> Fork:
+def start_server(folder: Path, index: int, log: Path, env: Mapping[str, str] | None = None) -> Fork:
     """Start server ``index`` of the run in ``folder``; ``log`` is appended to."""
     module, arguments = SERVER[-1], ["--run-folder", str(folder), "--index", str(index)]
     with log.open("ab") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {})
         return starter_of("tests.support.forks.server").start(module, arguments, environment, output)
 
 
