@@ -6,6 +6,7 @@ Real Megatron, real vLLM. Wrong input ends before any process starts.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import EvalRecord
 from tests.support.docs import Block, blocks
+from tests.support.launcher.command import forked_roles
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,7 +64,8 @@ def test_the_page_trains_in_two_commands(own: Path, parts: list[Block]) -> None:
     words = [block.text.split()[1] for block in parts if block.text.startswith("areal-lora ")]
     assert words == ["init", "train", "report", "eval"]
     _, train, report, evaluate = (block for block in parts if block.text.startswith("areal-lora "))
-    take(train, own)
+    done = shell(f"{train.text.strip()} {shlex.join(forked_roles(own))}", own)
+    assert done.returncode == 0, done.stdout + done.stderr
     run = load_run(own / "runs" / "mine")
     assert len(run.steps) == STEPS
     for step in run.steps:

@@ -272,7 +272,7 @@ def test_one_slow_evaluation_at_a_time_delays_no_publish(eta, caplog):
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
     """Two evaluations of old versions at a time: one more than there are slots for. Sizes as the real server's."""
-    with serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server, timeout_s=5.0) as solo:
+    with serve(n_slots=eta + 3, keep=eta + 1) as server, Solo(server, timeout_s=10.0) as solo:
         held = contextlib.ExitStack()
         for version in range(eta + 2):  # rollouts and evaluations, each on its own version
             solo.publish(version).wait()
@@ -281,7 +281,7 @@ def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
         last.wait()
         held.enter_context(server.lease(f"a@v{eta + 2}"))
         waiting = solo.publish(eta + 3)
-        threading.Timer(1.5, held.close).start()
+        threading.Timer(3.0, held.close).start()
         began = time.monotonic()
         report = waiting.wait()
         assert time.monotonic() - began > 1.0
@@ -295,7 +295,7 @@ def test_a_publish_waits_for_a_slot_that_is_held_and_says_by_what(eta, caplog):
 def test_a_server_that_has_no_slot_until_the_deadline_is_left_behind_and_catches_up():
     with serve(n_slots=2, keep=1) as full, serve(name="server-1") as roomy:
         watch = Watch(full, roomy)
-        with Solo(full, roomy, watch=watch, timeout_s=3.0) as solo, contextlib.ExitStack() as held:
+        with Solo(full, roomy, watch=watch, timeout_s=6.0) as solo, contextlib.ExitStack() as held:
             for version in range(2):
                 solo.publish(version).wait()
                 held.enter_context(full.lease(f"a@v{version}"))

@@ -92,6 +92,15 @@ class Starter:
             socket.send_fds(link, [request], [nothing.fileno(), output.fileno(), output.fileno()])
         return Fork(link, [sys.executable, "-m", module, *arguments])
 
+    def output(self, module: str, arguments: Sequence[str], timeout_s: float) -> str:
+        """Both outputs of ``python -m module *arguments``. Raises AssertionError if it does not end well."""
+        with tempfile.TemporaryFile() as file:
+            code = self.start(module, arguments, os.environ | {"OMP_NUM_THREADS": "1"}, file).wait(timeout_s)
+            file.seek(0)
+            said = file.read().decode(errors="replace")
+        assert code == 0, said[-4000:]
+        return said
+
     def interpreter(self, path: Path, module: str = "", environment: Mapping[str, str] | None = None) -> Path:
         """Write an executable that does what ``python -m MODULE ...`` does, with a fork; for ``trainer.python``.
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.support.engine.vllm_ext import group_engine
 from tests.support.engine.vllm_ext.group_engine import LENGTHS, NEW_TOKENS, N
-from tests.support.paths import EXAMPLES, SUPPORT
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES
+from tests.support.paths import EXAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    script = [sys.executable, str(SUPPORT / "engine" / "vllm_ext" / "group_engine.py"), str(EXAMPLES)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=220, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    said = starter_of(ROLES["rollout.python"]).output(group_engine.__name__, [str(EXAMPLES)], 220.0)
+    return json.loads(said.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize("length", LENGTHS)

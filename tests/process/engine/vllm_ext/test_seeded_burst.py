@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.paths import EXAMPLES, SUPPORT
+from tests.support.engine.vllm_ext import seeded_burst
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES
+from tests.support.paths import EXAMPLES
 
 
 @pytest.mark.slow
 def test_a_burst_of_seeded_prompts_is_served_whole() -> None:
-    script = [sys.executable, str(SUPPORT / "engine" / "vllm_ext" / "seeded_burst.py"), str(EXAMPLES)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().splitlines()[-1] == str(32 * 8)
+    said = starter_of(ROLES["rollout.python"]).output(seeded_burst.__name__, [str(EXAMPLES)], 200.0)
+    assert said.strip().splitlines()[-1] == str(32 * 8)

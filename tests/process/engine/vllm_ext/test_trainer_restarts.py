@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 
 import aiohttp
 import pytest
 
 from areal_lora.types import AdapterRef
 from tests.support.engine.vllm_ext.serving import PROMPT, RunningServer
+from tests.support.forks.starter import starter_of
+from tests.support.launcher.command import ROLES
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,8 @@ class Trainer:
     """``with`` kills it."""
 
     def __init__(self, server: RunningServer) -> None:
-        command = [sys.executable, "-m", "tests.support.engine.vllm_ext.trainer_process", str(server.folder)]
+        python = starter_of(ROLES["trainer.python"]).interpreter(server.folder / "trainer.python")
+        command = [python, "-m", "tests.support.engine.vllm_ext.trainer_process", server.folder]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
@@ -84,7 +86,7 @@ def test_a_new_trainer_takes_the_place_of_one_that_was_killed(server: RunningSer
             await asyncio.to_thread(first.publish, held, 1)
             stop = asyncio.Event()
             stream = asyncio.create_task(endless(server, f"math@v{held}", stop))
-            second = asyncio.create_task(asyncio.to_thread(Trainer, server))  # imports meanwhile
+            second = asyncio.create_task(asyncio.to_thread(Trainer, server))
             if fault == "idle":
                 await asyncio.to_thread(first.publish, held + 1, 2)
                 first.process.send_signal(signal.SIGKILL)

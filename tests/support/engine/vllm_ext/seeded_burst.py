@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-os.environ |= {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCHDYNAMO_DISABLE": "1",
@@ -17,6 +17,7 @@ os.environ |= {
 
 
 def main(examples: Path) -> None:
+    os.environ |= ENVIRONMENT
     from vllm import LLM, EngineArgs, SamplingParams
 
     from areal_lora.config.load import load_config
