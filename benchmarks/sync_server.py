@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from areal_lora.config.recorded import read_config
 from areal_lora.engine.vllm_ext import assemble as assembling
+from areal_lora.engine.vllm_ext.leaving import Stop
 from areal_lora.engine.vllm_ext.server import HttpServer, bound_sockets, server_tls, set_environment
 from areal_lora.network.keys import Plane
 from areal_lora.run_folder.paths import RunFolder
@@ -79,10 +80,10 @@ async def main() -> None:
     assembling.engine_args = lambda c: dataclasses.replace(
         product_args(c), load_format="dummy", worker_extension_cls="sync_worker.BenchExtension"
     )
-    stop = asyncio.Event()
+    stop = Stop()
     with bound_sockets(config, args.index, config.cluster.bind) as sockets:
         secret = read_secret(args.run_folder)
-        parts = await assembling.assemble(config, args.run_folder, args.index, secret, stop.set)
+        parts = await assembling.assemble(config, args.run_folder, args.index, secret, stop)
         tls = server_tls(config.cluster.bind, args.run_folder, secret)
         http = HttpServer(parts.admin_app, sockets[1], tls[Plane.ADMIN])
         serving = asyncio.create_task(http.serve())
