@@ -4,7 +4,7 @@ They run without the GIL and without OpenMP, in the thread that calls them, so a
 receive beside the model that generates in the same process, and a publish of 37,000 tensors
 costs no Python work per tensor.
 
-This is the only file that works with memory addresses. Callers pass addresses of live arrays;
+Only this file and ``intrinsics`` work with memory addresses. Callers pass addresses of live arrays;
 ``blocks`` has checked every copy against the memory it reads and writes.
 """
 
@@ -15,49 +15,24 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray
+
+from areal_lora.weight_sync.intrinsics import (
+    LINE_BYTES,
+    as_bits,
+    as_float,
+    complete_stream,
+    copy_bytes,
+    pointer,
+    stream_line,
+    stream_scaled_line,
+)
 
 F32, BF16 = 0, 1  # element kinds
 
 _PART_BYTES = 256 << 10  # of the second-level cache
 _SHORT_ROW = 4096  # elements; below this a loop is faster than a call of memcpy
-
-
-@intrinsic
-def _memcpy(context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
-    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, source, count = args
-        pointer = cgutils.voidptr_t
-        cgutils.raw_memcpy(builder, builder.inttoptr(to, pointer), builder.inttoptr(source, pointer), count, 1)
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _as_float(context: Any, bits: Any) -> Any:
-    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-@intrinsic
-def _as_bits(context: Any, value: Any) -> Any:
-    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
+_SHORT_STREAM = 1024  # bytes; a shorter row has too few whole lines
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -70,7 +45,7 @@ def _to_bf16(bits: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(_pointer(src), n, np.float32), carray(_pointer(dst), n, np.float32)
+    a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.float32)
     if scale == np.float32(1.0):
         for j in range(n):
             b[j] = a[j]
@@ -81,35 +56,35 @@ def _row_f32_f32(src: int, dst: int, n: int, scale: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _row_f32_bf16(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(_pointer(src), n, np.float32), carray(_pointer(dst), n, np.uint16)
+    a, b = carray(pointer(src), n, np.float32), carray(pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):
         for j in range(n):
-            b[j] = _to_bf16(_as_bits(a[j]))
+            b[j] = _to_bf16(as_bits(a[j]))
     else:
         for j in range(n):
-            b[j] = _to_bf16(_as_bits(a[j] * scale))
+            b[j] = _to_bf16(as_bits(a[j] * scale))
 
 
 @numba.njit(nogil=True, cache=True)
 def _row_bf16_f32(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(_pointer(src), n, np.uint16), carray(_pointer(dst), n, np.float32)
+    a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.float32)
     if scale == np.float32(1.0):
         for j in range(n):
-            b[j] = _as_float(np.uint32(a[j]) << np.uint32(16))
+            b[j] = as_float(np.uint32(a[j]) << np.uint32(16))
     else:
         for j in range(n):
-            b[j] = _as_float(np.uint32(a[j]) << np.uint32(16)) * scale
+            b[j] = as_float(np.uint32(a[j]) << np.uint32(16)) * scale
 
 
 @numba.njit(nogil=True, cache=True)
 def _row_bf16_bf16(src: int, dst: int, n: int, scale: Any) -> None:
-    a, b = carray(_pointer(src), n, np.uint16), carray(_pointer(dst), n, np.uint16)
+    a, b = carray(pointer(src), n, np.uint16), carray(pointer(dst), n, np.uint16)
     if scale == np.float32(1.0):
         for j in range(n):
             b[j] = a[j]
     else:
         for j in range(n):
-            b[j] = _to_bf16(_as_bits(_as_float(np.uint32(a[j]) << np.uint32(16)) * scale))
+            b[j] = _to_bf16(as_bits(as_float(np.uint32(a[j]) << np.uint32(16)) * scale))
 
 
 # The functions below take scalars: an array argument costs as much as copying a small tensor.
@@ -126,7 +101,7 @@ def _copy_block(
         x, y = src + r * src_pitch, dst + r * dst_pitch
         if src_kind == F32 and dst_kind == F32:
             if scale == np.float32(1.0) and n >= _SHORT_ROW:
-                _memcpy(y, x, n * 4)
+                copy_bytes(y, x, n * 4)
             else:
                 _row_f32_f32(x, y, n, scale)
         elif src_kind == F32:
@@ -134,9 +109,45 @@ def _copy_block(
         elif dst_kind == F32:
             _row_bf16_f32(x, y, n, scale)
         elif scale == np.float32(1.0) and n >= _SHORT_ROW:
-            _memcpy(y, x, n * 2)
+            copy_bytes(y, x, n * 2)
         else:
             _row_bf16_bf16(x, y, n, scale)
+
+
+@numba.njit(nogil=True, cache=True)
+def _stream_row(src: int, dst: int, nbytes: int, scale: Any) -> None:
+    """Copy equal kinds past the caches, with ``scale`` 1 bit for bit, otherwise float32."""
+    head = -dst % LINE_BYTES
+    lines = (nbytes - head) // LINE_BYTES
+    tail = head + lines * LINE_BYTES
+    if scale == np.float32(1.0):
+        copy_bytes(dst, src, head)
+        for k in range(lines):
+            stream_line(dst + head + k * LINE_BYTES, src + head + k * LINE_BYTES)
+        copy_bytes(dst + tail, src + tail, nbytes - tail)
+    else:
+        _row_f32_f32(src, dst, head // 4, scale)
+        for k in range(lines):
+            stream_scaled_line(dst + head + k * LINE_BYTES, src + head + k * LINE_BYTES, scale)
+        _row_f32_f32(src + tail, dst + tail, (nbytes - tail) // 4, scale)
+
+
+@numba.njit(nogil=True, cache=True)
+def _stream_block(
+    src: int, src_kind: int, src_pitch: int, dst: int, dst_kind: int, dst_pitch: int, rows: int, cols: int, scale: Any
+) -> None:
+    """``_copy_block`` into memory that no one reads soon.
+
+    A write through the caches first reads the old line, and throws out what the model computes with.
+    """
+    n, m = cols * (4 if src_kind == F32 else 2), rows
+    if m > 1 and src_pitch == n and dst_pitch == n:
+        n, m = n * m, 1
+    if n >= _SHORT_STREAM and src_kind == dst_kind and (src_kind == F32 or scale == np.float32(1.0)):
+        for r in range(m):
+            _stream_row(src + r * src_pitch, dst + r * dst_pitch, n, scale)
+    else:
+        _copy_block(src, src_kind, src_pitch, dst, dst_kind, dst_pitch, rows, cols, scale)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -185,11 +196,11 @@ def _mix(h: Any, acc: Any) -> Any:
 @numba.njit(nogil=True, cache=True)
 def _fingerprint_f32(at: int, size: int, keys: int, width: int) -> Any:
     """(fingerprint, 1 where an exponent is all ones) of ``size`` float32 at address ``at``."""
-    multipliers = carray(_pointer(keys), width, np.uint64)
+    multipliers = carray(pointer(keys), width, np.uint64)
     h, infinite, done = np.uint64(size), np.uint32(0), 0
     while done < size:
         n = min(width, size - done)
-        words = carray(_pointer(at + done * 4), n, np.uint32)
+        words = carray(pointer(at + done * 4), n, np.uint32)
         acc = np.uint64(0)
         for j in range(n):
             x = words[j]
@@ -203,12 +214,12 @@ def _fingerprint_f32(at: int, size: int, keys: int, width: int) -> Any:
 @numba.njit(nogil=True, cache=True)
 def _fingerprint_bf16(at: int, size: int, keys: int, width: int) -> Any:
     """As ``_fingerprint_f32``; two bfloat16 to a word, the odd last one stands alone."""
-    multipliers = carray(_pointer(keys), width, np.uint64)
+    multipliers = carray(pointer(keys), width, np.uint64)
     h, infinite, done = np.uint64(size), np.uint32(0), 0
     while done < size:
         n = min(2 * width, size - done)
         pairs = n // 2
-        words = carray(_pointer(at + done * 2), pairs, np.uint32)
+        words = carray(pointer(at + done * 2), pairs, np.uint32)
         acc = np.uint64(0)
         for j in range(pairs):
             x = words[j]
@@ -216,7 +227,7 @@ def _fingerprint_bf16(at: int, size: int, keys: int, width: int) -> Any:
             infinite |= np.uint32((x & np.uint32(0x7F80)) == np.uint32(0x7F80))
             infinite |= np.uint32((x & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
         if n % 2:
-            last = np.uint32(carray(_pointer(at + (done + n - 1) * 2), 1, np.uint16)[0])
+            last = np.uint32(carray(pointer(at + (done + n - 1) * 2), 1, np.uint16)[0])
             acc += np.uint64(last) * multipliers[pairs]
             infinite |= np.uint32((last & np.uint32(0x7F80)) == np.uint32(0x7F80))
         h = _mix(h, acc)
@@ -268,7 +279,10 @@ def take_tensors(
     first: int,
     last: int,
 ) -> None:
-    """``fingerprints`` and ``copy_blocks`` of tensors ``first:last``, a part that fits the cache at a time."""
+    """``fingerprints`` and ``copy_blocks`` of tensors ``first:last``, a part that fits the cache at a time.
+
+    The copies go past the caches: a serving slot is read by a later model step.
+    """
     item = 4 if src_kind == F32 else 2
     begin = first
     while begin < last:
@@ -283,7 +297,7 @@ def take_tensors(
                 sums[i], infinite = _fingerprint_bf16(src_base + offsets[i], sizes[i], keys, width)
             bad[i] = np.uint8(infinite)
         for k in range(first_block[begin], first_block[end]):
-            _copy_block(
+            _stream_block(
                 src_base + src[k],
                 src_kind,
                 src_pitch[k],
@@ -295,6 +309,7 @@ def take_tensors(
                 scale[k],
             )
         begin = end
+    complete_stream()
 
 
 @numba.njit(nogil=True, cache=True)

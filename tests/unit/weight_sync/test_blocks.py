@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.weight_sync.blocks import Block, TensorBlocks
+from areal_lora.weight_sync.blocks import Block, Marks, TensorBlocks
 from areal_lora.weight_sync.kernels import BF16, F32, fingerprints, fixed_keys
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -24,17 +24,25 @@ def as_torch(raw: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.from_numpy(raw).view(TORCH[dtype])
 
 
-@settings(max_examples=150, deadline=None)
+def marks_of(source: np.ndarray, dtype: str) -> Marks:
+    """Marks of one tensor that is the whole of ``source``: a copy with marks writes past the caches."""
+    n = source.nbytes // ITEM[dtype]
+    offsets, sizes = np.zeros(1, dtype=np.int64), np.array([n])
+    return Marks(dtype=dtype, offsets=offsets, sizes=sizes, sums=np.zeros(1, np.uint64), bad=np.zeros(1, np.uint8))
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     kinds=st.tuples(st.sampled_from(sorted(ITEM)), st.sampled_from(sorted(ITEM))),
     rows=st.integers(1, 5),
-    cols=st.integers(1, 150),
+    cols=st.one_of(st.integers(1, 150), st.integers(240, 1200)),
+    marked=st.booleans(),
     gaps=st.tuples(st.integers(0, 9), st.integers(0, 9)),
     scale=st.sampled_from([1.0, 2.0, 0.3]),
     slot=st.integers(0, 2),
     seed=st.integers(0, 1000),
 )
-def test_a_block_equals_a_torch_copy(kinds, rows, cols, gaps, scale, slot, seed):
+def test_a_block_equals_a_torch_copy(kinds, rows, cols, marked, gaps, scale, slot, seed):
     src_dtype, dst_dtype = kinds
     values = torch.randn(rows * (cols + gaps[0]) + 7, generator=torch.Generator().manual_seed(seed))
     source = memory(values, src_dtype)
@@ -61,7 +69,8 @@ def test_a_block_equals_a_torch_copy(kinds, rows, cols, gaps, scale, slot, seed)
         dst_dtype,
     )
     plan.check(src_bytes=source.nbytes, dst_bytes=target.nbytes, slots=3)
-    plan.copy(source.ctypes.data, target.ctypes.data, slot=slot)
+    marks = marks_of(source, src_dtype) if marked else None
+    plan.copy(source.ctypes.data, target.ctypes.data, slot=slot, marks=marks)
     part = as_torch(source, src_dtype)[7:].view(rows, cols + gaps[0])[:, :cols].float()
     want = before.clone()
     want[slot * size + 5 :][: rows * (cols + gaps[1])].view(rows, -1)[:, :cols] = (
@@ -81,6 +90,21 @@ def test_bfloat16_rounds_like_torch_at_the_edges():
     got, want = as_torch(out.view(np.uint8), "bfloat16"), torch.from_numpy(bits.view(np.float32)).bfloat16()
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM))
+@pytest.mark.parametrize("begin", range(0, 64, 4))
+def test_a_copy_with_marks_is_bit_for_bit_from_and_to_every_place_in_a_line(dtype, begin):
+    """Also NaN that signal, which a multiplication by 1 would change."""
+    bits = np.full(4096, 0x7FA1_FF81, dtype=np.uint32).view(np.uint8)
+    target = np.zeros(bits.nbytes + 128, dtype=np.uint8)
+    at = -target.ctypes.data % 64 + begin
+    size = bits.nbytes - 8
+    whole = Block(src=8, src_pitch=0, dst=at, dst_pitch=0, rows=1, cols=size // ITEM[dtype])
+    TensorBlocks.of([[whole]], dtype, dtype).copy(bits.ctypes.data, target.ctypes.data, marks=marks_of(bits, dtype))
+    assert (target[at : at + size] == bits[8:]).all()
+    assert not target[:at].any()
+    assert not target[at + size :].any()
 
 
 def test_tensors_are_copied_by_range_and_the_rest_stays():
