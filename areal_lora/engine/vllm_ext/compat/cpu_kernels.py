@@ -17,8 +17,9 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms.cpu import CpuPlatform
 
+from areal_lora.engine.vllm_ext.cpu.cells import ExpertRuns
 from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertRuns, moe_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, moe_lora
 from areal_lora.errors import AdapterError
 
 
@@ -44,12 +45,7 @@ class CpuLoraLinear(PunicaWrapperCPU):
     ) -> None:
         # Scale is 1: alpha / rank was folded into B when the slot was written.
         add_lora(
-            y.view(-1, y.shape[-1]),
-            x.view(-1, x.shape[-1]),
-            lora_a_stacked,
-            lora_b_stacked,
-            output_slices,
-            self.batch.by_slot,
+            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), lora_a_stacked, lora_b_stacked, output_slices, self.batch
         )
 
 

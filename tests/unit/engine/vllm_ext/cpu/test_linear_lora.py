@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal_lora.engine.vllm_ext.cpu import linear_lora
 from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
 
 SLOTS, RANK, IN, WIDTHS = 3, 4, 16, (12, 6, 6)
@@ -14,7 +15,9 @@ SLOTS, RANK, IN, WIDTHS = 3, 4, 16, (12, 6, 6)
 @pytest.mark.parametrize(
     "slots", [[-1] * 6, [2] * 6, [0, 0, 1, 1, 2, 2], [-1, 2, -1, 0, 2, 0], [2, -1, -1, 2, 2, -1]], ids=str
 )
-def test_matches_float64_loop(slots: list[int]) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_matches_float64_loop(monkeypatch: pytest.MonkeyPatch, slots: list[int], compiled: bool) -> None:
+    monkeypatch.setattr(linear_lora, "looped", lambda _: compiled)
     g = torch.Generator().manual_seed(1)
     x, y = torch.randn(6, IN, generator=g), torch.randn(6, sum(WIDTHS), generator=g)
     lora_a = [torch.randn(SLOTS, 1, RANK, IN, generator=g) for _ in WIDTHS]
@@ -27,7 +30,7 @@ def test_matches_float64_loop(slots: list[int]) -> None:
                 want[t, at : at + width] += b[s, 0].double() @ (a[s, 0].double() @ x[t].double())
             at += width
     untouched = y.clone()
-    add_lora(y, x, lora_a, lora_b, WIDTHS, BatchSlots.of(np.array(slots)).by_slot)
+    add_lora(y, x, lora_a, lora_b, WIDTHS, BatchSlots.of(np.array(slots)))
     torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=1e-5)
     base = np.array(slots) < 0
     assert torch.equal(y[base], untouched[base])

@@ -1,0 +1,175 @@
+"""Compiled loops: LoRA in float32, and the order of a batch's pairs (token, expert).
+
+LoRA matrices are so small that a call of a BLAS costs more than its arithmetic. The loops take rows of any number and
+place: no copies, no padding, no call for every adapter and expert.
+
+A cell is a run of entries of ``rows`` with one adapter slot and one expert: int64 (slot, expert, first, end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+_COLUMNS = 128  # of lora_B that are transposed at a time; they stay in the first-level cache
+_MATH = {"reassoc", "contract", "nsz"}  # sums in any order; NaN and infinity stay what they are
+_IDS, _ROWS, _STACK = "int64[:, ::1]", "int64[::1]", "float32[:, :, :, ::1]"
+_MATRIX = "float32[:, ::1]"
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_MATH)
+def _shrink(low: Any, x: Any, rows: Any, first: int, end: int, a: Any) -> None:
+    """``low[i] = a x[rows[i]]`` for ``first <= i < end``."""
+    rank, width = a.shape
+    i = first
+    while i + 4 <= end:
+        x0, x1, x2, x3 = x[rows[i]], x[rows[i + 1]], x[rows[i + 2]], x[rows[i + 3]]
+        for j in range(rank):
+            aj = a[j]
+            s0 = s1 = s2 = s3 = np.float32(0)
+            for h in range(width):
+                s0 += x0[h] * aj[h]
+                s1 += x1[h] * aj[h]
+                s2 += x2[h] * aj[h]
+                s3 += x3[h] * aj[h]
+            low[i, j], low[i + 1, j], low[i + 2, j], low[i + 3, j] = s0, s1, s2, s3
+        i += 4
+    while i < end:
+        x0 = x[rows[i]]
+        for j in range(rank):
+            aj = a[j]
+            s0 = np.float32(0)
+            for h in range(width):
+                s0 += x0[h] * aj[h]
+            low[i, j] = s0
+        i += 1
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_MATH)
+def _expand(y: Any, begin: int, low: Any, rows: Any, first: int, end: int, bt: Any, n: int) -> None:
+    """``y[rows[i], begin : begin + n] += low[i] bt[:, :n]``, two rows at a time; a multiple of four ranks."""
+    i = first
+    while i + 2 <= end:
+        y0, y1 = y[rows[i], begin : begin + n], y[rows[i + 1], begin : begin + n]
+        p, q = low[i], low[i + 1]
+        for j in range(0, len(p), 4):
+            p0, p1, p2, p3 = p[j], p[j + 1], p[j + 2], p[j + 3]
+            q0, q1, q2, q3 = q[j], q[j + 1], q[j + 2], q[j + 3]
+            b0, b1, b2, b3 = bt[j], bt[j + 1], bt[j + 2], bt[j + 3]
+            for o in range(n):
+                y0[o] += (p0 * b0[o] + p1 * b1[o]) + (p2 * b2[o] + p3 * b3[o])
+                y1[o] += (q0 * b0[o] + q1 * b1[o]) + (q2 * b2[o] + q3 * b3[o])
+        i += 2
+    if i < end:
+        y0, p = y[rows[i], begin : begin + n], low[i]
+        for j in range(0, len(p), 4):
+            p0, p1, p2, p3 = p[j], p[j + 1], p[j + 2], p[j + 3]
+            b0, b1, b2, b3 = bt[j], bt[j + 1], bt[j + 2], bt[j + 3]
+            for o in range(n):
+                y0[o] += (p0 * b0[o] + p1 * b1[o]) + (p2 * b2[o] + p3 * b3[o])
+
+
+@numba.njit(nogil=True, cache=True)
+def _equal(a: Any, b: Any) -> Any:
+    """Whether two matrices [r, n] have the same bits."""
+    different = np.uint32(0)
+    for j in range(a.shape[0]):
+        u, v = a[j].view(np.uint32), b[j].view(np.uint32)
+        for h in range(len(u)):
+            different |= u[h] ^ v[h]
+    return different == 0
+
+
+@numba.njit(
+    f"void({_MATRIX}, int64, int64, {_MATRIX}, {_ROWS}, {_IDS}, {_STACK}, {_STACK}, {_STACK}, boolean, {_MATRIX})",
+    nogil=True,
+    cache=True,
+    fastmath=_MATH,
+)
+def _add_part(
+    y: Any, at: int, width: int, x: Any, rows: Any, cells: Any, a: Any, b: Any, before: Any, again: bool, low: Any
+) -> None:
+    """One part of ``add_lora_rows``. ``low`` [rows, ranks] has the products with ``before`` if ``again``."""
+    bt = np.zeros((low.shape[1], _COLUMNS), np.float32)
+    for c in range(len(cells)):
+        slot, expert, first, end = cells[c]
+        a_cell, b_cell = a[slot, expert if a.shape[1] > 1 else 0], b[slot, expert if b.shape[1] > 1 else 0]
+        if not (again and _equal(a_cell, before[slot, expert if before.shape[1] > 1 else 0])):
+            _shrink(low, x, rows, first, end, a_cell)
+        for begin in range(0, width, _COLUMNS):
+            n = min(_COLUMNS, width - begin)
+            for o in range(n):
+                for j in range(b_cell.shape[1]):
+                    bt[j, o] = b_cell[begin + o, j]
+            _expand(y, at + begin, low, rows, first, end, bt, n)
+
+
+def looped(dtype: torch.dtype) -> bool:
+    """Whether LoRA in ``dtype`` goes through these loops. numba has no bfloat16."""
+    return bool(dtype == torch.float32)
+
+
+def add_lora_rows(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    rows: np.ndarray,
+    cells: np.ndarray,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+) -> None:
+    """``y[row, part] += x[row] A^T B^T`` in place, for every part of a merged projection; float32.
+
+    ``y`` [T, all widths], contiguous, ``x`` [T, in]; per part ``lora_a`` [S, E or 1, r, in] and ``lora_b``
+    [S, E or 1, width, r]. ``rows`` int64 [n] are different from each other; ``cells`` int64 [C, 4] divide them.
+    Parts whose lora_A has the same numbers as the part's before, as in every adapter that a trainer publishes, share
+    one product.
+    """
+    if not len(cells):
+        return
+    y_, x_ = y.numpy(), x.contiguous().numpy()
+    low = np.zeros((len(rows), -(-lora_a[0].shape[2] // 4) * 4), dtype=np.float32)
+    before, at = None, 0
+    for a, b in zip(lora_a, lora_b, strict=True):
+        a_, b_ = a.contiguous().numpy(), b.contiguous().numpy()
+        width = b_.shape[2]
+        _add_part(y_, at, width, x_, rows, cells, a_, b_, a_ if before is None else before, before is not None, low)
+        before, at = a_, at + width
+
+
+@numba.njit(f"{_ROWS}({_IDS}, {_ROWS}, int64, int64)", nogil=True, cache=True)
+def count_pairs(expert_ids: Any, group_of: Any, n_groups: int, n_experts: int) -> Any:
+    """Pairs per cell, [E * G]: cell ``e * G + g`` has those of expert e and group g. Negative experts have none."""
+    counts = np.zeros(n_experts * n_groups, np.int64)
+    for t in range(expert_ids.shape[0]):
+        for k in range(expert_ids.shape[1]):
+            if expert_ids[t, k] >= 0:
+                counts[expert_ids[t, k] * n_groups + group_of[t]] += 1
+    return counts
+
+
+@numba.njit(f"Tuple(({_ROWS}, {_IDS}))({_IDS}, {_ROWS}, int64, {_ROWS}, int64)", nogil=True, cache=True)
+def place_pairs(expert_ids: Any, group_of: Any, n_groups: int, begins: Any, n_rows: int) -> Any:
+    """Give the pairs of every cell the rows from ``begins[cell]`` on, in order of their tokens.
+
+    Returns ``source`` [rows], the token of each row, 0 for rows without a pair, and ``row_of`` [T, K], the row of
+    some pair for negative experts.
+    """
+    following, some = begins.copy(), 0
+    source, row_of = np.zeros(n_rows, np.int64), np.empty(expert_ids.shape, np.int64)
+    for t in range(expert_ids.shape[0]):
+        for k in range(expert_ids.shape[1]):
+            if expert_ids[t, k] >= 0:
+                cell = expert_ids[t, k] * n_groups + group_of[t]
+                row = following[cell]
+                following[cell] = row + 1
+                source[row] = t
+                row_of[t, k] = some = row
+    for t in range(expert_ids.shape[0]):
+        for k in range(expert_ids.shape[1]):
+            if expert_ids[t, k] < 0:
+                row_of[t, k] = some
+    return source, row_of

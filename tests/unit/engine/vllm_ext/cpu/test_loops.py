@@ -1,0 +1,78 @@
+"""The compiled loops against float64 products, one row at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lora.engine.vllm_ext.cpu.loops import add_lora_rows, count_pairs, place_pairs
+
+T, IN, EXPERTS = 23, 40, 3
+
+
+def stacks(shared_a: str, rank: int, widths: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(rank)
+    lora_a = [torch.randn(2, EXPERTS, rank, IN, generator=g) for _ in widths]
+    if shared_a == "one":
+        lora_a = [lora_a[0].clone() for _ in widths]
+    elif shared_a == "of one slot":
+        for a in lora_a[1:]:
+            a[1] = lora_a[0][1]
+    return lora_a, [torch.randn(2, EXPERTS, width, rank, generator=g) for width in widths]
+
+
+@pytest.mark.parametrize("rank", [1, 6, 8])
+@pytest.mark.parametrize("widths", [(20,), (130, 7, 129)], ids=str)
+@pytest.mark.parametrize("shared_a", ["none", "one", "of one slot"])
+def test_rows_of_cells(rank: int, widths: tuple[int, ...], shared_a: str) -> None:
+    """Cells of no, one, and several rows, in any order; rows of no cell stay as they are."""
+    lora_a, lora_b = stacks(shared_a, rank, widths)
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(T, IN, generator=g), torch.randn(T, sum(widths), generator=g)
+    rows = torch.randperm(T, generator=g).numpy()[:19]
+    cells = np.array([(1, 0, 0, 1), (0, 2, 1, 8), (1, 2, 8, 8), (0, 0, 8, 10), (1, 1, 10, 19)])
+    want = y.double()
+    for slot, expert, first, end in cells.tolist():
+        for row in rows[first:end].tolist():
+            parts = [
+                b[slot, expert].double() @ (a[slot, expert].double() @ x[row].double())
+                for a, b in zip(lora_a, lora_b, strict=True)
+            ]
+            want[row] += torch.cat(parts)
+    add_lora_rows(y, x, rows, cells, lora_a, lora_b)
+    torch.testing.assert_close(y.double(), want, atol=1e-4, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_the_others_of_its_cell() -> None:
+    """Not by a bit: an answer is the same whatever else is in its batch."""
+    lora_a, lora_b = stacks("one", 8, (130, 7))
+    g = torch.Generator().manual_seed(2)
+    x, rows = torch.randn(T, IN, generator=g), np.arange(T)
+    together, alone = torch.zeros(T, 137), torch.zeros(T, 137)
+    add_lora_rows(together, x, rows, np.array([(0, 1, 0, T)]), lora_a, lora_b)
+    for i in range(T):
+        add_lora_rows(alone, x, rows, np.array([(0, 1, i, i + 1)]), lora_a, lora_b)
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_row_is_bad_alone(bad: float) -> None:
+    lora_a, lora_b = stacks("none", 8, (20,))
+    x, y = torch.ones(T, IN), torch.zeros(T, 20)
+    x[4, 3] = bad
+    add_lora_rows(y, x, np.arange(T), np.array([(0, 0, 0, T)]), lora_a, lora_b)
+    assert not y[4].isfinite().any()
+    assert y[torch.arange(T) != 4].isfinite().all()
+
+
+def test_places_of_pairs() -> None:
+    """Each cell's pairs in the order of their tokens; a negative expert's pair has the row of another."""
+    ids, group_of = np.array([[0, 2], [2, -1], [2, 0], [0, 2]]), np.array([0, 1, 0, 0])
+    counts = count_pairs(ids, group_of, 2, 3)
+    assert counts.tolist() == [3, 0, 0, 0, 3, 1]
+    begins = np.array([4, 0, 0, 0, 0, 8])
+    source, row_of = place_pairs(ids, group_of, 2, begins, 10)
+    assert source.tolist() == [0, 2, 3, 0, 0, 2, 3, 0, 1, 0]
+    assert row_of[ids >= 0].tolist() == [4, 0, 8, 1, 5, 6, 2]
+    assert row_of[1, 1] in row_of[ids >= 0]
