@@ -20,8 +20,9 @@ module           what                           why
                  ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
                                                 trainer's do neither
 ``cpu_sampler``  ``CpuDraw``                    vLLM's own draws cost a tensor per row
-``cpu_scheduler`` ``GroupScheduler``            vLLM computes a prompt once per sample, and sends every
-                                                token to the server's process
+``cpu_decoding`` ``DecodingScheduler``          vLLM's loops take a third of a step, and it sends every token
+                                                to the server's process
+``cpu_scheduler`` ``GroupScheduler``            vLLM computes a prompt once per sample
 ================ ============================== =========================================================
 
 Modules with ``cpu_`` in their names are imported on CPUs only: what vLLM renames there does not stop a server with

@@ -1,78 +1,37 @@
-"""A scheduler for groups of answers: one computation of a prompt, one message per answer, one look per KV block.
+"""A scheduler for groups of answers: one computation of a prompt, one look per KV block.
 
 A group samples one prompt several times. vLLM computes it for every sample, unless it fills blocks of the KV cache
-(32 tokens on a CPU); it looks for blocks at every token; and it sends every token to the server's process, which for
-most requests only collects them.
+(32 tokens on a CPU), and it looks for blocks at every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
-import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from areal_lora.engine.vllm_ext.extra_args import WHOLE
+from areal_lora.engine.vllm_ext.compat.cpu_decoding import DecodingScheduler
 
 _Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
 
 
-@dataclass(slots=True)
-class Unsent:
-    """The outputs of a request that have not been sent."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[LogprobsLists] = field(default_factory=list)
-    prompt_logprobs: LogprobsTensors | None = None
-    prefill_stats: PrefillStats | None = None
-
-    def add(self, output: EngineCoreOutput) -> None:
-        self.token_ids += output.new_token_ids
-        if output.new_logprobs is not None:
-            self.logprobs.append(output.new_logprobs)
-        if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = output.new_prompt_logprobs_tensors
-        if output.prefill_stats is not None:
-            self.prefill_stats = output.prefill_stats
-
-    def fill(self, last: EngineCoreOutput) -> None:
-        """Put all outputs into ``last``, the final one, which was added before."""
-        last.new_token_ids, last.prefill_stats = self.token_ids, self.prefill_stats
-        last.new_prompt_logprobs_tensors = self.prompt_logprobs
-        if self.logprobs:
-            ids, values, ranks, _ = zip(*self.logprobs, strict=True)
-            last.new_logprobs = LogprobsLists(np.concatenate(ids), np.concatenate(values), np.concatenate(ranks))
-
-
-class GroupScheduler(Scheduler):
-    """vLLM's scheduler, without asynchronous scheduling.
+class GroupScheduler(DecodingScheduler):
+    """Computes the prompt of a group once.
 
     Of requests with the same prompt and adapter the first computes the prompt. The others wait for that step and
     begin with copies of its KV cache: they compute the last prompt token only, which gives them their own first
     distribution. While they wait they keep their places: a request behind them does not start instead.
-    Outputs of a request with ``WHOLE`` are sent when it ends.
     """
-
-    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        if [type(manager) for manager in managers] == [FullAttentionManager]:  # others give blocks back on the way
+        if self._one_kind:
             self._allocate = self.kv_cache_manager.allocate_slots
             self.kv_cache_manager.allocate_slots = self._allocate_slots
         self._computing: WeakValueDictionary[_Key, Request] = WeakValueDictionary()  # the newest with that prompt
-        self._unsent: dict[str, Unsent] = {}
 
     # ------------------------------------------------------------ one computation of a prompt
 
@@ -133,42 +92,6 @@ class GroupScheduler(Scheduler):
         ):
             return self.kv_cache_manager.empty_kv_cache_blocks
         return self._allocate(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
-
-    # ------------------------------------------------------------ one message per answer
-
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
-        params = request.sampling_params
-        if params is not None and (params.extra_args or {}).get(WHOLE):
-            self._unsent[request.request_id] = Unsent()
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        sent = super().update_from_output(scheduler_output, model_runner_output)
-        for client, message in list(sent.items()):
-            message.outputs = [output for output in message.outputs if self._is_due(output)]
-            if not message.outputs and message.finished_requests is None and message.scheduler_stats is None:
-                del sent[client]
-        return sent
-
-    def _is_due(self, output: EngineCoreOutput) -> bool:
-        """Whether ``output`` is to be sent now, completed by what was kept back."""
-        unsent = self._unsent.get(output.request_id)
-        if unsent is None:
-            return True
-        unsent.add(output)
-        if output.finish_reason is None:
-            return False
-        unsent.fill(output)
-        del self._unsent[output.request_id]
-        return True
-
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        finished = super().finish_requests(request_ids, finished_status)
-        for request in finished:
-            self._unsent.pop(request.request_id, None)
-        return finished
 
 
 def _key(request: Request) -> _Key:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine.vllm_ext import group_engine
-from tests.support.engine.vllm_ext.group_engine import LENGTHS, NEW_TOKENS, N
+from tests.support.engine.vllm_ext.group_engine import FREE_BLOCKS, LENGTHS, NEW_TOKENS, N
 from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES
 from tests.support.paths import EXAMPLES
@@ -54,3 +54,16 @@ def test_a_group_survives_the_abort_of_the_sample_that_computed_the_prompt(resul
 def test_a_request_that_waits_for_the_prompt_keeps_its_place(results: dict[str, Any]) -> None:
     """With places for one group: no request of the second group takes one while the first waits for its prompt."""
     assert [name[0] for name in results["order"]] == ["a"] * N + ["b"] * N
+
+
+@pytest.mark.parametrize("case", range(len(FREE_BLOCKS)), ids=("enough blocks", "few blocks"))
+def test_own_loops_schedule_and_sample_what_vllms_do(results: dict[str, Any], case: int) -> None:
+    """Streams and whole answers, stops, ends, aborts, preemptions, other numbers of log-probabilities."""
+    vllms, ours = results["busy"][case]
+    assert ours["own"], "the loops are off with this engine"
+    assert bool(vllms["preempted"]) == (case == 1)
+    for n, (theirs, own) in enumerate(zip(vllms["steps"], ours["steps"], strict=True)):
+        assert own == theirs, f"step {n}"
+    assert ours["sent"] == vllms["sent"]
+    assert {end for _, _, end, _ in ours["sent"].values()} >= {"stop", "length"}
+    assert (ours["preempted"], ours["free"], ours["unsent"]) == (vllms["preempted"], results["free"], 0)

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 N, NEW_TOKENS = 4, 12
+FREE_BLOCKS = (400, 40)  # of the KV cache in a busy engine: enough for all, and so few that requests are preempted
 LENGTHS = (9, 32, 33, 64, 70)  # of prompts: shorter than a block of 32, whole blocks, one more, between
 
 
@@ -130,6 +131,63 @@ def order_of_ends(engine: Watched, prompts: list[list[int]]) -> list[str]:
     return ended
 
 
+def busy(engine: Watched, own_loops: bool, free_blocks: int) -> dict[str, Any]:
+    """Requests of all kinds that come and go, some cut off, with few KV blocks; what every step scheduled and sent."""
+    from vllm import SamplingParams
+
+    from areal_lora.engine.vllm_ext.extra_args import WHOLE
+
+    scheduler, pool = engine.scheduler, engine.scheduler.kv_cache_manager.block_pool
+    scheduler.reset_prefix_cache()
+    scheduler._own_loops, own = own_loops and scheduler._own_loops, scheduler._own_loops
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - free_blocks)
+    schedule, steps, preempted = scheduler.schedule, list[dict[str, int]](), set[str]()
+
+    def noted(*args: Any) -> Any:
+        made = schedule(*args)
+        steps.append({name[:3]: n for name, n in sorted(made.num_scheduled_tokens.items())})
+        preempted.update(name[:3] for name in made.preempted_req_ids or ())
+        return made
+
+    scheduler.schedule = noted
+    waiting = [
+        SamplingParams(
+            seed=i,
+            max_tokens=(1, 3, 30, 31, 32, 33, 64, 70)[i % 8],
+            logprobs=(0, 0, None, 0, 5, 0)[i % 6],
+            stop_token_ids=[20, 21] if i % 5 == 0 else [],
+            ignore_eos=i % 7 != 0,
+            temperature=1.0,
+            detokenize=False,
+            extra_args={WHOLE: True} if i % 4 else None,
+        )
+        for i in range(48)
+    ]
+    sent: dict[str, list[Any]] = {}
+    for n in range(2000):
+        for i, params in list(enumerate(waiting))[6 * n : 6 * n + 6]:  # six more before every step
+            prompt = [5 + (7 * j + i // 3) % 90 for j in range(20 + i % 40)]
+            engine.engine.add_request(f"r{i:02}", {"prompt_token_ids": prompt}, params, arrival_time=float(i))
+        if n == 9:
+            engine.engine.abort_request(["r10", "r11", "r12"])
+        for output in engine.engine.step():
+            answer = output.outputs[0]
+            rows = [sorted((t, p.logprob, p.rank) for t, p in row.items()) for row in answer.logprobs or ()]
+            sent[output.request_id] = [list(answer.token_ids), rows, answer.finish_reason, answer.stop_reason]
+        if n > len(waiting) and not engine.engine.has_unfinished_requests():
+            break
+    scheduler.schedule, scheduler._own_loops = schedule, own
+    pool.free_blocks(held)
+    return {
+        "sent": sent,
+        "steps": steps,
+        "preempted": sorted(preempted),
+        "unsent": len(scheduler._unsent),
+        "free": pool.get_num_free_blocks(),
+        "own": own,
+    }
+
+
 def _aborted() -> Any:
     from vllm.v1.request import RequestStatus
 
@@ -151,6 +209,7 @@ def main(examples: Path) -> None:
         }
         engine.scheduler.reset_prefix_cache()
     results["order"] = order_of_ends(engine, [[5 + (k + j) % 90 for j in range(20)] for k in (1, 50)])
+    results["busy"] = [[busy(engine, own, free) for own in (False, True)] for free in FREE_BLOCKS]
     results["aborted"] = aborted(engine, [5 + (11 * j) % 90 for j in range(40)])
     print(json.dumps(results), flush=True)
     os._exit(0)  # the teardown of torch and vLLM would take seconds
