@@ -17,11 +17,11 @@ import aiohttp
 import msgspec
 
 from areal_lora.errors import RolloutError
+from areal_lora.network.headers import LEAVING_HEADER
 from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
 from areal_lora.rollout.routing import Router, Server, VersionRetired
 from areal_lora.types import AdapterRef, Generation, Outcome
-from areal_lora.weight_sync.messages import LEAVING_HEADER
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
 KEEP_ALIVE_S = 4.0

@@ -49,7 +49,6 @@ DROP_PATH = "/admin/drop"
 SCORE_PATH = "/admin/score"
 DISMISS_PATH = "/admin/dismiss"
 SHUTDOWN_PATH = "/admin/shutdown"
-LEAVING_HEADER = "X-Areal-Leaving"  # of a 503 of the data plane: the server leaves, and has not answered
 RESTART_EXIT = 75  # exit code of a server after /admin/shutdown: EX_TEMPFAIL, the launcher restarts it
 PING_S = 2.0  # a worker whose thread does not answer for this long counts as stopped
 CONTENT_TYPE = "application/msgpack"

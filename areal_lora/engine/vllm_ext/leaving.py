@@ -18,11 +18,12 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areal_lora.network.headers import LEAVING_HEADER
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, forget_endpoint, read_endpoint
 from areal_lora.run_folder.status import set_status
-from areal_lora.weight_sync.messages import LEAVING_HEADER, RESTART_EXIT
+from areal_lora.weight_sync.messages import RESTART_EXIT
 
 LOOK_S = 0.05
 

@@ -143,6 +143,7 @@ class Controller:
         if missing:
             raise RolloutError(f"the trainer states no version of {', '.join(sorted(missing))}")
         self._trainer = request.trainer
+        self._trainer_waits(False)
         # The trainer requests pending evaluations again. Versions of a previous trainer may be replaced.
         for task in self._evaluating.values():
             task.cancel()
@@ -257,15 +258,23 @@ class Controller:
             self._admission.admit()
             return reply is not None or any(runtime.events for runtime in self._adapters.values())
 
+        self._trainer_waits(bool(wanted))
         await self._changes.wait(ready, request.timeout_s)
         if request.session != self._session:
             return m.StaleSession()
+        if reply is not None:
+            self._trainer_waits(False)
         if isinstance(reply, m.AdapterFailed):
             return reply
         events = tuple(event for runtime in self._adapters.values() for event in runtime.drain_events())
         if isinstance(reply, m.Batch):
             return msgspec.structs.replace(reply, events=events)
         return m.NotReady(lacking=tuple(_lacking(runtime) for runtime, _ in wanted), events=events)
+
+    def _trainer_waits(self, waits: bool) -> None:
+        """Whether the trainer has nothing to do until it has a batch, also between two of its requests for one."""
+        for runtime in self._adapters.values():
+            runtime.evaluator.places.trainer_waits(waits)
 
     def _take(self, runtime: AdapterRuntime, wanted: m.Wanted) -> m.Batch | m.AdapterFailed | None:
         """What the adapter has for the trainer; None while a batch is not ready."""

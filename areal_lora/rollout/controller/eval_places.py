@@ -1,8 +1,8 @@
 """The places that evaluations may take on the servers: one pool for all adapters.
 
-Half of what the servers take belongs to training rollouts. The evaluations in progress divide the other half equally;
-one alone has all of it. Each may always have one request in progress, however large: an evaluation that waited for the
-others would lose its version meanwhile.
+Half of what the servers take belongs to training rollouts, and seven eighths while the trainer waits for a batch. The
+evaluations in progress divide the rest equally; one alone has all of it. Each may always have one request in progress,
+however large: an evaluation that waited for the others would lose its version meanwhile.
 """
 
 from __future__ import annotations
@@ -12,18 +12,29 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+GIVES_WAY = 4
+"""The part of their places that evaluations keep while the trainer waits: one in so many. Not none: a trainer that is
+faster than its servers waits at every step."""
+
 
 class EvalPlaces:
     """``sequences`` that evaluations may have at once; see `resize`."""
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
+        self._trainer_waits = False
         self._shares: list[Share] = []
 
     @property
     def each(self) -> int:
         """Sequences of each evaluation in progress."""
-        return self._sequences // max(1, len(self._shares))
+        sequences = self._sequences // GIVES_WAY if self._trainer_waits else self._sequences
+        return sequences // max(1, len(self._shares))
+
+    def trainer_waits(self, waits: bool) -> None:
+        """Whether the trainer waits for a batch of rollouts. Requests in progress are not cut off."""
+        self._trainer_waits = waits
+        self._admit()
 
     def resize(self, sequences: int) -> None:
         """The servers have changed. Requests in progress are not cut off."""

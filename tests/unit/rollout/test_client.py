@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from areal_lora.network.headers import LEAVING_HEADER
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault, GreedyAnswer
 from areal_lora.rollout.routing import Router
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.types import AdapterRef, Generation, Outcome
-from areal_lora.weight_sync.messages import LEAVING_HEADER
 
 V3 = AdapterRef(name="math", version=3)
 

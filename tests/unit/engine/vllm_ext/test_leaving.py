@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order, withdraw
+from areal_lora.network.headers import LEAVING_HEADER
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_endpoint
-from areal_lora.weight_sync.messages import LEAVING_HEADER, RESTART_EXIT
+from areal_lora.weight_sync.messages import RESTART_EXIT
 
 
 async def answer(request: Request) -> Response:

@@ -11,7 +11,8 @@ import pytest
 
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
 from areal_lora.rollout.channel.client import ControllerClient
-from areal_lora.rollout.channel.messages import EvalSetResult
+from areal_lora.rollout.channel.messages import EvalSetResult, NotReady, Wanted
+from areal_lora.rollout.controller.eval_places import EvalPlaces
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
@@ -146,3 +147,21 @@ def test_an_evaluation_that_is_cut_off_in_its_second_set_is_repeated_whole(contr
         assert other.poll_eval(REF, "e", interrupted=lambda: True) is None, "the first one's results are not delivered"
     finally:
         other.close()
+
+
+def test_evaluations_give_way_while_the_trainer_waits_and_only_then(
+    controller: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(EvalPlaces, "trainer_waits", lambda _, waits: given.append(waits))
+    run = controller(FakeServer(answer=solve), evals=[{"name": "greedy"}], steps=3, eta=0)
+    assert given == [False], "a trainer that greets does not wait"
+    assert isinstance(run.client.poll([Wanted(adapter=NAME, step=0, version=0)], 0.0), NotReady)
+    assert given[1:] == [True], "no version is on the servers: it will ask again"
+    run.client.poll([], 0.0)
+    assert given[2:] == [False], "it waits for no batch, but for the end of an evaluation"
+    run.activate(0)
+    run.batch(0)
+    assert set(given[3:-1]) == {True}
+    assert not given[-1], "until the batch is handed over"
+    assert evaluate(run)[0].error == ""

@@ -86,6 +86,45 @@ def test_those_that_wait_have_the_places_of_one_that_has_ended() -> None:
     asyncio.run(main())
 
 
+def test_while_the_trainer_waits_evaluations_begin_a_quarter_as_much() -> None:
+    async def main() -> None:
+        places, it = EvalPlaces(128), Requests()
+        places.trainer_waits(True)
+        with places.share() as a:
+            await it.begin("a", a, *[16] * 12)
+            assert it.taken["a"] == 32
+            places.trainer_waits(False)
+            await settle()
+            assert it.taken["a"] == 128
+            places.trainer_waits(True)
+            await settle()
+            assert it.taken["a"] == 128, "what runs is not cut off"
+            await it.end("a", 4)
+            assert it.taken["a"] == 64, "and nothing begins meanwhile"
+            await it.end("a", 3)
+            assert it.taken["a"] == 32, "until there is less than a quarter"
+            await it.end("a")
+
+    asyncio.run(main())
+
+
+def test_while_the_trainer_waits_for_good_every_evaluation_ends() -> None:
+    async def main() -> None:
+        places, it = EvalPlaces(128), Requests()
+        places.trainer_waits(True)
+        with places.share() as a, places.share() as b, places.share() as c:
+            for who, share in (("a", a), ("b", b), ("c", c)):
+                await it.begin(who, share, *[32] * 5)
+            for left in reversed(range(5)):
+                assert it.taken == {"a": 32, "b": 32, "c": 32}, "one request of each is in progress"
+                for who in "abc":
+                    await it.end(who, 1)
+                assert len(it.open) == 3 * left
+            assert it.taken == {"a": 0, "b": 0, "c": 0}
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("sequences", [0, 8])
 def test_each_has_one_request_in_progress_however_large(sequences: int) -> None:
     async def main() -> None:
@@ -157,8 +196,17 @@ def test_random_walks_take_no_more_than_there_is_and_end(seed: int) -> None:
 
     async def main() -> None:
         places, taken = EvalPlaces(64), Counter[Share]()
+
+        async def trainer() -> None:
+            while True:
+                places.trainer_waits(rng.random() < 0.7)
+                await asyncio.sleep(rng.random() * 0.004)
+
         async with asyncio.timeout(20):
+            steps = asyncio.create_task(trainer())
             await asyncio.gather(*(evaluation(places, taken) for _ in range(5)))
+            steps.cancel()
+        places.trainer_waits(False)
         assert places.each == 64, "no share remains"
 
     asyncio.run(main())
