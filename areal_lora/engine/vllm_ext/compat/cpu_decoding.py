@@ -203,7 +203,7 @@ class DecodingScheduler(Scheduler):
         return sent
 
     def _take(self, scheduled: dict[str, int], output: ModelRunnerOutput) -> dict[str, int]:
-        """Take tokens in the middle of answers; returns the requests that are left to vLLM."""
+        """Take tokens in the middle of answers; returns the requests that remain vLLM's."""
         sampled, row_of, logprobs = output.sampled_token_ids, output.req_id_to_index, output.logprobs
         if not sampled or (logprobs is not None and logprobs.cu_num_generated_tokens is not None):
             return scheduled
