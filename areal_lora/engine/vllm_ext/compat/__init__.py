@@ -20,7 +20,7 @@ module           what                           why
                  ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
                                                 trainer's do neither
 ``cpu_sampler``  ``CpuDraw``                    vLLM's own draws cost a tensor per row
-``cpu_decoding`` ``DecodingScheduler``          vLLM's loops take a third of a step, and it sends every token
+``cpu_decoding`` ``DecodingScheduler``          vLLM's loops take a sixth of a step, and it sends every token
                                                 to the server's process
 ``cpu_scheduler`` ``GroupScheduler``            vLLM computes a prompt once per sample
 ================ ============================== =========================================================

@@ -2,8 +2,8 @@
 
 vLLM's loops over the running requests ask each of them for encoders, drafts, grammars and connectors, and make an
 output for every token. Between two blocks of the KV cache a request that decodes needs a token of the budget and
-nothing else, and a request with ``WHOLE`` needs no output before its end. On a CPU these loops took a third of the
-time of a step.
+nothing else, and a request with ``WHOLE`` needs no output before its end. With 256 requests of a tiny model these
+loops took a sixth of the time of a step on a CPU.
 """
 
 from __future__ import annotations
