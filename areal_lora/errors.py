@@ -14,7 +14,8 @@ ArealLoraError
 ├── NonFiniteError       gradients were not finite, several steps in a row
 ├── StalenessError       a sample beyond ``max_staleness`` reached the trainer (C7)
 ├── RolloutError         the rollout plane answered with an error
-│   └── AdapterRolloutError  the rollouts of one adapter have failed; those of the others continue
+│   ├── AdapterRolloutError  the rollouts of one adapter have failed; those of the others continue
+│   └── UserCodeError    a reward, environment, agent or workflow fails on whatever it gets
 ├── CheckpointError      checkpoints cannot be written, or no existing one can be read
 ├── RecordError          records of the run cannot be written
 ├── ProcessFailed        a supervised process ended
@@ -25,6 +26,7 @@ ArealLoraError
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -50,6 +52,9 @@ class ExitCode(IntEnum):
 
 NON_RETRYABLE = frozenset({ExitCode.WRONG_INPUT, ExitCode.CONTRADICTION, ExitCode.MISSING, ExitCode.DISK})
 """Codes that a restart would repeat: the launcher restarts no such process and exits with the same code."""
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class ArealLoraError(Exception):
@@ -143,7 +148,17 @@ class RolloutError(ArealLoraError):
 
 
 class AdapterRolloutError(RolloutError):
-    """The rollouts of one adapter have failed. Those of the others continue."""
+    """The rollouts of one adapter have failed, with an error of ``exit_code``. Those of the others continue."""
+
+    def __init__(self, reason: str, exit_code: int = ExitCode.TEMPORARY) -> None:
+        self.exit_code = ExitCode(exit_code)
+        super().__init__(reason)
+
+
+class UserCodeError(RolloutError):
+    """User code fails by itself: every retry and every restart would fail alike."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 class CheckpointError(ArealLoraError):
@@ -180,7 +195,14 @@ class BackgroundFailed(ArealLoraError):
     """A long-lived thread or task died and ended its process. ``exit_code`` is that of the causing error."""
 
     def __init__(self, who: str, error: BaseException) -> None:
-        self.exit_code = error.exit_code if isinstance(error, ArealLoraError) else ExitCode.FAILED
+        self.exit_code = exit_code_of(error)
         super().__init__(
             f"{who} died, so this process ends with exit code {int(self.exit_code)}: {type(error).__name__}: {error}"
         )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of a process that ``error`` ends; one of a full or read-only disk, too, would be repeated."""
+    if isinstance(error, ArealLoraError):
+        return error.exit_code
+    return ExitCode.DISK if isinstance(error, OSError) and error.errno in DISK_ERRORS else ExitCode.FAILED

@@ -124,6 +124,14 @@ class Outcome(StrEnum):
     ABORTED = "aborted"
 
 
+class Cause(StrEnum):
+    """Why user code failed: ``code`` fails again with the same input, ``unreachable`` waits for a connection."""
+
+    OTHER = "other"
+    CODE = "code"
+    UNREACHABLE = "unreachable"
+
+
 class AdapterPhase(StrEnum):
     """State of an adapter in a run; it is here because the trainer decides it and ``obs`` records and shows it.
 
@@ -212,6 +220,7 @@ class Trajectory:
     components: dict[str, float] = field(default_factory=dict)  # named parts of the reward
     correct: bool | None = None  # None: not scored, or no rule for it
     given: bool = False
+    cause: Cause = Cause.OTHER  # of an outcome that is not ok
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import argparse
 import base64
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -126,9 +127,16 @@ class Server:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            tail = (self._folder / f"server-{self._index}.log").read_text(errors="replace")[-3000:]
-            raise SystemExit(f"the benchmark's server ended:\n{tail}")
+            log = self._folder / f"server-{self._index}.log"
+            raise SystemExit(f"the benchmark's server ended: {first_error(log.read_text(errors='replace'))}")
         return line
+
+
+def first_error(log: str) -> str:
+    """The first exception in a server's log, else its last line: what comes later only follows from it."""
+    lines = [line for line in log.splitlines() if line.strip() and " WARNING " not in line]
+    errors = [found[0] for line in lines if (found := re.search(r"[\w.]+(Error|Exception): .+", line))]
+    return (errors or lines[-1:] or ["it wrote nothing"])[0]
 
 
 class Setup:

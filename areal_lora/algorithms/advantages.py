@@ -15,6 +15,7 @@ from torch import Tensor
 from areal_lora.errors import AlignmentError
 
 EPS = 1e-6  # added to a standard deviation
+BLOCK = 128  # tokens that `discounted_sums` adds up at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +193,25 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, discount: Discount)
 
 
 def discounted_sums(values: Tensor, cu_seqlens: Tensor, factor: float = 1.0) -> Tensor:
-    """``y_t = x_t + factor y_{t+1}`` within each sequence: with factor 1 the sum from t to the end. Packed [T]."""
-    out = values.clone()
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    ends = cu_seqlens[1:]
-    for back in range(2, int(lengths.max()) + 1 if lengths.numel() else 0):  # all sequences at once, from their ends
-        at = ends[lengths >= back] - back
-        out[at] = values[at] + factor * out[at + 1]
-    return out
+    """``y_t = x_t + factor y_{t+1}`` within each sequence: with factor 1 the sum from t to the end. Packed [T].
+
+    Blocks of each sequence at once, as products with a triangular matrix; the sums of whole blocks, by which they are
+    joined, are found in the same way.
+    """
+    lengths = cu_seqlens.diff()
+    blocks = (lengths + BLOCK - 1) // BLOCK  # [N]
+    bounds = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
+    at = torch.arange(values.numel(), device=values.device)
+    at += (BLOCK * bounds[:-1] - cu_seqlens[:-1]).repeat_interleave(lengths)  # each token's place among padded blocks
+    padded = values.new_zeros(BLOCK * int(bounds[-1])).index_copy_(0, at, values).view(-1, BLOCK)
+    place = torch.arange(BLOCK, device=values.device)
+    factors = (factor ** (place[:, None] - place).clamp_min(0).to(values.dtype)).tril()
+    out = padded @ factors
+    if blocks.numel() and int(blocks.max()) > 1:
+        following = discounted_sums(out[:, 0], bounds, factor**BLOCK).roll(-1)
+        following[(bounds[1:] - 1)[blocks > 0]] = 0.0
+        out += following[:, None] * factor ** (BLOCK - place).to(values.dtype)
+    return out.view(-1)[at]
 
 
 def sample_rewards(rewards: Tensor, sample_ids: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def token_credit(advantage: Advantage, shaping: Shaping, batch: TrainBatch) -> C
         per_token, returns = _by_critic(per_sequence[sample], kl, shaping.discount, batch, mask)
     else:
         per_token = spread(per_sequence[sample], cu_seqlens)
-        if advantage.whitened:
+        if advantage.whitened and shaping.kl_coef:
             per_token = per_token - discounted_sums(kl, cu_seqlens)
     if advantage.whitened:
         per_token = whiten(per_token, mask)

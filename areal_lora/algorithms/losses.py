@@ -154,7 +154,7 @@ def policy_loss(
     terms: PolicyTerms,
     *,
     logprobs: Tensor,  # [t] current policy, with gradient
-    prox_logprobs: Tensor | None,  # [t] policy at the start of the step; None: it is the current one
+    prox_logprobs: Tensor | None,  # [t] policy at the start of the step, without dropout; None: ``logprobs``
     rollout_logprobs: Tensor,  # [t] behaviour policy
     advantages: Tensor,  # [t]
     weights: Tensor,  # [t] 0 off the loss mask
@@ -162,12 +162,14 @@ def policy_loss(
     given: Tensor,  # [n] bool, given answers
     ref_logprobs: Tensor | None = None,  # [t]
     entropy: Tensor | None = None,  # [t] with gradient
+    unmoved: bool = False,  # no optimizer step has been taken since the proximal log-probabilities were computed
 ) -> LossTerms:
     """Sum the loss of one micro-batch.
 
     Tokens with ``w = 0`` leave the loss: their behaviour policy is too far away to correct for. KL divergence and
     entropy count for all sampled tokens of the mask. A token of a given answer adds its negative log-probability
-    (cross-entropy): no ratio, no weight w.
+    (cross-entropy): no ratio, no weight w. The ratio of an ``unmoved`` policy to the proximal one is 1, whatever its
+    dropout; w never depends on dropout.
     """
     on = weights > 0
     imitated = spread(given, cu_seqlens)
@@ -176,24 +178,19 @@ def policy_loss(
     current = torch.where(on, logprobs, zeros)
     rollout = torch.where(on, rollout_logprobs, zeros)
     prox = current.detach() if prox_logprobs is None else torch.where(on, prox_logprobs, zeros)
-    gap = prox - rollout
+    old = rollout if terms.ratio == "rollout" else current.detach() if unmoved else prox
+    gap = torch.where(imitated, zeros, prox - rollout)
     behaviour = torch.where(imitated, torch.ones_like(gap), behaviour_weights(terms.behaviour, gap, cu_seqlens))
     kept = on & (behaviour > 0)
     objective = terms.loss(
-        terms.clip,
-        Tokens(
-            logprobs=current,
-            old=prox if terms.ratio == "proximal" else rollout,
-            advantages=advantages,
-            on=on,
-            cu_seqlens=cu_seqlens,
-        ),
+        terms.clip, Tokens(logprobs=current, old=old, advantages=advantages, on=on, cu_seqlens=cu_seqlens)
     )
     value = torch.where(imitated, current, objective.value)
     loss = -(torch.where(kept, weights * behaviour, zeros) * value).sum()
     stats = {
         "policy_loss": loss.detach(),
         "tokens": on.sum().float(),
+        "sampled_tokens": (on & ~imitated).sum().float(),
         "clipped": (kept & objective.clipped & ~imitated).sum().float(),
         "capped": (on & ~kept).sum().float(),
         "behaviour_abs": gap.abs().sum(),

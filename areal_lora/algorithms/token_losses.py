@@ -7,21 +7,25 @@ w its weight and r = exp(l - q). What a function here returns, [t], is maximised
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from areal_lora.algorithms.kl import ratio_of
+from areal_lora.algorithms.reduce import sequence_sums, spread
 from areal_lora.operations.messages import Loss, LossSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Arrays [t]; only ``logprobs`` (l) has a gradient. ``sampled`` is q."""
+    """Arrays [t]; only ``logprobs`` (l) has a gradient. ``sampled`` is q. A target with weight 0 does not count."""
 
     logprobs: Tensor
     sampled: Tensor
     advantages: Tensor
+    weights: Tensor
+    cu_seqlens: Tensor  # [n + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,8 @@ DEFAULTS: Mapping[Loss, Bounds] = {
     Loss.PPO: Bounds(low=0.8, high=1.2),
     Loss.CISPO: Bounds(low=0.0, high=4.0),
     Loss.DRO: Bounds(beta=0.05),
+    Loss.GSPO: Bounds(low=1 - 3e-4, high=1 + 4e-4),
+    Loss.STABLE_REINFORCE: Bounds(),
 }
 
 
@@ -81,23 +87,55 @@ def dro(bounds: Bounds, t: Targets) -> Tensor:
     return t.advantages * t.logprobs - bounds.beta / 2 * (t.logprobs - t.sampled).square()
 
 
+def gspo(bounds: Bounds, t: Targets) -> Tensor:
+    """`ppo` with ``sg(s) p / sg(p)`` for r: GSPO-token (Zheng et al., arXiv 2507.18071), equations 13 and 14.
+
+    p = exp(l), sg stops the gradient, and s is the geometric mean of r over the targets of the sequence that count.
+    The default bounds are those of section 5.1.
+    """
+    frozen = t.logprobs.detach()
+    counts = sequence_sums((t.weights != 0).to(frozen.dtype), t.cu_seqlens).clamp_min(1.0)
+    mean = sequence_sums(frozen - t.sampled, t.cu_seqlens) / counts
+    ratio = ratio_of(spread(mean, t.cu_seqlens)) * torch.exp(t.logprobs - frozen)
+    return torch.minimum(ratio * t.advantages, ratio.clamp(bounds.low, bounds.high) * t.advantages)
+
+
+def stable_reinforce(bounds: Bounds, t: Targets) -> Tensor:
+    """``s A l - beta / 2 (l - q)^2`` with s = 1 where A > 0, else ``min(R, 1)``; no gradient through s.
+
+    R is the product of r over the targets of the sequence that count. With beta 0, the default, it is TOPR: "Tapered
+    Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs" (Le Roux et al., arXiv 2503.14286).
+    The SDK's documentation names the loss, a REINFORCE that remains stable off policy, and its coefficient
+    (``kl_coeff``, our beta), but no formula. ``(l - q)^2 / 2`` is the estimator k2 of the KL divergence from the
+    sampler (Schulman, "Approximating KL divergence", 2020).
+    """
+    gaps = spread(sequence_sums(t.logprobs.detach() - t.sampled, t.cu_seqlens), t.cu_seqlens)
+    taper = torch.where(t.advantages > 0, 1.0, gaps.clamp_max(0.0).exp())
+    return taper * t.advantages * t.logprobs - bounds.beta / 2 * (t.logprobs - t.sampled).square()
+
+
 VALUES: Mapping[Loss, Callable[[Bounds, Targets], Tensor]] = {
     Loss.CROSS_ENTROPY: cross_entropy,
     Loss.IMPORTANCE_SAMPLING: importance_sampling,
     Loss.PPO: ppo,
     Loss.CISPO: cispo,
     Loss.DRO: dro,
+    Loss.GSPO: gspo,
+    Loss.STABLE_REINFORCE: stable_reinforce,
 }
 
 
-def token_loss(loss: Loss, bounds: Bounds, targets: Targets, weights: Tensor) -> Tensor:
+def token_loss(loss: Loss, bounds: Bounds, targets: Targets) -> Tensor:
     """``- sum w * value`` over the targets with a weight; others do not count, whatever they are."""
-    on = weights != 0
+    on = targets.weights != 0
 
     def counted(values: Tensor) -> Tensor:
         return torch.where(on, values, 0.0)
 
-    seen = Targets(
-        logprobs=counted(targets.logprobs), sampled=counted(targets.sampled), advantages=counted(targets.advantages)
+    seen = replace(
+        targets,
+        logprobs=counted(targets.logprobs),
+        sampled=counted(targets.sampled),
+        advantages=counted(targets.advantages),
     )
-    return -(weights * VALUES[loss](bounds, seen)).sum()
+    return -(targets.weights * VALUES[loss](bounds, seen)).sum()

@@ -208,11 +208,11 @@ def read_files(paths: Sequence[Path]) -> dict[str, dict[str, np.ndarray]]:
     """
     found: dict[str, dict[str, np.ndarray]] = {part: {} for part in PARTS}
     for path in paths:
-        with path.open("rb") as file:
-            # A private writable mapping: no code writes to it, but torch warns about read-only memory.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        length = int.from_bytes(data[:8], "little")
         try:
+            with path.open("rb") as file:
+                # A private writable mapping: no code writes to it, but torch warns about read-only memory.
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            length = int.from_bytes(data[:8], "little")
             header = json.loads(data[8 : 8 + length])
             for key, entry in header.items():
                 part, _, name = key.partition("/")

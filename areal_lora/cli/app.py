@@ -29,6 +29,7 @@ from areal_lora.cli import (
     push,
     report,
     resume,
+    samples,
     schema,
     serve,
     servers,
@@ -45,6 +46,7 @@ VERBS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (status.status, "What a run does now, or how it ended."),
     "logs": (logs.logs, "Last lines of the logs, or new ones (-f)."),
     "track": (track.track, "Send a run to Weights & Biases or MLflow, until it ends."),
+    "samples": (samples.samples, "Answers of a step with rewards, drops and errors."),
     "conversations": (conversations.conversations, "What the agents of a run asked and were answered."),
     "stop": (stop.stop, "Stop a run; it can be resumed."),
     "resume": (resume.resume, "Start a run again from its newest checkpoints."),
@@ -99,7 +101,10 @@ def build() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Every failure is one line on standard error; the exit codes are ``errors.ExitCode``."""
     try:
-        code = build()(args=None if arguments is None else list(arguments), standalone_mode=False)
+        # The name is part of what --show-completion prints, and `python -m areal_lora` is no name of a shell function.
+        code = build()(
+            args=None if arguments is None else list(arguments), prog_name="areal-lora", standalone_mode=False
+        )
     except typer.Exit as ended:
         return ended.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -120,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.filename}: {error.strerror} (fix: {fix})", EnvironmentError_.exit_code)
     except OSError as error:
         fix = "make room on the disk, mount it for writing, or repair it"
-        return _fail(f"{error.filename}: {error.strerror} (fix: {fix})", RecordError.exit_code)
+        place = f"{error.filename}: " if error.filename else ""  # a write, other than an opening, has no name
+        return _fail(f"{place}{error.strerror or error} (fix: {fix})", RecordError.exit_code)
     return code if isinstance(code, int) else ExitCode.DONE
 
 

@@ -96,7 +96,6 @@ def render(wanted: Choices) -> str:
         prompts=16 if on_cpu else 64,
         microbatch=4096 if on_cpu else 16384,
         dtype="float32" if on_cpu else "bfloat16",
-        tolerance="1.0e-4" if on_cpu else "0.05 # bfloat16: trainer and server use different kernels",
         device=wanted.device,
         devices_per_node="" if on_cpu else DEVICES,
         cache=CACHE if on_cpu else "",
@@ -170,10 +169,6 @@ rollout:
   servers: 1
   max_lora_rank: 16
   max_model_len: {max_model_len} # tokens of problem and answer together{cache}
-
-weight_sync:
-  wire_dtype: {dtype}
-  probe_tolerance: {tolerance}
 
 eval:
   every_steps: 10 # greedy answers to the held-out rows

@@ -26,7 +26,7 @@ from areal_lora.launcher.slurm.states import Phase, explain
 from areal_lora.obs.metrics.reader import newest_records, state_records
 from areal_lora.obs.metrics.records import EvalRecord, mean_lag
 from areal_lora.obs.run_view import AdapterView, RunView
-from areal_lora.run_folder.events import StartEvent, count_restarts, read_events
+from areal_lora.run_folder.events import EndEvent, StartEvent, count_restarts, last_end, read_events
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint
 from areal_lora.run_folder.status import read_statuses
@@ -89,6 +89,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ``steps`` is None where clients drive all adapters: there is no end.
     With several adapters ``steps_done`` and ``steps`` are sums, ``reward`` and ``accuracy`` are None, and ``adapters``
     has a row for each; it is empty for a run with one.
+    ``groups_equal`` is the newest step's (`StepRecord`); ``faults`` are lines about rollouts that failed.
+    ``failure`` says why the last start ended before the last step, where that is known.
     """
 
     run: str
@@ -115,6 +117,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     job: JobStatus | None
     processes: list[ProcessStatus]
     adapters: list[AdapterStatus] = []
+    groups_equal: float | None = None
+    faults: list[str] = []
+    failure: EndEvent | None = None
 
 
 STATES = ("running", "waiting", "ending", "done", "stopped", "unknown")
@@ -132,10 +137,12 @@ def look(folder: RunFolder, config: Config) -> Status:
     if state == "done" and (
         failed := [name for name, one in view.adapters.items() if one.state is AdapterPhase.FAILED]
     ):
-        state, why = "stopped", f"{', '.join(failed)} failed (fix: areal-lora resume {quote(str(folder))} tries again)"
+        cause = f": {end}" if (end := last_end(folder)) is not None else ""
+        again = f"areal-lora resume {quote(str(folder))} tries again"
+        state, why = "stopped", f"{', '.join(failed)} failed{cause} (fix: {again})"
     last = view.steps[-1] if view.steps else None
     evaluation = _measured(view.only)
-    events = [] if not folder.events.exists() else read_events(folder)
+    events = read_events(folder)
     newest = {a.name: max(versions_in(folder.adapter_checkpoints(a.name)), default=None) for a in config.adapters}
     ages = [_age_s(folder.adapter_checkpoints(name) / f"v{v:06d}") for name, v in newest.items() if v is not None]
     return Status(
@@ -163,6 +170,13 @@ def look(folder: RunFolder, config: Config) -> Status:
         job=job,
         processes=processes,
         adapters=[] if view.only else list(_adapters(view, newest)),
+        failure=last_end(folder) if state == "stopped" else None,
+        groups_equal=last.groups_equal if last and view.only else None,
+        faults=[
+            view.prefix(name) + one.steps[-1].faults_text
+            for name, one in view.adapters.items()
+            if one.steps and one.steps[-1].faults
+        ],
     )
 
 
@@ -231,7 +245,8 @@ def _state(folder: RunFolder, job: JobStatus | None, held: Holder | None, here: 
         return "done", ""
     if _beats(folder) and not is_free(folder):
         return "unknown", "no process of it is on this machine, but there are fresh heartbeats: it works on another one"
-    return "stopped", f"it ended before its last step (fix: areal-lora resume {quote(str(folder))} continues)"
+    why = last_end(folder) or "it ended before its last step and recorded no cause: killed, or the disk was full"
+    return "stopped", f"{why} (then: areal-lora resume {quote(str(folder))} continues)"
 
 
 def _beats(folder: RunFolder) -> bool:

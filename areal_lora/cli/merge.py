@@ -40,7 +40,8 @@ def merge(
     name, folder, tensors, spec = _adapter(source, version, adapter, base)
     made = write_merged(folder, tensors, spec.scale_of, out, dtype=None if dtype == KEEP else getattr(torch, dtype))
     loss = made.bfloat16
-    print(f"{name} merged into {folder}: {made.weights} weights, {made.nbytes / 2**20:.1f} MiB in {out.absolute()}")
+    size = f"{made.weights} weights, {made.nbytes / 2**20:.1f} MiB"
+    print(f"{name} and the base {folder} are merged in {out.absolute()}: {size}; the base is not changed")
     print(
         f"in bfloat16 {loss.survives:.1%} of the adapter survives: relative error {loss.error:.3f}, "
         f"{loss.unmoved:.1%} of the adapted elements equal the base's"

@@ -36,6 +36,8 @@ def chosen_config(files: list[Path], words: list[str]) -> Config:
 
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     runs = [word for word in words if word not in overrides]
+    if files and runs and not Path(runs[0]).exists():
+        raise ConfigError(runs[0], "is not an override", "write it as dotted.key=value")
     if len(runs) > 1 or bool(runs) == bool(files):
         given = " ".join([*(f"--config {file}" for file in files), *runs]) or "nothing"
         raise ConfigError("RUN or --config", f"{given} was given", "name one run, or configuration files")

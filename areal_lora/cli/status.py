@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from areal_lora.cli.look import AdapterStatus, ProcessStatus, Status
+    from areal_lora.run_folder.paths import RunFolder
 
 EVERY_S = 2.0
 NAME_WIDTH = 10
@@ -23,6 +24,7 @@ def status(
     run: Annotated[str, typer.Argument(help=RUN_HELP, autocompletion=run_names)],
     watch: Annotated[bool, typer.Option("--watch", help="show it again every 2 seconds until the run ends")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, or one a line with --watch")] = False,
+    groups: Annotated[bool, typer.Option("--groups", help="also prompt groups by state, and drops by reason")] = False,
     details: Annotated[bool, typer.Option("--details", help="of a finished run also commands and all figures")] = False,
 ) -> None:
     """Show roles, step, reward, staleness, remaining time, checkpoints and the Slurm job of a run."""
@@ -36,6 +38,8 @@ def status(
     while True:
         seen = look(folder, config)
         _show_json(seen) if as_json else print(render(seen), flush=True)
+        if groups and not as_json:
+            print("", *aligned(group_rows(folder)), sep="\n", flush=True)
         if details and not as_json and folder.summary.is_file():
             from areal_lora.obs.report.closing import detail_lines
 
@@ -102,9 +106,21 @@ def adapter_rows(adapters: Sequence[AdapterStatus]) -> Sequence[Sequence[str]]:
     return rows
 
 
+def group_rows(folder: RunFolder) -> Sequence[Sequence[str]]:
+    """A head and a row per adapter of the ledger."""
+    from areal_lora.rollout.ledger.peek import group_counts
+    from areal_lora.rollout.ledger.records import GroupState
+
+    rows = [("groups of", *(state.name.lower() for state in GroupState), "dropped for")]
+    for one in group_counts(folder):
+        why = ", ".join(f"{reason} {n}" for reason, n in one.dropped.items()) or "-"
+        rows.append((one.adapter, *(str(one.states[state]) for state in GroupState), why))
+    return rows
+
+
 def lines(seen: Status) -> list[tuple[str, str]]:
     """The rows above the table: name and text of each."""
-    from areal_lora.obs.console import duration, histogram, number
+    from areal_lora.obs.console import duration, histogram, number, percent
     from areal_lora.obs.run_view import counted
 
     by = f" (launcher {seen.launcher_pid} on {seen.launcher_host})" if seen.launcher_pid else ""
@@ -119,7 +135,9 @@ def lines(seen: Status) -> list[tuple[str, str]]:
         accuracy = (
             f"   accuracy {number(seen.accuracy)} (v{seen.accuracy_version})" if seen.accuracy is not None else ""
         )
-        rows.append(("reward", number(seen.reward) + accuracy))
+        equal = f"   {percent(seen.groups_equal)} of groups equal" if seen.groups_equal is not None else ""
+        rows.append(("reward", number(seen.reward) + accuracy + equal))
+    rows += [("faults", text) for text in seen.faults]
     if seen.staleness:
         rows.append(("staleness", f"{histogram(seen.staleness)}   mean {number(seen.staleness_mean, 2)}"))
     if seen.checkpoints:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, model_validator
+from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
 
 from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.evals import DEFAULT_SET, EvalSetConfig
 from areal_lora.config.reward import NumericMatchReward, RewardConfig, RewardsConfig, labels
-from areal_lora.config.section import NAME, NonNegFloat, NonNegInt, Section
+from areal_lora.config.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section
 from areal_lora.config.task import TaskConfig
 from areal_lora.config.workflow import ClientWorkflowConfig, SingleTurnWorkflowConfig, WorkflowConfig
 from areal_lora.types import AdapterSpec, ExpertLayout
@@ -70,7 +70,11 @@ class SamplingConfig(Section):
         default_factory=list,
         description="Texts that end an answer; their tokens are trained on, the reward gets the answer without them.",
     )
-    timeout_s: PositiveFloat = Field(600.0, description="Seconds for one rollout; after that it is a `timeout`.")
+    timeout_s: PositiveFloat = Field(
+        600.0,
+        description="Seconds for one episode of an environment, agent or workflow, or one request of an evaluation; "
+        "after that it is a `timeout`. A single-turn rollout is repeated after ten times as long.",
+    )
 
 
 CLIENT_KEYS = frozenset(

@@ -15,6 +15,8 @@ from areal_lora.errors import ConfigError
 
 ENDLESS = 1 << 53
 """Steps of an adapter that a client drives."""
+PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
+"""nats, by type of the base; measured: docs/en/weight_sync.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,12 @@ def _wire_dtype(config: Config, adapter: AdapterConfig) -> Literal["float32", "b
     """Merged weights are sums in fp32, cast once: to the type in which servers hold them."""
     if config.rollout.adapter_mode == "merged":
         return config.model.dtype
-    return config.weight_sync.wire_dtype if adapter.wire_dtype is None else adapter.wire_dtype
+    return adapter.wire_dtype or config.weight_sync.wire_dtype or config.model.dtype
+
+
+def probe_tolerance(config: Config) -> float:
+    """Largest allowed mean difference of a probe, nats: the run's own, else what rounding in the base's type needs."""
+    return config.weight_sync.probe_tolerance or PROBE_TOLERANCES[config.model.dtype]
 
 
 def adapter_runs(config: Config) -> dict[str, AdapterRun]:

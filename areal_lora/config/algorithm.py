@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from areal_lora.config.section import NonNegFloat, Section
+from areal_lora.config.section import NonNegFloat, PositiveInt, Section
 
 Kind = Literal[
     "grpo",

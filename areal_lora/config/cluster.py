@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from areal_lora.config.section import TIME_LIMIT, NonNegInt, Section
+from areal_lora.config.section import TIME_LIMIT, NonNegInt, PositiveInt, Section
 
 Role = Literal["trainer", "rollout", "controller"]
 Word = Annotated[str, Field(pattern=r"^\S+$")]
@@ -58,7 +58,11 @@ class SlurmConfig(Section):
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
     exclusive: bool = Field(False, description="sbatch --exclusive: no other job on the nodes.")
     gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
-    cpu_bind: Word | None = Field(None, description="srun --cpu-bind of all roles, such as `none` or `cores`.")
+    cpu_bind: Word | None = Field(
+        None,
+        description="srun --cpu-bind of all roles, such as `cores`; `none` if unset. Steps overlap: one that binds may "
+        "bind to the cores of another step of its node.",
+    )
     gpu_bind: Word | None = Field(None, description="srun --gpu-bind of all roles; `none` if unset.")
     extra: list[Line] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
     setup: list[str] = Field(default_factory=list, description="Shell lines run on each node before a role starts.")

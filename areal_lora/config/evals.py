@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from areal_lora.config.section import NAME, NonNegFloat, Section
+from areal_lora.config.section import NAME, NonNegFloat, PositiveInt, Section
 from areal_lora.config.task import EvalTaskConfig
 
 DEFAULT_SET = "held-out"

@@ -23,6 +23,7 @@ from areal_lora.config.models import (
 )
 from areal_lora.config.place import own_place
 from areal_lora.config.reward import FunctionReward, JudgeReward, reward_keys
+from areal_lora.config.service import CODE_REWARD
 from areal_lora.config.snapshot import missing_files
 from areal_lora.errors import AdapterError, ConfigError
 from areal_lora.families.derived import Checkpoint, read_checkpoint
@@ -68,7 +69,10 @@ class Facts:
 
 
 def gather_facts(config: Config, *, runs_here: bool) -> Facts:
-    """Inspect the model folder, adapters and user code; if ``runs_here``, also this machine's ports and devices."""
+    """Inspect the model folder, adapters and user code; if ``runs_here``, also this machine's ports and devices.
+
+    Host memory is compared for every run of this machine: a plan needs no free port, but it needs to fit.
+    """
     hf_config, problem, is_local = _read_model(config.model)
     peft_folders, peft_problems = _read_adapters(config)
     return Facts(
@@ -84,10 +88,15 @@ def gather_facts(config: Config, *, runs_here: bool) -> Facts:
         address_problem=_address_problem(config) if runs_here else None,
         ports_in_use=_ports_in_use(config) if runs_here else frozenset(),
         devices=_visible_devices(config.cluster.device) if runs_here else None,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if runs_here else None,
+        memory_bytes=machine_memory() if config.cluster.kind == "local" else None,
         device_bytes=_device_bytes() if runs_here and config.cluster.device == "cuda" else None,
         shared_bytes=_shared_bytes() if runs_here else None,
     )
+
+
+def machine_memory() -> int:
+    """Host memory of this machine, bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def server_ports(config: Config) -> list[int]:
@@ -174,6 +183,8 @@ def _service_problems(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("service.api.data", f"there is no folder {str(api.data)!r}", fix)
     for i, text in enumerate(api.code):
         key = f"service.api.code.{i}"
+        if text == CODE_REWARD:
+            continue
         try:
             file = parse_import_path(text, key).file
             if file is not None and not file.is_absolute():

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.problems import to_config_error
+from areal_lora.config.problems import to_config_errors
 from areal_lora.config.sources import Source
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.desired import DesiredAdapter, read_desired
@@ -22,7 +22,7 @@ def joined(config: Config, desired: DesiredAdapter) -> AdapterConfig:
         [adapter] = Config.model_validate(data).adapters
     except ValidationError as error:
         source = Source(label=f"the settings of {desired.key}", data=data, lines={}, folder=Path.cwd())
-        raise own_path(to_config_error(error, data, [source])) from None
+        raise own_path(to_config_errors(error, data, [source])[0]) from None
     return adapter
 
 

@@ -1,4 +1,4 @@
-"""YAML files and dotted overrides -> Config, or one ConfigError that names file, key and fix."""
+"""YAML files and dotted overrides -> Config, or a ConfigError for each key that names file, key and fix."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from pydantic import ValidationError
 from areal_lora.config import schema
 from areal_lora.config.merge import apply_override, merge_maps
 from areal_lora.config.models import Config
-from areal_lora.config.problems import to_config_error
+from areal_lora.config.problems import to_config_errors
 from areal_lora.config.shipped import configuration_file
 from areal_lora.config.sources import Source, origin_of, read_source, value_at
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, ConfigErrors
 
 GIVEN = "the given mapping"
 
 
-def load_config(parts: Sequence[Path | str | Mapping[str, Any]], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    parts: Sequence[Path | str | Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+    *,
+    given: Mapping[str, Mapping[str, str]] | None = None,
+) -> Config:
     """Read, merge, override, validate. A part is a YAML file or a mapping of the same shape.
 
     A bare file name may be that of a shipped example. Relative paths in a mapping are looked up in the working folder.
 
-    Raises ConfigError with one line for the first thing that is wrong.
+    ``given`` are sections of the only adapter, such as ``reward``, of which keys that no part sets are taken.
+
+    Raises ConfigError, or ConfigErrors where keys are unknown, missing or of a wrong type in several places.
     """
     if not parts:
         raise ConfigError("--config", "no configuration file given", "--config examples/math/embedded.yaml")
@@ -35,11 +42,23 @@ def load_config(parts: Sequence[Path | str | Mapping[str, Any]], overrides: Sequ
     for override in overrides:
         merged, source = apply_override(merged, override)
         sources.append(source)
+    for section, keys in (given or {}).items():
+        merged = _with_given(merged, section, keys)
     _resolve_paths(merged, sources)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        raise to_config_error(error, merged, sources) from None
+        errors = to_config_errors(error, merged, sources)
+        raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
+
+
+def _with_given(data: dict[str, Any], section: str, keys: Mapping[str, str]) -> dict[str, Any]:
+    """``data`` with ``keys`` below those of the section, unless this is of another kind."""
+    match data.get("adapters"):
+        case [dict() as adapter] if isinstance(old := adapter.get(section, {}), dict):
+            if old.get("kind", keys["kind"]) == keys["kind"]:
+                return data | {"adapters": [adapter | {section: {**keys, **old}}]}
+    return data
 
 
 def _source(part: Path | str | Mapping[str, Any]) -> Source:

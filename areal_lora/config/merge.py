@@ -7,6 +7,7 @@ old kind mean nothing to the new one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ def merge_maps(base: Mapping[str, Any], overlay: Mapping[str, Any], label: str) 
 def _merge_adapters(base: list[Any], overlay: list[Any], label: str) -> list[Any]:
     if len(base) == 1 and len(overlay) == 1 and isinstance(base[0], dict) and isinstance(overlay[0], dict):
         return [merge_maps(base[0], overlay[0], label)]
+    given = Counter(entry.get("name") for entry in overlay if isinstance(entry, dict))
+    if repeated := [name for name, count in given.items() if name is not None and count > 1]:
+        raise ConfigError("adapters", f"{label} names {repeated[0]!r} twice", "give each adapter its own name")
     merged = list(base)
     names = [entry.get("name") for entry in base if isinstance(entry, dict)]
     for i, entry in enumerate(overlay):

@@ -1,4 +1,4 @@
-"""pydantic's errors -> one ConfigError that names file, line, key and fix."""
+"""pydantic's errors -> a ConfigError for each key, which names file, line, key and fix."""
 
 from __future__ import annotations
 
@@ -33,11 +33,19 @@ _NOUNS = {
 """What to give, by the beginning of pydantic's type of error."""
 
 
-def to_config_error(error: ValidationError, data: Any, sources: Sequence[Source]) -> ConfigError:
-    # A misspelt key that is required reports itself twice; the unknown key is the cause.
+def to_config_errors(error: ValidationError, data: Any, sources: Sequence[Source]) -> list[ConfigError]:
+    """One ConfigError for each key that is wrong: unknown keys, then wrong values, then missing keys."""
     order = {"extra_forbidden": 0, "missing": 2}
-    details = sorted(error.errors(), key=lambda d: order.get(d["type"], 1))
-    first = details[0]
+    errors: dict[str, ConfigError] = {}
+    for detail in sorted(error.errors(), key=lambda d: order.get(d["type"], 1)):
+        found = _to_config_error(detail, data, sources)
+        # A misspelt key that is required is unknown and missing; the unknown key is the cause.
+        if detail["type"] != "missing" or not any(e.fix == f"use {found.path}" for e in errors.values()):
+            errors.setdefault(found.path, found)
+    return list(errors.values())
+
+
+def _to_config_error(first: ErrorDetails, data: Any, sources: Sequence[Source]) -> ConfigError:
     path = _without_tags(first["loc"], data)
     name = schema.dotted(path)
     if first["type"] == "missing":

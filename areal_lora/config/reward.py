@@ -6,9 +6,9 @@ from ipaddress import ip_address
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
-from areal_lora.config.section import NAME, NonNegInt, Section
+from areal_lora.config.section import NAME, NonNegInt, PositiveInt, Section
 
 ONE, SEVERAL = "(one)", "(several)"
 """Tags of the two spellings in pydantic's locations; no key is called so."""

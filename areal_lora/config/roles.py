@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from areal_lora.config.section import NonNegFloat, NonNegInt, Section
+from areal_lora.config.section import NonNegFloat, NonNegInt, PositiveInt, Section
 
 
 class TrainerConfig(Section):
@@ -100,7 +100,9 @@ class WeightSyncConfig(Section):
         "`auto`: that of `cluster.device`, and gloo where a trainer rank and a server share a device.",
     )
     bucket_mib: PositiveFloat = Field(256.0, description="Largest flat buffer of one broadcast, MiB.")
-    wire_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type in which versions are sent.")
+    wire_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Type in which versions are sent; if unset `model.dtype`, that of the servers' adapter slots."
+    )
     timeout_s: PositiveFloat = Field(
         30.0, description="Seconds for a whole publish: transfer, exclusion of lost servers, second transfer."
     )
@@ -110,7 +112,11 @@ class WeightSyncConfig(Section):
     )
     probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
     probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
-    probe_tolerance: PositiveFloat = Field(1e-4, description="Largest allowed mean |logp trainer - logp server|.")
+    probe_tolerance: PositiveFloat | None = Field(
+        None,
+        description="Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, "
+        "0.15 with `bfloat16`.",
+    )
 
     @property
     def attempt_s(self) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from areal_lora.config.section import NAME, NonNegInt, Section
+from areal_lora.config.section import NAME, NonNegInt, PositiveInt, Section
 
 
 class RunConfig(Section):

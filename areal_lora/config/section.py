@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-NonNegInt = Annotated[int, Field(ge=0)]
+
+def _of_64_bits(value: int) -> int:
+    """Messages and SQLite hold no other integers."""
+    if value >= 1 << 63:
+        raise ValueError("it must be below 2**63")
+    return value
+
+
+NonNegInt = Annotated[int, Field(ge=0), AfterValidator(_of_64_bits)]
+PositiveInt = Annotated[int, Field(gt=0), AfterValidator(_of_64_bits)]
 NonNegFloat = Annotated[float, Field(ge=0)]
 Arguments = dict[str, str | int | float | bool]
 TIME_LIMIT = r"^(\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE)$"

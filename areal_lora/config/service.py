@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from areal_lora.config.section import NonNegInt, Section
+from areal_lora.config.section import NonNegInt, PositiveInt, Section
+
+CODE_REWARD = "code"
 
 
 class QuotaConfig(Section):
@@ -26,6 +28,10 @@ class QuotaConfig(Section):
     )
     pass_kib: PositiveInt = Field(8192, description="Longest body of a pass of an SDK client, KiB.")
     saved: PositiveInt = Field(64, description="Saved states of SDK clients.")
+    tokens: PositiveInt = Field(
+        1 << 23, description="Tokens of inference in progress: prompts and the longest answers, times 1 + `logprobs`."
+    )
+    requests: PositiveInt = Field(12_000, description="Requests a minute; a minute's may come at once.")
 
 
 class ApiConfig(Section):
@@ -38,7 +44,8 @@ class ApiConfig(Section):
     data_sets: list[str] = Field(default_factory=list, description="Hub data sets that tenants may name.")
     code: list[str] = Field(
         default_factory=list,
-        description="User code that tenants may name, like `package.module:name` or `/folder/file.py:name`.",
+        description="User code that tenants may name, like `package.module:name` or `/folder/file.py:name`, and "
+        "`code` for the reward of that kind, whose tests are programs in the tenants' rows.",
     )
     judges: dict[str, str | None] = Field(
         default_factory=dict,

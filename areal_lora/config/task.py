@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from areal_lora.config.section import NonNegInt, Scalar, Section
+from areal_lora.config.section import NonNegInt, PositiveInt, Scalar, Section
 
 
 class TemplateFormat(Section):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from areal_lora.config.section import Arguments, NonNegInt, Section
+from areal_lora.config.section import Arguments, NonNegInt, PositiveInt, Section
 
 
 class SingleTurnWorkflowConfig(Section):

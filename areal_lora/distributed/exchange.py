@@ -44,6 +44,11 @@ class Exchange(Protocol):
         ...
 
 
+def first_problem(mine: str, exchange: Exchange) -> str:
+    """The problem of the first rank that has one; empty if none has. The same on every rank. Collective."""
+    return next((raw.decode() for raw in exchange.all_gather_bytes(mine.encode()) if raw), "")
+
+
 class SoloExchange:
     """Exchange of a trainer with one rank."""
 

@@ -22,7 +22,7 @@ from areal_lora.config.models import Config
 from areal_lora.config.recorded import write_config
 from areal_lora.doctor.facts import CanaryFacts
 from areal_lora.doctor.probes import interpreters
-from areal_lora.launcher.watch import last_lines
+from areal_lora.launcher.ended import last_lines
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 
@@ -62,7 +62,7 @@ def canary_config(
             "kv_cache_gib": 0.1,
             "enforce_eager": True,
         },
-        "weight_sync": {"timeout_s": 20.0, "probe_tolerance": 1e-4 if on_cpu else 0.05},
+        "weight_sync": {"timeout_s": 20.0},
         "cluster": {"device": device, "devices_per_node": 2, "share_devices": share_devices, "bind": "127.0.0.1"},
     }
     return Config.model_validate(values)

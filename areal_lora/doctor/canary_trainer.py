@@ -14,6 +14,7 @@ import sys
 
 import torch
 
+from areal_lora.config.adapter_run import probe_tolerance
 from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.recorded import read_config
 from areal_lora.errors import ArealLoraError, ExitCode
@@ -75,7 +76,13 @@ def publish_perturbed(folder: RunFolder) -> dict[str, float | None]:
     wait_endpoint(folder, "server", 0, SERVER_S)
     watch = RendezvousWatch(folder, config.rollout.tp)
     secret, exchange = read_secret(folder), SoloExchange()
-    leader = Leader(run=config.run.name, secret=secret, servers=watch.present(), config=config.weight_sync)
+    leader = Leader(
+        run=config.run.name,
+        secret=secret,
+        servers=watch.present(),
+        config=config.weight_sync,
+        tolerance=probe_tolerance(config),
+    )
     publisher = Publisher(
         run=config.run.name,
         config=config.weight_sync,

@@ -31,12 +31,12 @@ BLOCK_BYTES = 1 << 20
 
 
 def probe_role(role: str, python: str) -> RoleFacts:
-    """Ask an interpreter for its versions."""
+    """Ask an interpreter for its versions, with the folder and the PYTHONPATH that the processes of a run get."""
     script = str(Path(role_probe.__file__).resolve())
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            [python, script], capture_output=True, text=True, check=False, timeout=ANSWER_S, cwd="/", env=environment
+            [python, script], capture_output=True, text=True, check=False, timeout=ANSWER_S, env=environment
         )
     except OSError as error:
         return RoleFacts(role=role, python=python, problem=f"it cannot be started: {error.strerror}")

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata as metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def main() -> None:
         except metadata.PackageNotFoundError:
             continue
     plugins = [entry.name for entry in metadata.entry_points(group="vllm.general_plugins")]
-    sys.path[:1] = []  # this folder
+    sys.path[0] = os.getcwd()  # as `python -m` does, by which processes of a run start
     spec = importlib.util.find_spec("areal_lora")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     digest = hashlib.sha256()

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from areal_lora.config.adapter_run import adapter_runs, total_steps
 from areal_lora.config.algorithm import PRESETS
+from areal_lora.config.facts import machine_memory
 from areal_lora.config.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
 from areal_lora.config.models import Config
 from areal_lora.launcher.details import details, human_bytes, make_table
@@ -21,6 +22,8 @@ from areal_lora.launcher.slurm.script import sbatch_script
 _WORDS = {TRAINER: "trainer rank", SERVER: "server", CONTROLLER: "controller", SERVICE: "service"}
 _SHORT = {"trainer": "rank:", "rollout": "server:", "controller": "controller:", "service": "service:"}
 _KV = (LEAST_KV, "KV cache")
+SMALL = 4 * GIB
+"""Below this many bytes of a process parts are printed in MiB."""
 
 
 def print_plan(config: Config, plan: JobPlan, console: Console, *, full: bool = False) -> None:
@@ -123,13 +126,15 @@ def _memory(plan: JobPlan) -> Table:
     names = list(dict.fromkeys(part.name for m in kinds for part in m.parts))
     columns = [(m, where) for m in kinds for where in ("device", "host") if _sum(m, where)]
     titles = [f"{_SHORT[m.role]} {where}" for m, where in columns]
-    table = make_table("Memory, estimated, in GiB of one device and of the host", "part", *titles, right=titles)
+    small = max(_sum(m, where) for m, where in columns) < SMALL
+    unit, size = ("MiB", 2**20) if small else ("GiB", GIB)
+    table = make_table(f"Memory, estimated, in {unit} of one device and of the host", "part", *titles, right=titles)
     table.columns[0].no_wrap = True
     for name in names:
         values = [sum(getattr(p, where) for p in m.parts if p.name == name) for m, where in columns]
         if any(values):
-            table.add_row(name, *(f"{value / GIB:.2f}" if value else "" for value in values))
-    table.add_row("all", *(f"{_sum(m, where) / GIB:.2f}" for m, where in columns))
+            table.add_row(name, *(f"{value / size:.{0 if small else 2}f}" if value else "" for value in values))
+    table.add_row("all", *(f"{_sum(m, where) / size:.{0 if small else 2}f}" for m, where in columns))
     return table
 
 
@@ -206,10 +211,11 @@ def _first_to_run_out(config: Config, plan: JobPlan) -> str:
         left = limit - share if config.cluster.share_devices else limit
         found.append(_Resource(name="device memory of a trainer rank", used=rank, limit=left))
         found.append(_Resource(name="device memory of a server before its KV cache", used=_fixed(plan), limit=share))
-    host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else None
+    host = slurm_bytes(config.cluster.slurm.mem) if config.cluster.kind == "slurm" else machine_memory()
     most = max(plan.memory.host_of(node) for node in range(plan.nodes))
     if host is not None:
-        found.append(_Resource(name="host memory of a node", used=most, limit=host))
+        name = "host memory of a node" if config.cluster.kind == "slurm" else "memory of this machine"
+        found.append(_Resource(name=name, used=most, limit=host))
     if not found:
         return f"Host memory of a node: {_gib(most)} GiB; no limit of a resource is known to the plan"
     first, *others = sorted(found, key=lambda r: -r.used / r.limit)

@@ -10,8 +10,9 @@ from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.ended import RunEnd
 from areal_lora.launcher.plan import JobPlan
 from areal_lora.launcher.supervise import Interrupts, Supervisor
-from areal_lora.launcher.watch import Watch, print_failure
+from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole
+from areal_lora.run_folder.events import EndEvent, now_utc, record_end
 
 
 def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
@@ -37,8 +38,10 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     if interrupts.count:
         again = "The same command resumes the run."
         console.print(f"Stopped. The run folder is {plan.run_folder}. {again}", markup=False, soft_wrap=True)
+        record_end(plan.run_folder, EndEvent(at=now_utc(), code=ExitCode.INTERRUPTED, who="it", how="was interrupted"))
         return RunEnd(code=ExitCode.INTERRUPTED, why="it was interrupted")
     if failure is None:
         return RunEnd(code=ExitCode.DONE)
     code = ExitCode(failure.code) if failure.code in NON_RETRYABLE else ExitCode.COMPONENT_FAILED
-    return RunEnd(code=code, why=f"{failure.spec.name} {failure.how()}; its log is {failure.log}")
+    record_end(plan.run_folder, end_event(failure, code))
+    return RunEnd(code=code, why=f"{failure.spec.name} {failure.cause}; its log is {failure.log}")

@@ -4,6 +4,9 @@ A unit is what starts together: a server, the controller, all ranks of the train
 peers' collectives). Each unit has a budget of restarts with exponential back-off. A session that made progress for
 ``HEALTHY_S`` restores the whole budget of its unit.
 
+A service that has worked is restarted for as long as the run trains: it has no budget, and no exit code of it ends the
+run.
+
 A lost node costs no budget: a server on it is abandoned while enough others remain, anything else ends the session. A
 unit that could not be started on its node is tried again until the node is known to be lost.
 """
@@ -15,9 +18,11 @@ from dataclasses import dataclass, field, replace
 
 from areal_lora.errors import NON_RETRYABLE, ExitCode
 from areal_lora.launcher.ended import Ended
-from areal_lora.launcher.plan import SERVER, TRAINER, ProcessSpec
+from areal_lora.launcher.plan import SERVER, SERVICE, TRAINER, ProcessSpec
 
 BACK_OFF_S, LONGER = 1.0, 4.0
+SERVICE_STEPS = 3
+"""Times that the delay of a service grows."""
 HEALTHY_S = 600.0
 LAUNCH_AGAIN_S, LAUNCHES, FIRST_LAUNCHES = 10.0, 60, 3
 """Delay after a start that the node did not take, and the most such starts in a row; of a unit that never worked."""
@@ -53,7 +58,7 @@ class Verdict:
         return not self.ends_run and self.wait_s is None
 
     def __str__(self) -> str:
-        name, how = self.ended.spec.name, self.ended.how()
+        name, how = self.ended.spec.name, self.ended.cause
         who = "all trainer ranks are" if self.ended.spec.role == TRAINER else "it is"
         if self.ends_run:
             return f"{name} {how}"
@@ -108,6 +113,10 @@ class Restarts:
         unit.launches = 0
         if (worked_s or 0.0) >= HEALTHY_S:
             unit.times = 0
+        if ended.spec.role == SERVICE and unit.has_worked:
+            unit.times += 1
+            unit.due = now + BACK_OFF_S * LONGER ** min(unit.times - 1, SERVICE_STEPS)
+            return Verdict(ended=ended, ends_run=False, wait_s=unit.due - now)
         if ended.code in NON_RETRYABLE or not (unit.has_worked or ended.code < 0):
             # A process that failed before its first heartbeat is likely to fail again.
             return Verdict(ended=ended, ends_run=True)

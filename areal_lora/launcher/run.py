@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from areal_lora.checkpoint.recover import check_present
 from areal_lora.config.adapter_run import more_steps
 from areal_lora.config.facts import Facts, gather_facts
 from areal_lora.config.models import Config
-from areal_lora.config.rules.findings import Severity
+from areal_lora.config.rules.findings import Finding, Severity
 from areal_lora.config.rules.guardrails import check_start, resolve_targets
 from areal_lora.errors import ConfigErrors, ExitCode
 from areal_lora.launcher.ended import RunEnd
@@ -20,10 +20,12 @@ from areal_lora.launcher.hub import Download, download, resolve
 from areal_lora.launcher.local import run_local
 from areal_lora.launcher.packages import check_packages
 from areal_lora.launcher.plan import JobPlan, make_plan
+from areal_lora.launcher.prompt_check import prompt_findings
 from areal_lora.launcher.slurm.submit import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
 from areal_lora.obs.report.closing import print_closing
 from areal_lora.tasks.check import task_problems
+from areal_lora.tasks.reward_check import reward_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +60,10 @@ def prepare(config: Config, err: Console, *, fresh: bool = False, starts: bool =
     if here:
         check_packages(resolved.config)
     refuse_or_warn(resolved.config, facts, err)
-    if problems := list(task_problems(resolved.config, online=starts)):
-        raise ConfigErrors(problems)
+    for check in (task_problems, reward_problems):
+        if problems := list(check(resolved.config, online=starts)):
+            raise ConfigErrors(problems)
+    warn(prompt_findings(resolved.config, online=starts), err)
     config = resolve_targets(resolved.config, facts)
     return PreparedRun(config=config, plan=make_plan(config, facts), download=resolved.download)
 
@@ -70,6 +74,10 @@ def refuse_or_warn(config: Config, facts: Facts, err: Console) -> None:
     errors = [finding.error() for finding in findings if finding.severity is Severity.ERROR]
     if errors:
         raise ConfigErrors(errors)
+    warn(findings, err)
+
+
+def warn(findings: Iterable[Finding], err: Console) -> None:
     for finding in findings:
         say(err, f"{finding.severity}: {finding.error()}")
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
 
 from areal_lora.config.models import Config
 from areal_lora.errors import ExitCode
-from areal_lora.launcher.ended import Ended
+from areal_lora.launcher.ended import Ended, last_lines, with_error
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import Restarts, Verdict, to_blame, unit_of
 from areal_lora.launcher.stalls import waits, write_stall
 from areal_lora.obs.console import LiveConsole
-from areal_lora.run_folder.events import AbandonEvent, RestartEvent, StallEvent, now_utc, write_event
+from areal_lora.run_folder.events import AbandonEvent, EndEvent, RestartEvent, StallEvent, now_utc, write_event
 from areal_lora.run_folder.heartbeat import forget_beats, last_beats
 from areal_lora.run_folder.rendezvous import forget_endpoint
 
@@ -71,7 +70,7 @@ class Watch:
         beats_s = config.run.heartbeat_timeout_s
         self._restarts = Restarts(
             plan.processes,
-            {TRAINER: trainer, CONTROLLER: trainer, SERVICE: trainer, SERVER: servers},
+            {TRAINER: trainer, CONTROLLER: trainer, SERVER: servers},
             min_servers=config.cluster.min_servers,
         )
         self._pulse = Pulse({TRAINER: config.run.stall_s, CONTROLLER: beats_s, SERVER: beats_s, SERVICE: beats_s})
@@ -109,7 +108,7 @@ class Watch:
             blamed = to_blame([e for e in members if not e.why]) or members[0]
             verdict = self._decide(blamed, now)
             if verdict.ends_run:
-                return blamed
+                return verdict.ended
         return None
 
     def _early_too_long(self, now: float) -> list[Ended]:
@@ -134,7 +133,7 @@ class Watch:
 
     def _decide(self, ended: Ended, now: float) -> Verdict:
         beating = f"{TRAINER}-0" if ended.spec.role == TRAINER else ended.spec.name
-        verdict = self._restarts.take(ended, now, self._pulse.worked_s(beating))
+        verdict = self._restarts.take(with_error(ended), now, self._pulse.worked_s(beating))
         self._pulse.forget(beating)
         for spec in self._restarts.members(ended.spec):
             # At once: the next look would take the last beat of this session for the first of the next.
@@ -145,9 +144,9 @@ class Watch:
         if verdict.wait_s is None and not verdict.ends_run:
             self._folder.excluded(ended.spec.name).touch()
         if verdict.abandoned:
-            write_event(self._folder, AbandonEvent(at=now_utc(), who=unit_of(ended.spec), how=ended.how()))
+            write_event(self._folder, AbandonEvent(at=now_utc(), who=unit_of(ended.spec), how=verdict.ended.cause))
         if verdict.wait_s is not None:
-            write_event(self._folder, RestartEvent(at=now_utc(), who=unit_of(ended.spec), how=ended.how()))
+            write_event(self._folder, RestartEvent(at=now_utc(), who=unit_of(ended.spec), how=verdict.ended.cause))
         return verdict
 
     def _start_again(self, specs: tuple[ProcessSpec, ...]) -> None:
@@ -164,19 +163,13 @@ class Watch:
             self._next_tick = now + TICK_S
 
 
+def end_event(failure: Ended, code: int) -> EndEvent:
+    return EndEvent(at=now_utc(), code=code, who=failure.spec.name, how=failure.how(), error=failure.error)
+
+
 def print_failure(failure: Ended, console: Console) -> None:
     lines = last_lines(failure.log, LOG_LINES)
-    console.print(f"{failure.spec.name} {failure.how()}.", style="bold red", markup=False, soft_wrap=True)
+    console.print(f"{failure.spec.name} {failure.cause}.", style="bold red", markup=False, soft_wrap=True)
     console.print(f"The last {len(lines)} lines of {failure.log}:", markup=False, soft_wrap=True)
     for line in lines:
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-
-
-def last_lines(path: Path, n: int) -> list[str]:
-    """The last ``n`` lines of a log; reads at most its last 64 KiB."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65536))
-            return file.read().decode("utf-8", "replace").splitlines()[-n:]
-    except FileNotFoundError:
-        return []

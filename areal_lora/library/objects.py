@@ -28,6 +28,20 @@ from areal_lora.library.source import saved_source, stub_source
 REWARD, WORKFLOW, ENVIRONMENT, AGENT = "reward", "workflow", "environment", "agent"
 
 
+_GIVEN = "given:object"
+_SECTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    REWARD: ("reward", {"kind": "function", "path": _GIVEN}),
+    ENVIRONMENT: ("workflow", {"kind": "multi_turn", "environment": _GIVEN}),
+    AGENT: ("workflow", {"kind": "agent", "path": _GIVEN}),
+    WORKFLOW: ("workflow", {"kind": "custom", "path": _GIVEN}),
+}
+
+
+def given_sections(objects: Mapping[str, object]) -> dict[str, Mapping[str, str]]:
+    """What the given ``objects`` stand for in their sections, so that the configuration need not name a path."""
+    return dict(_SECTIONS[what] for what, value in objects.items() if value is not None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
     """``paths`` by the name of the argument; one that names a file without folder is in ``files``, texts by name."""

@@ -17,6 +17,7 @@ from areal_lora.obs.metrics.reader import iter_metrics, read_metrics
 from areal_lora.obs.metrics.records import EvalRecord, Record, RunMetrics, StepRecord
 from areal_lora.obs.report.page import write_report
 from areal_lora.obs.report.summary import Summary, read_summary
+from areal_lora.run_folder.events import EndEvent, last_end
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -52,6 +53,11 @@ class Run:
     def finished(self) -> bool:
         """Whether the last start came to its end; of several adapters one may have failed (``summary.adapters``)."""
         return RunFolder(self.folder).summary.is_file()
+
+    @property
+    def failure(self) -> EndEvent | None:
+        """Why the last start ended before the last step: process, exit code and error; None where no one knows."""
+        return None if self.finished else last_end(RunFolder(self.folder))
 
     @cached_property
     def summary(self) -> Summary:

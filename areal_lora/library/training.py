@@ -17,7 +17,7 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, ExitCode, RunFailed, RunInterrupted
 from areal_lora.launcher.run import prepare, start
 from areal_lora.launcher.supervise import Interrupts
-from areal_lora.library.objects import AGENT, ENVIRONMENT, REWARD, WORKFLOW, user_code
+from areal_lora.library.objects import AGENT, ENVIRONMENT, REWARD, WORKFLOW, given_sections, user_code
 from areal_lora.library.runs import Run, load_run
 
 Part = Path | str | Mapping[str, Any]
@@ -44,11 +44,12 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train", "it handles signals, which only the main thread can", "call it in the main thread")
-    wanted = _config(config, overrides)
+    objects = {REWARD: reward, ENVIRONMENT: environment, AGENT: agent, WORKFLOW: workflow}
+    wanted = _config(config, overrides, objects)
     if wanted.cluster.kind != "local":
         fix = "submit it with areal-lora train, then load_run its folder"
         raise ConfigError("cluster.kind", f"train waits for runs of this machine, not for {wanted.cluster.kind}", fix)
-    code = user_code(wanted, {REWARD: reward, ENVIRONMENT: environment, AGENT: agent, WORKFLOW: workflow})
+    code = user_code(wanted, objects)
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     with TemporaryDirectory(prefix="areal-lora-") as staged:
         code.write(Path(staged))
@@ -64,10 +65,11 @@ def train(
     return load_run(folder.path)
 
 
-def _config(config: Config | Part | Sequence[Part], overrides: Sequence[str]) -> Config:
+def _config(config: Config | Part | Sequence[Part], overrides: Sequence[str], objects: Mapping[str, object]) -> Config:
     if isinstance(config, Config):
         return load_config([config.model_dump(mode="json")], overrides) if overrides else config
-    return load_config([config] if isinstance(config, Path | str | Mapping) else config, overrides)
+    parts = [config] if isinstance(config, Path | str | Mapping) else config
+    return load_config(parts, overrides, given=given_sections(objects))
 
 
 @contextmanager

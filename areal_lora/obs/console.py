@@ -31,7 +31,7 @@ from areal_lora.obs.metrics.records import (
     StepRecord,
     mean_lag,
 )
-from areal_lora.obs.run_view import AdapterView, RunView, counted, publish_problem
+from areal_lora.obs.run_view import AdapterView, RunView, counted
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import read_statuses
 from areal_lora.types import AdapterPhase
@@ -74,7 +74,7 @@ def sampling_rate(record: StepRecord) -> str:
 
 
 def members_line(record: MembersRecord) -> str | None:
-    """Which servers joined and left; None if none did (`publish_problem` reports losses)."""
+    """Which servers joined and left; None if none did (a publish's problem reports losses)."""
     parts = [("joined", record.joined), ("left", record.left)]
     changes = "; ".join(f"{', '.join(names)} {what}" for what, names in parts if names)
     took = "" if record.publish_ms is None else f", sent in {number(record.publish_ms, 0)} ms"
@@ -120,13 +120,12 @@ class LiveConsole:
         records, statuses = self._read_new(), read_statuses(self._folder)
         if records:
             self._changed = self._clock()
-        for record in records:
-            self.view.add(record)
+        problems = [self.view.add(record) for record in records]
         if self._live is not None:
             self._statuses = statuses
             self._live.update(self.render(), refresh=True)
         else:
-            self._print_plain(records, statuses)
+            self._print_plain(records, problems, statuses)
 
     def say(self, text: str) -> None:
         """Print one line about an event that no record holds."""
@@ -152,16 +151,16 @@ class LiveConsole:
         self._unreadable = problem
         return records
 
-    def _print_plain(self, records: list[Record], statuses: dict[str, str]) -> None:
+    def _print_plain(self, records: list[Record], problems: list[list[str]], statuses: dict[str, str]) -> None:
         if not self.view.steps or self._clock() - self._changed > QUIET_S:
             for who, text in statuses.items():
                 if self._statuses.get(who) != text:
                     self._line(f"{who}: {text}")
         self._statuses = statuses
-        for record in records:
+        for record, found in zip(records, problems, strict=True):
             line = self._plain_line(record)
-            if line:
-                self._line(line)
+            for text in [*([line] if line else []), *found]:
+                self._line(text)
 
     def _line(self, text: str) -> None:
         # Wrapping would split one event over several lines of a log file.
@@ -175,12 +174,9 @@ class LiveConsole:
             case EvalRecord():
                 which = "" if record.name == DEFAULT_SET else f", {record.name}"
                 return f"{name}eval of v{record.version}{which}: {record.figures()}"
-            case PublishRecord():
-                problem = publish_problem(record)
-                return problem and name + problem
             case CheckpointRecord(failed=True, version=version):
                 return f"{name}checkpoint v{version} was not written, see the trainer's log"
-            case RolloutSampleRecord() | CheckpointRecord():
+            case RolloutSampleRecord() | CheckpointRecord() | PublishRecord():
                 return None
             case MembersRecord():
                 return members_line(record)

@@ -29,6 +29,14 @@ KEPT = 512
 """The number of newest steps and publishes in memory; staleness and shares are shown over these steps."""
 
 
+def flat_problem(steps: int) -> str | None:
+    """A warning after ``steps`` flat steps in a row: at 1, 2, 4, 8 and so on."""
+    if steps < 1 or steps & (steps - 1):
+        return None
+    last = f"the last {steps} steps" if steps > 1 else "the last step"
+    return f"no gradient: all groups of {last} had equal rewards"
+
+
 def publish_problem(record: PublishRecord) -> str | None:
     """Describe the problem of a publish in one line; None if there is none."""
     if record.version > 0 and not record.differs_from_base:
@@ -60,6 +68,8 @@ class AdapterView:
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
         self.first_eval: EvalRecord | None = None
         self.resumed_at = 0
+        self.flat_steps = 0
+        self._faults_shown = 0
         self._evals: deque[EvalRecord] = deque(maxlen=KEPT)
         self._recorded: AdapterStateRecord | None = None
 
@@ -67,11 +77,12 @@ class AdapterView:
         match record:
             case StepRecord():
                 self.steps.append(record)
+                self.flat_steps = self.flat_steps + 1 if record.flat else 0
             case EvalRecord(order=0):
                 self.first_eval = self.first_eval or record
                 self._evals.append(msgspec.structs.replace(record, samples=[]))
             case ResumeRecord(version=version):
-                self.resumed_at, self._recorded = version, None
+                self.resumed_at, self._recorded, self.flat_steps, self._faults_shown = version, None, 0, 0
                 self.steps = deque((s for s in self.steps if s.version < version), maxlen=KEPT)
                 self._evals = deque((e for e in self._evals if e.version <= version), maxlen=KEPT)
             case AdapterStateRecord(steps=steps):
@@ -79,6 +90,14 @@ class AdapterView:
                 self.total = self.total if steps is None else steps
             case EvalRecord():
                 pass
+
+    def new_faults(self, record: StepRecord) -> str | None:
+        """The faults of rollouts once there are twice as many as when they were last shown."""
+        n = sum(record.retried.get(kind, 0) + record.dropped.get(kind, 0) for kind in record.faults)
+        if n < max(1, 2 * self._faults_shown):
+            return None
+        self._faults_shown = n
+        return f"rollouts failed: {record.faults_text}"
 
     @property
     def last_eval(self) -> EvalRecord | None:
@@ -147,18 +166,22 @@ class RunView:
         """What begins a line about the adapter: nothing where the run has one."""
         return "" if self.only else f"{name}: "
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record) -> list[str]:
+        """Take in ``record``; returns the problems that it shows."""
+        found: list[str | None] = []
         match record:
             case StepRecord():
-                self.adapter(record.adapter).add(record)
+                adapter = self.adapter(record.adapter)
+                adapter.add(record)
                 self.steps.append(record)
+                found = [flat_problem(adapter.flat_steps), adapter.new_faults(record)]
             case EvalRecord() | AdapterStateRecord():
                 self.adapter(record.adapter).add(record)
             case PublishRecord():
                 self.publishes.append(record)
-                problem = publish_problem(record)
-                if problem:
-                    self.problems.append(self.prefix(record.adapter) + problem)
+                # Without a gradient it equals the base because it has not moved.
+                flat = self.adapter(record.adapter).flat_steps
+                found = [None if flat else publish_problem(record)]
             case RolloutSampleRecord() | CheckpointRecord() | MembersRecord():
                 pass
             case ResumeRecord(adapter=name, version=version):
@@ -166,6 +189,9 @@ class RunView:
                 self.steps = deque((s for s in self.steps if s.adapter != name or s.version < version), maxlen=KEPT)
                 self.publishes.clear()  # those were to other processes
                 self.problems.clear()
+        problems = [self.prefix(record.adapter) + problem for problem in found if problem]
+        self.problems.extend(problems)
+        return problems
 
     @property
     def staleness(self) -> dict[int, int]:

@@ -41,6 +41,9 @@ class Loss(StrEnum):
     ``ppo``                  - sum w min(r A, clip(r, low, high) A); low 0.8, high 1.2
     ``cispo``                - sum w stop_gradient(clip(r, low, high)) l A; low 0, high 4
     ``dro``                  - sum w (l A - beta / 2 (l - q)^2); beta 0.05
+    ``gspo``                 ``ppo`` with the sequence's mean ratio; low 0.9997, high 1.0004
+    ``stable_reinforce``     - sum w (s l A - beta / 2 (l - q)^2), s = 1 if A > 0, else at most the sequence's ratio;
+                             beta 0
     """
 
     CROSS_ENTROPY = "cross_entropy"
@@ -48,6 +51,8 @@ class Loss(StrEnum):
     PPO = "ppo"
     CISPO = "cispo"
     DRO = "dro"
+    GSPO = "gspo"
+    STABLE_REINFORCE = "stable_reinforce"
 
 
 class Datum(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.conversations import ConversationFile, conversation_of
 from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, derived_seed, given_score
 from areal_lora.rollout.workflows.user_code import call
-from areal_lora.types import AdapterRef, Outcome, Sample, TrajectoryGroup
+from areal_lora.types import AdapterRef, Cause, Outcome, Sample, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class AgentWorkflow:
                 raise GenerationFault(FaultKind.AGENT, "the agent ended without a completion")
             if not isinstance(reward, int | float | None):
                 what = type(reward).__name__
-                raise GenerationFault(FaultKind.AGENT, f"the agent returned {what}, not a reward or None")
+                raise GenerationFault(FaultKind.AGENT, f"the agent returned {what}, not a reward or None", Cause.CODE)
         except GenerationFault as fault:
             self._keep(session, prompt, i, None, str(fault))
             raise

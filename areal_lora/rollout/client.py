@@ -21,7 +21,7 @@ from areal_lora.network.headers import LEAVING_HEADER
 from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
 from areal_lora.rollout.routing import Router, Server, VersionRetired
-from areal_lora.types import AdapterRef, Generation, Outcome
+from areal_lora.types import AdapterRef, Cause, Generation, Outcome
 
 # Shorter than uvicorn's 5 s, so that the server never closes a connection we are about to use.
 KEEP_ALIVE_S = 4.0
@@ -49,8 +49,8 @@ _OUTCOMES = {FaultKind.TIMEOUT: Outcome.TIMEOUT, FaultKind.ABORTED: Outcome.ABOR
 class GenerationFault(RolloutError):
     """A rollout request did not give an answer that may be trained on."""
 
-    def __init__(self, kind: FaultKind, detail: str) -> None:
-        self.kind, self.detail = kind, detail
+    def __init__(self, kind: FaultKind, detail: str, cause: Cause = Cause.OTHER) -> None:
+        self.kind, self.detail, self.cause = kind, detail, cause
         super().__init__(f"{kind}: {detail}")
 
     @property
@@ -333,7 +333,7 @@ class CompletionClient:
             if server is None:
                 detail = f"no server could be asked within {timeout_s:g} s"
                 raise GenerationFault(FaultKind.CONNECTION, detail) from None
-            self.router.failed(server)
+            # A long answer is no sign of a bad server; the trainer's pings find one that hangs.
             raise GenerationFault(FaultKind.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except VersionRetired as error:
             raise GenerationFault(FaultKind.RETIRED, str(error)) from None

@@ -20,9 +20,10 @@ from areal_lora.rollout.conversations import ConversationFile
 from areal_lora.rollout.given import GivenFirst, GivenWorkflow
 from areal_lora.rollout.multi_turn import MultiTurnWorkflow
 from areal_lora.rollout.workflow import Episode, SingleTurnWorkflow, Workflow, WorkflowContext, first_fault, given_score
-from areal_lora.rollout.workflows.user_code import call, describe
+from areal_lora.rollout.workflows.user_code import call
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.loading import load_import_path
+from areal_lora.tasks.user_errors import describe
 from areal_lora.types import AdapterRef, Outcome, Trajectory
 
 

@@ -25,7 +25,7 @@ from areal_lora.config.recorded import read_config
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream
 from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer
-from areal_lora.errors import ArealLoraError
+from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.processes import stacks
 from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging
@@ -57,6 +57,7 @@ from areal_lora.tasks.reward_sum import RewardSum
 
 ROLE = "controller"
 LEASE_SLACK_S = 60.0  # a rollout ends at its own deadline; its lease, after this, is for workflows that do not end
+SINGLE_TURN_LEASE = 10  # times `sampling.timeout_s`: no deadline, but an answer lost by a live server is repeated
 
 log = get_logger("areal_lora.rollout.main")  # __name__ is __main__ here
 
@@ -90,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
         config = read_config(run_folder)
         data = load_data(config, run_folder)
         asyncio.run(serve_until_signal(config, run_folder, data))
-    except ArealLoraError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        return error.exit_code
+    except (ArealLoraError, OSError) as error:
+        log.error("%s: %s", type(error).__name__, error, exc_info=isinstance(error, OSError))
+        return exit_code_of(error)
     set_status(run_folder, ROLE, 0, "stopped")
     return 0
 
@@ -238,6 +239,7 @@ def build_runtime(
     capacity = Capacity(
         sequences=config.rollout.max_num_seqs, n_samples=sampling.n_samples + data.config.algorithm.has_baseline
     )
+    single_turn = isinstance(data.config.workflow, SingleTurnWorkflowConfig)
     runtime: AdapterRuntime
 
     feed = AdapterFeed(
@@ -251,7 +253,7 @@ def build_runtime(
         max_running=capacity.groups(servers),  # until the first announcement
         on_expire=lambda ticket: runtime.expire(ticket),
         clock=time.monotonic,
-        lease_s=2 * sampling.timeout_s + LEASE_SLACK_S,
+        lease_s=(SINGLE_TURN_LEASE if single_turn else 2) * sampling.timeout_s + LEASE_SLACK_S,
         drop_uniform=data.config.algorithm.drop_uniform,
     )
     runtime = AdapterRuntime(

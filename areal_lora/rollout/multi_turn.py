@@ -18,7 +18,7 @@ from areal_lora.rollout.workflow import Episode, WorkflowContext, all_samples, d
 from areal_lora.rollout.workflows.collect import PackedTurns
 from areal_lora.rollout.workflows.user_code import call
 from areal_lora.tasks.scorer import Score
-from areal_lora.types import AdapterRef, Generation, Sample, TrajectoryGroup
+from areal_lora.types import AdapterRef, Cause, Generation, Sample, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,11 @@ class MultiTurnWorkflow:
         sampled = [p.packed.token_ids[len(prompt.token_ids) :] for p in played]
         return Episode(
             group=TrajectoryGroup(uid=prompt.uid, trajectories=trajectories),
-            texts=tuple(self.context.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled),
+            # The special tokens of a chat mark who speaks.
+            texts=tuple(
+                self.context.tokenizer.decode(ids, skip_special_tokens=prompt.sample.messages is None)
+                for ids in sampled
+            ),
         )
 
     async def _scores(self, played: list[_Played], sample: Sample) -> list[Score]:
@@ -161,5 +165,5 @@ async def _methods(environment: Environment) -> tuple[Callable[..., Any], Callab
 def _checked(what: str, value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
-        raise GenerationFault(FaultKind.ENVIRONMENT, f"{what} is {type(value).__name__}, not {names}")
+        raise GenerationFault(FaultKind.ENVIRONMENT, f"{what} is {type(value).__name__}, not {names}", Cause.CODE)
     return value

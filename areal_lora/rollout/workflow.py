@@ -126,7 +126,11 @@ class Workflow(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleTurnWorkflow:
-    """Asks once for ``n_samples`` answers and scores them in one batch."""
+    """Requests ``n_samples`` answers at once and scores them in one batch.
+
+    A request has no deadline of its own: a long answer of a healthy server takes as long as it takes. A server that is
+    lost or hangs is excluded by the trainer, which ends its requests; the feed's lease ends what is lost otherwise.
+    """
 
     context: WorkflowContext
 
@@ -140,7 +144,7 @@ class SingleTurnWorkflow:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=seed,
-            timeout_s=sampling.timeout_s,
+            timeout_s=math.inf,
             stop=sampling.stop or None,
             limits=limits(sampling),
         )

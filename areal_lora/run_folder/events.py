@@ -7,8 +7,12 @@ from collections import Counter
 
 import msgspec
 
+from areal_lora.errors import RecordError
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
+
+log = get_logger(__name__)
 
 
 class StartEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="start"):
@@ -51,7 +55,23 @@ class RequeueEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     without: int
 
 
-Event = StartEvent | RestartEvent | StallEvent | AbandonEvent | RequeueEvent
+class EndEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
+    """The run ended before its last step, with exit ``code``, because ``who`` (a process, or the run) ended so.
+
+    ``error`` is the last error in its log, with the fix; empty where the log has none.
+    """
+
+    at: str
+    code: int
+    who: str
+    how: str
+    error: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.who} {self.how}" + (f": {self.error}" if self.error else "")
+
+
+Event = StartEvent | RestartEvent | StallEvent | AbandonEvent | RequeueEvent | EndEvent
 
 
 def now_utc() -> str:
@@ -65,11 +85,25 @@ def write_event(run_folder: RunFolder, event: Event) -> None:
     sink.close()
 
 
+def record_end(run_folder: RunFolder, event: EndEvent) -> None:
+    """Append ``event``. A full disk is logged: the end of a run needs no record."""
+    try:
+        write_event(run_folder, event)
+    except RecordError as error:
+        log.warning("%s", error)
+
+
 def read_events(run_folder: RunFolder) -> list[Event]:
     if not run_folder.events.exists():
         return []
     decoder = msgspec.json.Decoder(Event)
     return [decoder.decode(line) for line in run_folder.events.read_bytes().splitlines()]
+
+
+def last_end(run_folder: RunFolder) -> EndEvent | None:
+    """Why the last start ended before the last step; None while it works, where it is done or left no record."""
+    newest = next((e for e in reversed(read_events(run_folder)) if isinstance(e, StartEvent | EndEvent)), None)
+    return newest if isinstance(newest, EndEvent) else None
 
 
 def count_restarts(run_folder: RunFolder) -> dict[str, int]:

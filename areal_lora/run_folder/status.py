@@ -8,9 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.paths import RunFolder
+
+LOADING = "loading the model"
+RENEW_S = 5.0
+STALE_S = 150.0  # a network file system may show a new time of a file a minute later
 
 log = get_logger(__name__)
 
@@ -44,3 +51,44 @@ def read_statuses(run_folder: RunFolder) -> dict[str, str]:
             with contextlib.suppress(OSError):
                 statuses[path.stem] = path.read_text(encoding="utf-8").strip()
     return statuses
+
+
+@contextlib.contextmanager
+def renewed_status(run_folder: RunFolder, role: str, index: int, text: str) -> Iterator[None]:
+    """Write the status every ``RENEW_S`` during the block: others see that the process is alive."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        set_status(run_folder, role, index, text)
+        while not ended.wait(RENEW_S):
+            set_status(run_folder, role, index, text)
+
+    thread = watched_thread("status", renew)
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class LoadingServers:
+    """The rollout servers that load their model: their status is ``LOADING``, and was renewed within ``STALE_S``.
+
+    Times of files are compared with earlier ones only, as of heartbeats.
+    """
+
+    def __init__(self, run_folder: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_folder, self._clock = run_folder, clock
+        self._renewed: dict[str, tuple[int, float]] = {}  # time of the file, when it was first seen
+
+    def names(self) -> tuple[str, ...]:
+        now, found = self._clock(), []
+        for name, text in read_statuses(self._run_folder).items():
+            if name.startswith("server-") and text == LOADING:
+                with contextlib.suppress(OSError):
+                    written = self._run_folder.status(name).stat().st_mtime_ns
+                    if self._renewed.get(name, (None, 0.0))[0] != written:
+                        self._renewed[name] = written, now
+                    if now < self._renewed[name][1] + STALE_S:
+                        found.append(name)
+        return tuple(found)

@@ -13,7 +13,7 @@ from areal_lora.config.rules.adapters import unserved
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
 from areal_lora.config.service import ApiConfig
-from areal_lora.errors import ArealLoraError, ConfigError
+from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.service.allowed import allowed
 from areal_lora.service.desk.asks import Lora
@@ -68,6 +68,8 @@ class Acceptance:
         base = self._config.model_dump(mode="json") | {"adapters": []}
         try:
             (adapter,) = load_config([base, {"adapters": [dict(section)]}]).adapters  # paths from the working folder
+        except ConfigErrors as refused:
+            raise Refused.of(own_path(refused.errors[0])) from None
         except ConfigError as error:
             raise Refused.of(own_path(error)) from None
         return self._checked(adapter, name)

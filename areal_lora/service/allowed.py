@@ -1,8 +1,9 @@
 """What a tenant's adapter may name: nothing that is code, a file or an address, unless the operator offers it.
 
-A reward, a workflow or a filter by path runs as the user of the run, and a file is read as that user. So a tenant may
-use the built-in tasks and rewards, what the section ``service.api`` of the base configuration lists, and files of its
-own folder. Numbers that would make the run work without end are bounded by the tenant's quota.
+A reward, a workflow or a filter by path, and the tests of the reward ``code``, run as the user of the run, and a file
+is read as that user. So a tenant may use the other built-in tasks and rewards, what the section ``service.api`` of the
+base configuration lists, and files of its own folder. Numbers that would make the run work without end are bounded by
+the tenant's quota.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig
-from areal_lora.config.reward import FunctionReward, JudgeReward, RewardConfig, RewardsConfig, reward_keys
-from areal_lora.config.service import ApiConfig
+from areal_lora.config.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig, RewardsConfig, reward_keys
+from areal_lora.config.service import CODE_REWARD, ApiConfig
 from areal_lora.config.task import DatasetTask, Gsm8kTask, HeldOutTask, WordProblemsTask
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Quota
@@ -55,6 +56,8 @@ def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
     for key, reward in _rewards(adapter.reward):
         if isinstance(reward, FunctionReward):
             yield f"{key}.path", reward.path
+        elif isinstance(reward, CodeReward):
+            yield f"{key}.kind", CODE_REWARD  # the tests are programs in the tenant's rows
     workflow = adapter.workflow
     if isinstance(workflow, MultiTurnWorkflowConfig):
         yield "workflow.environment", workflow.environment

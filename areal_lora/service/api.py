@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.config.models import Config
@@ -23,8 +24,9 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service import bodies
 from areal_lora.service.acceptance import Acceptance, api_of
-from areal_lora.service.download import open_download, sent
+from areal_lora.service.download import downloaded, open_download
 from areal_lora.service.gateway import Gateway, Names, split
+from areal_lora.service.inference import Meter, n_tokens
 from areal_lora.service.observed import PAGE, Observed
 from areal_lora.service.plan import change, create
 from areal_lora.service.refused import Refused, unknown_adapter
@@ -62,15 +64,16 @@ class Api:
         observed: Observed,
         acceptance: Acceptance,
         gateway: Gateway,
+        meter: Meter,
         sdk: Sdk,
     ) -> None:
         self._config, self._folder, self._writer, self._observed = config, run_folder, writer, observed
-        self._acceptance, self._gateway, self._sdk = acceptance, gateway, sdk
+        self._acceptance, self._gateway, self._meter, self._sdk = acceptance, gateway, meter, sdk
         self._quota = Quota.of(api_of(config).quota)
         self._heavy = asyncio.Semaphore(CHECKS)
 
     def app(self) -> Starlette:
-        one, guarded = "/v1/adapters/{name}", guard(lambda: self._writer.tables)
+        one, guarded = "/v1/adapters/{name}", guard(lambda: self._writer.tables, self._meter.request)
         routes = [
             Route("/health", self.health, methods=["GET"]),
             Route("/v1/adapters", guarded(self.create), methods=["POST"]),
@@ -152,7 +155,7 @@ class Api:
         async with self._heavy:
             opened = await asyncio.to_thread(open_download, self._folder, self._config, row.desired, row.name, version)
         headers = {"Content-Disposition": f'attachment; filename="{row.name}.tar"'}
-        return StreamingResponse(sent(opened), media_type="application/x-tar", headers=headers)
+        return downloaded(opened, opened.chunks(), "application/x-tar", headers)
 
     async def models(self, request: Request, who: Caller) -> Response:
         rows = self._writer.tables.of(who.tenant)
@@ -168,7 +171,10 @@ class Api:
         row = self._writer.tables.adapters.get((who.tenant, split(model)))
         if row is None:
             raise Refused(404, "model", f"there is no adapter {model[:64]!r}", "name one of your adapters")
-        return await self._gateway.forward(request.url.path, body, Names(model, row.name, row.key))
+        tokens = n_tokens(body, self._config.rollout.max_model_len)
+        with ExitStack() as held:
+            held.enter_context(self._meter.running(who.tenant, tokens, who.quota))
+            return await self._gateway.forward(request.url.path, body, Names(model, row.name, row.key), held)
 
     async def tenants(self, request: Request, who: Caller) -> Response:
         _check_operator(who)

@@ -10,7 +10,8 @@ import io
 import secrets
 import shutil
 import tarfile
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -20,7 +21,9 @@ from areal_lora.config.models import Config
 from areal_lora.errors import AdapterError, CheckpointError, ConfigError
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.age import encrypted
 from areal_lora.service.refused import Refused
+from areal_lora.service.streams import Stream
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 COMPLETE = "checkpoint_complete"
@@ -34,6 +37,17 @@ class Download:
 
     files: tuple[tuple[str, BinaryIO], ...]
 
+    def one(self, name: str, keys: Sequence[str]) -> Generator[bytes, None, None]:
+        """The bytes of one file alone, encrypted to ``keys`` if there are any; all are closed."""
+        try:
+            file = dict(self.files)[name]
+            if keys:
+                yield from encrypted(file, keys)
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+        finally:
+            self.close()
+
     def chunks(self) -> Generator[bytes, None, None]:
         try:
             for name, file in self.files:
@@ -46,8 +60,11 @@ class Download:
                 yield b"\0" * (-info.size % tarfile.BLOCKSIZE)
             yield b"\0" * 2 * tarfile.BLOCKSIZE
         finally:
-            for _, file in self.files:
-                file.close()
+            self.close()
+
+    def close(self) -> None:
+        for _, file in self.files:
+            file.close()
 
 
 def open_download(run_folder: RunFolder, config: Config, desired: DesiredAdapter, name: str, version: str) -> Download:
@@ -73,9 +90,17 @@ def open_archive(run_folder: RunFolder, config: Config, adapter: str, label: str
     return Download(files=(*files, (COMPLETE, io.BytesIO())))
 
 
-async def sent(opened: Download) -> AsyncIterator[bytes]:
-    """The tar, read in another thread."""
-    chunks = opened.chunks()
+def downloaded(
+    opened: Download, chunks: Generator[bytes, None, None], media_type: str, headers: Mapping[str, str] | None = None
+) -> Stream:
+    """``chunks`` of ``opened``, whose files are closed where the client does not read them in time."""
+    held = ExitStack()
+    held.callback(opened.close)
+    return Stream(_sent(chunks), held, media_type, headers)
+
+
+async def _sent(chunks: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
+    """``chunks``, read in another thread."""
     try:
         while chunk := await asyncio.to_thread(next, chunks, b""):
             yield chunk

@@ -5,30 +5,38 @@ Tenants do not reach the servers themselves: these serve every adapter, to whoev
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
+from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint, read_secret
 from areal_lora.service.refused import Refused
+from areal_lora.service.streams import Stream
 from areal_lora.types import AdapterRef
+
+log = get_logger(__name__)
 
 CONNECT_S = 5.0
 JSON, EVENTS = "application/json", "text/event-stream"
-RESERVED = ("pin_version",)
-"""Fields that keep a version on the servers; they belong to the run's evaluations."""
+RESERVED = ("pin_version", "background")
+"""Fields of the run's own requests: to keep a version on the servers, and to order requests."""
+NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+BROKEN = 502
+TRY_ANOTHER = (429, 503)
+"""Statuses of a server that has not begun with the request."""
 
 
 class Gateway:
-    """``async with Gateway(run_folder)``. The least busy server is asked first, the others if it cannot answer."""
+    """``async with Gateway(run_folder)``. The least busy server comes first, then the others, unless it has begun."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._folder = run_folder
@@ -45,14 +53,17 @@ class Gateway:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._session.close()
 
-    async def forward(self, path: str, body: dict[str, Any], names: Names) -> Response:
-        """The answer of a server to a tenant's ``body`` at ``path``. Raises Refused."""
+    async def forward(self, path: str, body: dict[str, Any], names: Names, held: ExitStack) -> Response:
+        """The answer of a server to a tenant's ``body`` at ``path``. A stream closes ``held``. Raises Refused."""
         if field := next((field for field in RESERVED if field in body), None):
             raise Refused(422, field, "this field is for the run's own requests", "leave it out")
         found = await self._asked(path, body, names)
         if isinstance(found, bytes):
             return Response(names.outward(found), media_type=JSON)
-        return StreamingResponse(self._events(*found, names), media_type=EVENTS)
+        url, response = found
+        held.callback(self._leave, url)
+        held.callback(response.close)
+        return Stream(_events(response, names), held.pop_all(), EVENTS)
 
     async def answer(self, path: str, body: dict[str, Any], names: Names) -> bytes:
         """The answer of a server to a ``body`` of the service's own, which asks for no stream. Raises Refused."""
@@ -63,51 +74,61 @@ class Gateway:
 
     async def _asked(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
         """What the first server that can answers: a whole body, or the server and its stream."""
-        data = msgspec.json.encode(body | {"model": names.inner})
+        data = msgspec.json.encode(body | {"model": names.inner, "background": True})
         missing = False
         for url in self._servers():
             self._busy[url] += 1
+            streams = False
             try:
-                response = await self._session.post(
-                    f"{url}{path}",
-                    data=data,
-                    headers={"Content-Type": JSON} | (self._keyed if url.startswith("https:") else {}),
-                )
-            except (aiohttp.ClientError, TimeoutError):
-                self._leave(url)
-                continue
-            except asyncio.CancelledError:
-                self._leave(url)
-                raise
-            if response.status == 200 and response.content_type == EVENTS:
-                return url, response
-            try:
-                async with response:
-                    payload = await response.read()
-            except (aiohttp.ClientError, TimeoutError):
+                response, payload = await self._exchange(url, path, data)
+                if streams := payload is None:
+                    return url, response
+            except NOT_SENT:
                 continue
             finally:
-                self._leave(url)
+                if not streams:
+                    self._leave(url)
             if response.status == 200:
                 return payload
             if response.status == 404:
                 missing = True
-            elif response.status < 500 and response.status != 429:
+            elif response.status not in TRY_ANOTHER:
+                if response.status >= 500:
+                    raise _broken()
                 raise Refused(422, "body", names.reason(payload), "correct the request")
         if missing:
             reason = f"no server holds {names.asked!r}: there is no version yet, or it is no longer served"
             raise Refused(404, "model", reason, "ask for the newest version by the adapter's name, or download it")
         raise Refused(503, "model", "no server of the run can answer now", "try again")
 
-    async def _events(self, url: str, response: aiohttp.ClientResponse, names: Names) -> AsyncIterator[bytes]:
-        """The lines of a stream; a client that goes away ends the request at the server."""
+    async def _exchange(self, url: str, path: str, data: bytes) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """The answer of the server at ``url`` with its body, or a stream with None.
+
+        A request whose connection breaks may have ended its server, and would end the next one: it is repeated once,
+        on the same server, if that is up, and on no other. Raises one of NOT_SENT if nothing was sent; Refused.
+        """
+        keyed = self._keyed if url.startswith("https:") else {}
+        for repeats in (False, True):
+            try:
+                response = await self._session.post(f"{url}{path}", data=data, headers={"Content-Type": JSON} | keyed)
+                if response.status == 200 and response.content_type == EVENTS:
+                    return response, None
+                async with response:
+                    return response, await response.read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if isinstance(error, NOT_SENT) and not repeats:
+                    raise
+                if not await self._is_up(url, keyed):
+                    break
+        raise _broken()
+
+    async def _is_up(self, url: str, keyed: dict[str, str]) -> bool:
         try:
-            async with response:
-                async for line in response.content:
-                    begin, _, rest = line.partition(b"data: ")
-                    yield line if begin or not rest.startswith(b"{") else b"data: " + names.outward(rest) + b"\n"
-        finally:
-            self._leave(url)
+            timeout = aiohttp.ClientTimeout(total=CONNECT_S)
+            async with self._session.get(f"{url}/health", headers=keyed, timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     def _servers(self) -> list[str]:
         urls = []
@@ -122,6 +143,18 @@ class Gateway:
         self._busy[url] -= 1
         if not self._busy[url]:
             del self._busy[url]
+
+
+async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterator[bytes]:
+    async for line in response.content:
+        begin, _, rest = line.partition(b"data: ")
+        yield line if begin or not rest.startswith(b"{") else b"data: " + names.outward(rest) + b"\n"
+
+
+def _broken() -> Refused:
+    return Refused(
+        BROKEN, "model", "the server failed during this request, which is not repeated on others", "try again"
+    )
 
 
 class Names:

@@ -20,7 +20,7 @@ from areal_lora.config.sources import read_source
 from areal_lora.errors import ConfigError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import Refused, Unavailable
 
 EVERY_S = 0.5
 SUFFIXES = (".yaml", ".yml")
@@ -72,6 +72,9 @@ class Inbox:
             section = read_source(path).data
             sign = hashlib.sha256(repr((path.name, mark)).encode()).hexdigest()
             await self._take_in(section, f"inbox {sign}")
+        except Unavailable as unavailable:
+            log.warning("%s is read again later: %s", path, unavailable)
+            return
         except (Refused, ConfigError) as refused:
             self._refused[path.name] = mark
             log.warning("%s is refused: %s", path, refused)

@@ -40,6 +40,7 @@ from areal_lora.service.desk.desk import Desk, Surroundings
 from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.inbox import EVERY_S, Inbox
+from areal_lora.service.inference import Meter
 from areal_lora.service.observed import Observed
 from areal_lora.service.operator_key import admit_operator
 from areal_lora.service.rows import LOCAL, Quota
@@ -48,6 +49,7 @@ from areal_lora.service.tinker.sdk import Sdk
 from areal_lora.service.writer import Writer
 
 ROLE = "service"
+PRUNE_S = 600.0
 HOST = "127.0.0.1"
 
 log = get_logger("areal_lora.service.main")  # __name__ is __main__ here
@@ -88,7 +90,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         acceptance = Acceptance(config)
         around = Surroundings.of(config, observed)
         desk = await stack.enter_async_context(Desk(writer, run_folder, acceptance.of_client, around))
-        gateway = await stack.enter_async_context(Gateway(run_folder))
+        gateway, meter = await stack.enter_async_context(Gateway(run_folder)), Meter()
         api = Api(
             config=config,
             run_folder=run_folder,
@@ -96,7 +98,8 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
             observed=observed,
             acceptance=acceptance,
             gateway=gateway,
-            sdk=await stack.enter_async_context(Sdk(config, run_folder, desk, gateway)),
+            meter=meter,
+            sdk=await stack.enter_async_context(Sdk(config, run_folder, desk, gateway, meter)),
         )
         http = HttpServer(api.app(), sock, None)
         plane = watched_task("http-plane", http.serve)
@@ -109,6 +112,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         tasks = [
             watched_task("event-loop-ticks", partial(_tick, heart)),
             watched_task("metrics-tail", partial(_follow, observed, writer)),
+            watched_task("pruning", partial(_prune, observed, writer, around.configured)),
             watched_task("inbox", partial(_watch, inbox)),
         ]
         await stop.wait()
@@ -151,6 +155,13 @@ async def _follow(observed: Observed, writer: Writer) -> None:
         more = observed.look()
         await writer.settle()
         await asyncio.sleep(0 if more else EVERY_S)
+
+
+async def _prune(observed: Observed, writer: Writer, configured: frozenset[str]) -> None:
+    while True:
+        await writer.prune()
+        observed.forget(but=configured | {row.key for row in writer.tables.adapters.values()})
+        await asyncio.sleep(PRUNE_S)
 
 
 async def _watch(inbox: Inbox) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +31,7 @@ _KINDS = ("state", "step", "publish", "checkpoint", "resume")
 
 @dataclass(slots=True)
 class Seen:
-    """One adapter of the run. ``places`` are offset and length of its lines, ``states`` those of its state records.
+    """One adapter of the run. ``places`` are the offsets of its lines, ``states`` those of its newest state records.
 
     ``version`` is the newest one that servers hold, ``checkpoint`` the newest one written since the last resume.
     """
@@ -38,8 +41,8 @@ class Seen:
     step: StepRecord | None = None
     version: int | None = None
     checkpoint: int | None = None
-    places: list[tuple[int, int]] = field(default_factory=list)
-    states: list[tuple[int, int]] = field(default_factory=list)
+    places: array[int] = field(default_factory=lambda: array("Q"))
+    states: deque[int] = field(default_factory=lambda: deque(maxlen=PAGE))
 
 
 class Observed:
@@ -74,22 +77,27 @@ class Observed:
         return {key: seen.phase for key, seen in list(self._seen.items()) if seen.phase is not None}
 
     def records(self, key: str, after: int, limit: int = PAGE) -> list[dict[str, Any]]:
-        """The adapter's records from number ``after`` on, without the name that the run has for it."""
+        """The adapter's records from number ``after`` on, without the run's names of adapters."""
         return self._lines(self.of(key).places[after : after + limit])
 
     def states(self, key: str) -> list[dict[str, Any]]:
         """The newest state records and failures of the adapter, oldest first."""
-        return self._lines(self.of(key).states[-PAGE:])
+        return self._lines(self.of(key).states)
 
-    def _lines(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:
-        if not places:
+    def forget(self, but: Container[str]) -> None:
+        """Forget every adapter that is not in ``but``."""
+        self._seen = {key: seen for key, seen in self._seen.items() if key in but}
+
+    def _lines(self, places: Iterable[int]) -> list[dict[str, Any]]:
+        if not (offsets := list(places)):
             return []
         found = []
         with self._path.open("rb") as file:
-            for offset, length in places:
+            for offset in offsets:
                 file.seek(offset)
-                record = msgspec.json.decode(file.read(length), type=dict[str, Any])
-                record.pop("adapter", None)
+                record = msgspec.json.decode(file.readline(), type=dict[str, Any])
+                for name_of_the_run in ("adapter", "measured_with"):
+                    record.pop(name_of_the_run, None)
                 found.append(record)
         return found
 
@@ -98,14 +106,13 @@ class Observed:
         if not head.adapter:
             return
         seen = self._seen.setdefault(head.adapter, Seen())
-        place = (offset, len(line))
-        seen.places.append(place)
+        seen.places.append(offset)
         if head.kind not in _KINDS:
             return
         match _state(line):
             case AdapterStateRecord(state=phase, reason=reason):
                 seen.phase, seen.reason = phase, reason
-                seen.states.append(place)
+                seen.states.append(offset)
             case StepRecord() as step:
                 seen.step = step
             case PublishRecord(version=version):

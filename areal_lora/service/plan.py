@@ -55,7 +55,7 @@ def create(tables: Tables, tenant: str, asked: Asked, *, now_s: float) -> Adapte
     return AdapterRow(
         tenant=tenant,
         name=asked.name,
-        incarnation=tables.highest.get((tenant, asked.name), 0) + 1,
+        incarnation=tables.next_incarnation(tenant, asked.name),
         wanted=DesiredPhase.ACTIVE,
         settings=asked.settings,
         created_s=now_s,

@@ -18,9 +18,10 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refused(ArealLoraError):
-    """A request that gets ``status`` and an `ErrorBody`."""
+    """A request that gets ``status`` and an `ErrorBody`, and ``retry_s`` as ``Retry-After``."""
 
-    def __init__(self, status: int, path: str, reason: str, fix: str = "") -> None:
+    def __init__(self, status: int, path: str, reason: str, fix: str = "", *, retry_s: int | None = None) -> None:
+        self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
         self.status, self.path, self.reason, self.fix = status, path, reason, fix
         super().__init__(f"{path}: {reason}" + (f" (fix: {fix})" if fix else ""))
 
@@ -30,6 +31,18 @@ class Refused(ArealLoraError):
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(error=ErrorDetail(path=self.path, reason=self.reason, fix=self.fix)))
+
+
+class Unavailable(Refused):
+    """The service cannot read or write its files at present; the same request succeeds once it can."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(status, "service", reason, "repeat the request later; the operator frees or repairs the disk")
+
+
+def internal_error() -> Refused:
+    fix = "repeat the request; the service's log has the traceback"
+    return Refused(500, "service", "an internal error, nothing was changed", fix)
 
 
 def unknown_adapter(name: str) -> Refused:

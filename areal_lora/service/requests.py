@@ -12,8 +12,11 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from areal_lora.service.refused import Refused
+from areal_lora.processes.log import get_logger
+from areal_lora.service.refused import Refused, internal_error
 from areal_lora.service.rows import Key, Quota, Tables, digest_of
+
+log = get_logger(__name__)
 
 MOST_QUERY = 2048
 MOST_KEY = 128
@@ -38,12 +41,14 @@ Handler = Callable[[Request, Caller], Awaitable[Response]]
 Guard = Callable[[Handler], Callable[[Request], Awaitable[Response]]]
 
 
-def guard(tables: Callable[[], Tables]) -> Guard:
-    """Finds out who asks, and turns refusals into their bodies."""
+def guard(tables: Callable[[], Tables], count: Callable[[str, Quota], None]) -> Guard:
+    """Find the caller, ``count`` its request, which may refuse it, and turn refusals into their bodies."""
 
     def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            return await handler(request, caller(request, tables()))
+            who = caller(request, tables())
+            count(who.tenant, who.quota)
+            return await handler(request, who)
 
         return unguarded(handle)
 
@@ -51,13 +56,17 @@ def guard(tables: Callable[[], Tables]) -> Guard:
 
 
 def unguarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """For a path that admits its reader by itself; turns refusals into their bodies."""
+    """For a path that admits its reader by itself; turns refusals and unexpected exceptions into typed bodies."""
 
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
         except Refused as refused:
-            return Response(refused.body(), refused.status, media_type="application/json")
+            return Response(refused.body(), refused.status, refused.headers, media_type="application/json")
+        except Exception:  # fault boundary: one request
+            log.exception("%s %s failed", request.method, request.url.path)
+            failed = internal_error()
+            return Response(failed.body(), failed.status, media_type="application/json")
 
     return handle
 
@@ -105,7 +114,8 @@ def decoded(body: bytes, kind: type[T]) -> T:
     try:
         found = msgspec.json.decode(body, type=kind)
         msgspec.json.encode(found)  # what cannot be written again, such as half a surrogate pair, is not kept
-    except (msgspec.MsgspecError, UnicodeError) as error:
+        msgspec.msgpack.encode(found)  # as are integers of more than 64 bits
+    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
         reason = f"it is no JSON of the right form: {str(error)[:200]}"
         raise Refused(422, "body", reason, "send a JSON object as the service page describes it") from None
     except RecursionError:

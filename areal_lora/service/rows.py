@@ -44,6 +44,8 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     queued_mib: int = 256
     pass_kib: int = 8192
     saved: int = 64
+    tokens: int = 1 << 23
+    requests: int = 12_000
 
     @classmethod
     def of(cls, config: QuotaConfig) -> Quota:
@@ -118,19 +120,23 @@ class Open:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
     """Everything that decisions need, as of one commit. ``adapters`` has no deleted ones; ``highest`` is the last
-    incarnation of each name, deleted ones included.
+    incarnation of each name, deleted ones included, and ``forgotten`` that of each tenant's names that are not in it.
     """
 
     quotas: MappingProxyType[str, Quota] = field(default_factory=lambda: MappingProxyType({}))
     keys: MappingProxyType[str, Key] = field(default_factory=lambda: MappingProxyType({}))
     adapters: MappingProxyType[tuple[str, str], AdapterRow] = field(default_factory=lambda: MappingProxyType({}))
     highest: MappingProxyType[tuple[str, str], int] = field(default_factory=lambda: MappingProxyType({}))
+    forgotten: MappingProxyType[str, int] = field(default_factory=lambda: MappingProxyType({}))
     open: tuple[Open, ...] = ()
     generation: int = 0
 
     def of(self, tenant: str) -> list[AdapterRow]:
         """The tenant's adapters, oldest first."""
         return [row for row in self.adapters.values() if row.tenant == tenant]
+
+    def next_incarnation(self, tenant: str, name: str) -> int:
+        return max(self.highest.get((tenant, name), 0), self.forgotten.get(tenant, 0)) + 1
 
     def after(self, row: AdapterRow, number: int) -> Tables:
         """The tables once operation ``number`` has made its adapter ``row``."""

@@ -2,7 +2,8 @@
 
 ``requests`` hold what clients asked for: ``ask`` until nothing can need it again, ``answer`` once there is one.
 ``client_operations`` are those of the requests, and the desk's own, that the trainer may still have to hear of: they
-are deleted when a checkpoint covers them. ``samples`` are those whose outcome no client has fetched.
+are deleted when a checkpoint covers them. ``samples`` are those whose outcome no client has fetched. ``forgotten`` has
+the highest incarnation of the deleted adapters that are no longer kept.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ CREATE INDEX samples_of_sampler ON samples (sampler);
 ALTER TABLE models ADD COLUMN notes TEXT NOT NULL DEFAULT '{}';
 ALTER TABLE saved_states ADD COLUMN notes TEXT NOT NULL DEFAULT '{}';
 """
-STEPS = (ADAPTERS, CLIENTS, KEPT)
+FORGOTTEN = """
+CREATE TABLE forgotten (tenant TEXT PRIMARY KEY REFERENCES tenants, incarnation INTEGER NOT NULL)
+"""
+STEPS = (ADAPTERS, CLIENTS, KEPT, FORGOTTEN)
 """What each version adds to the one before."""
 SCHEMA_VERSION = len(STEPS)

@@ -1,13 +1,14 @@
 """The file ``service.sqlite``: what was acknowledged survives any end of the process. One connection, one thread.
 
-Every change is one transaction, synced before it is acknowledged. As with the run's ledger the connection is
-exclusive, so that the write-ahead log needs no memory that connections share.
+Every change is one transaction, synced before it is acknowledged; any exception rolls it back. A full disk, a lock
+or an input/output error is `Unavailable`, and the file is used again afterwards.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -17,23 +18,36 @@ import msgspec
 from areal_lora.errors import ConfigError, RecordError
 from areal_lora.processes.faults import reached
 from areal_lora.run_folder.desired import DesiredPhase
-from areal_lora.service.refused import Refused
+from areal_lora.run_folder.sqlite import connect
+from areal_lora.service.refused import Unavailable
 from areal_lora.service.rows import AdapterRow, Key, Open, Operation, Quota, Tables
 from areal_lora.service.schema import SCHEMA_VERSION, STEPS
 
+MOST_DELETED, MOST_OPERATIONS = 1024, 1 << 14
+"""Deleted adapters, and operations that were carried out, that are kept of a tenant."""
 T = TypeVar("T")
+_PASSING = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+)
 
 
 class Store:
-    """The only connection to the file. Raises ConfigError for the file of another run, RecordError where it fails."""
+    """The only connection to the file.
+
+    Raises ConfigError for the file of another run, RecordError for a damaged one, Unavailable where it cannot be read
+    or written at present.
+    """
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)  # one thread after another
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
+            self._db = connect(str(path), synchronous="FULL", autocommit=True)
             self._db.execute("PRAGMA foreign_keys=ON")
             self._begin(run)
         except sqlite3.Error as error:
@@ -64,18 +78,10 @@ class Store:
         self._db.close()
 
     def change(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """``work``'s result once its changes are durable. What it refuses leaves the file as it was."""
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                result = work(self._db)
-            except Refused:
-                self._db.execute("ROLLBACK")
-                raise
+        """``work``'s result once its changes are durable. An exception leaves the file as it was."""
+        with self._transaction():
+            result = work(self._db)
             reached("desk.changed")
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self._broken(error) from error
         reached("desk.committed")
         return result
 
@@ -104,6 +110,7 @@ class Store:
                         )
                     }
                 ),
+                forgotten=MappingProxyType(dict(self._db.execute("SELECT tenant, incarnation FROM forgotten"))),
                 open=tuple(
                     Open(number=number, tenant=tenant, name=name, incarnation=incarnation)
                     for number, tenant, name, incarnation in self._db.execute(
@@ -146,8 +153,7 @@ class Store:
         """Make the adapter ``row``, remember the operation, and do ``also``; all or nothing. Returns the operation's
         number.
         """
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._transaction():
             self._db.execute(
                 "INSERT INTO adapters (tenant, name, incarnation, wanted, settings, created_s)"
                 " VALUES (?, ?, ?, ?, ?, ?)"
@@ -179,17 +185,29 @@ class Store:
             self._db.execute("UPDATE meta SET generation = generation + 1")
             also(self._db)
             reached("service.recorded")
-            self._db.execute("COMMIT")
-        except Refused:
-            self._db.execute("ROLLBACK")
-            raise
-        except sqlite3.Error as error:
-            raise self._broken(error) from error
         return int(cursor.lastrowid or 0)
 
     def carried_out(self, numbers: Iterable[int]) -> None:
         """Mark operations; losing this at a crash costs nothing."""
         self._write([("UPDATE operations SET carried_out = 1 WHERE number = ?", (n,)) for n in numbers])
+
+    def prune(self) -> None:
+        """Remove what is above `MOST_DELETED` and `MOST_OPERATIONS`, and operations that no request can name again."""
+        adapters = _oldest("adapters", "wanted = 'deleted'")
+        operations = _oldest("operations", "carried_out = 1")
+        with self._transaction():
+            self._db.execute("UPDATE adapters SET settings = '{}' WHERE wanted = 'deleted' AND settings != '{}'")
+            self._db.execute("DELETE FROM operations WHERE carried_out = 1 AND request IS NULL")
+            for (tenant,) in self._db.execute("SELECT tenant FROM tenants").fetchall():
+                old = (tenant, tenant, MOST_DELETED)
+                self._db.execute(
+                    "INSERT INTO forgotten SELECT tenant, MAX(incarnation) FROM adapters"
+                    f" WHERE {adapters} GROUP BY tenant"
+                    " ON CONFLICT (tenant) DO UPDATE SET incarnation = MAX(incarnation, excluded.incarnation)",
+                    old,
+                )
+                self._db.execute(f"DELETE FROM adapters WHERE {adapters}", old)
+                self._db.execute(f"DELETE FROM operations WHERE {operations}", (tenant, tenant, MOST_OPERATIONS))
 
     def put_tenant(self, tenant: str, quota: Quota) -> None:
         sql = "INSERT INTO tenants VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET quota = excluded.quota"
@@ -211,13 +229,37 @@ class Store:
         self._write([("UPDATE meta SET generation = ?", (generation,))])
 
     def _write(self, statements: list[tuple[str, tuple[object, ...]]]) -> None:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._transaction():
             for sql, arguments in statements:
                 self._db.execute(sql, arguments)
-            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite rolls back by itself where the disk is full
+                    self._db.execute("ROLLBACK")
+                raise
         except sqlite3.Error as error:
             raise self._broken(error) from error
 
-    def _broken(self, error: sqlite3.Error) -> RecordError:
-        return RecordError(f"{self.path}: the service's file cannot be used: {error} (fix: free or repair the disk)")
+    def _broken(self, error: sqlite3.Error) -> Exception:
+        """The error to raise: RecordError for damage, Unavailable for what passes, else a fault of the statement."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the low byte names the class
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return RecordError(f"{self.path}: the service's file is damaged: {error} (fix: restore it from a copy)")
+        if code in _PASSING:
+            status = 507 if code == sqlite3.SQLITE_FULL else 503
+            return Unavailable(status, f"{self.path.name} cannot be read or written: {error}")
+        return error
+
+
+def _oldest(table: str, where: str) -> str:
+    """The condition of a tenant's rows but the newest; its arguments are the tenant, again, and how many stay."""
+    newest = f"SELECT number FROM {table} WHERE tenant = ? AND {where} ORDER BY number DESC LIMIT 1 OFFSET ?"
+    return f"tenant = ? AND {where} AND number <= ({newest})"

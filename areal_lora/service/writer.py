@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import queue
 import sqlite3
 import time
@@ -11,14 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from areal_lora.errors import RecordError
 from areal_lora.processes.faults import reached
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_thread
 from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.plan import Phases, carried_out
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import Refused, Unavailable, internal_error
 from areal_lora.service.rows import AdapterRow, Key, Operation, Quota, Tables, Verb
 from areal_lora.service.store import Store
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 Decide = Callable[[Tables, Phases], AdapterRow]
@@ -51,6 +56,7 @@ class Writer:
         self._store, self._folder, self._phases = store, run_folder, phases
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.tables = store.load()
+        self._undesired = False
         self._repair()
         self._thread = watched_thread("service-writer", self._run)
 
@@ -61,7 +67,10 @@ class Writer:
         self._store.close()
 
     async def operate(self, order: Order) -> bytes:
-        """The answer, once the operation is durable and the run can read it. Raises Refused."""
+        """The answer, once the operation is durable. The run can read it then, or once its disk takes it.
+
+        Raises Refused.
+        """
         return await self._asked(lambda: self._operate(order))
 
     async def answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
@@ -81,17 +90,26 @@ class Writer:
     async def drop_key(self, tenant: str, label: str) -> None:
         await self._asked(lambda: self._administer(lambda: self._store.drop_key(tenant, label)))
 
+    async def prune(self) -> None:
+        """Remove what is no longer needed of deleted adapters and operations."""
+        with contextlib.suppress(Unavailable):  # the next call repeats it
+            await self._asked(lambda: self._administer(self._store.prune))
+
     async def settle(self) -> None:
-        """Count the operations that the run has carried out no longer."""
-        if carried_out(self.tables, self._phases()):
-            await self._asked(self._settle)
+        """Stop counting the operations that the run has carried out, and write a desired state that is missing."""
+        if self._undesired or carried_out(self.tables, self._phases()):
+            with contextlib.suppress(Unavailable):  # the next call repeats it
+                await self._asked(self._settle)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
 
     async def _asked(self, work: Callable[[], T]) -> T:
-        """``work``'s result in this thread. An error other than Refused ends the process: the file is not to trust."""
+        """``work``'s result in this thread. Raises Refused, with status 500 for an unexpected exception.
+
+        RecordError ends the process: the file is damaged.
+        """
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
         results: list[T | Refused] = []
 
@@ -100,6 +118,13 @@ class Writer:
                 results.append(work())
             except Refused as refused:
                 results.append(refused)
+            except RecordError:
+                raise
+            except Exception:  # fault boundary: the request of one caller
+                log.exception("a request failed and was rolled back")
+                with contextlib.suppress(Unavailable):  # the exception may have come after the commit
+                    self.tables = self._store.load()
+                results.append(internal_error())
             with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits any more
                 loop.call_soon_threadsafe(answered.set)
 
@@ -133,10 +158,25 @@ class Writer:
             lambda db: order.also(db, row),
         )
         reached("service.committed")
-        self.tables = self.tables.after(row, number)
-        write_desired(self._folder, self.tables.desired())
+        self.tables, self._undesired = self.tables.after(row, number), True
+        with contextlib.suppress(Unavailable):  # the operation is durable; `settle` repeats it
+            self._write_desired()
         reached("service.desired")
         return answer
+
+    def _write_desired(self) -> None:
+        """Write the desired state of the tables unless the file has it. Raises Unavailable."""
+        if not self._undesired:
+            return
+        wanted = self.tables.desired()
+        try:
+            if read_desired(self._folder) != wanted:  # else an attempt failed after the file was in its place
+                write_desired(self._folder, wanted)
+        except OSError as error:
+            log.warning("%s cannot be written, repeated soon: %s", self._folder.desired, error)
+            status = 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
+            raise Unavailable(status, f"{self._folder.desired.name} cannot be written: {error.strerror}") from error
+        self._undesired = False
 
     def _answered(self, tenant: str, request: str, fingerprint: str) -> bytes | None:
         known = self._store.answered(tenant, request)
@@ -150,6 +190,7 @@ class Writer:
         self.tables = self._store.load()
 
     def _settle(self) -> None:
+        self._write_desired()
         done = {each.number for each in carried_out(self.tables, self._phases())}
         self._store.carried_out(done)
         self.tables = replace(self.tables, open=tuple(o for o in self.tables.open if o.number not in done))

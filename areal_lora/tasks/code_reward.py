@@ -2,7 +2,8 @@
 
 The program is the last fenced code block of the answer. Each test is a process of its own with a new interpreter: it
 has the standard library, an empty temporary folder, limits, and no network; it can start and signal no process, write
-nothing outside of its folder and not read the run folder. What it does wrong is a `Verdict`, which costs credit.
+nothing outside of its folder, and read nothing but the interpreter, its libraries and its folder. What it does wrong is
+a `Verdict`, which costs credit.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,11 @@ from areal_lora.tasks.fence import Doors, raise_fence
 from areal_lora.tasks.seccomp import Processes
 
 UNFENCED = 97  # exit status of a process that could not be fenced
+START_S = 30.0
+_SYSTEM = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
+    *("/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),
+)
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
 
@@ -73,10 +81,16 @@ class CodeRunner:
     """Call it with an answer and its row. ``scratch`` is a folder that this process may write.
 
     It must run in a process with one thread that may start others (`Processes.MANY`).
+    Raises EnvironmentError_ if an empty program fails here.
     """
 
     def __init__(self, settings: CodeSettings, scratch: Path) -> None:
         self._settings, self._scratch = settings, scratch
+        verdict = self._run("", CodeTest(), START_S)
+        if verdict is not Verdict.PASSED:
+            reason = f"an empty program ends with {verdict} where it may read nothing but the interpreter and libraries"
+            fix = "use a Python whose shared libraries are below its prefix or the system's, and more test_memory_mib"
+            raise EnvironmentError_(f"reward code: {reason} (fix: {fix})")
 
     def __call__(self, completion: str, columns: dict[str, Any]) -> dict[str, float | bool]:
         """The reward, whether all tests pass, and the share of tests by verdict.
@@ -133,7 +147,7 @@ class CodeRunner:
                 stderr=errors,
                 cwd=work,
                 env={"PATH": os.defpath, "HOME": str(work), "TMPDIR": str(work), "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: self._fence(work),  # this process has one thread
+                preexec_fn=lambda: self._fence(folder),  # this process has one thread
             )
             try:
                 status = process.wait(limit_s)
@@ -152,16 +166,31 @@ class CodeRunner:
             return Verdict.PASSED if text.endswith(f"\n{seal}") else Verdict.WRONG
         return Verdict.PASSED if _plain(text) == _plain(test.expected) else Verdict.WRONG
 
-    def _fence(self, work: Path) -> None:
+    def _fence(self, folder: Path) -> None:
         """In the new process, before it becomes the interpreter."""
         s = self._settings
         memory, output = s.test_memory_mib << 20, s.test_output_kib << 10
         _lower(resource.RLIMIT_AS, memory)
         _lower(resource.RLIMIT_CPU, s.test_cpu_s)
-        doors = Doors(scratch=work, scratch_bytes=output, processes=Processes.EXEC)
+        doors = Doors(
+            scratch=folder / "work",
+            scratch_bytes=output,
+            processes=Processes.EXEC,
+            readable=(*_interpreter(), folder / "main.py", folder / "stdin"),
+        )
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         if raise_fence(None, os.getppid(), doors):
             os._exit(UNFENCED)
+
+
+@cache
+def _interpreter() -> tuple[Path, ...]:
+    """What an interpreter without site-packages reads: itself, its standard library, shared libraries, time zones."""
+    own = [sys.executable, f"{sys.prefix}/pyvenv.cfg", f"{sys.base_prefix}/lib"]
+    own += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    loaded = {words[5] for line in maps if len(words := line.split(maxsplit=5)) == 6 and ".so" in words[5]}
+    return tuple(Path(place) for place in (*own, *_SYSTEM, *sorted(loaded)))
 
 
 def _lower(kind: int, wanted: int) -> None:

@@ -1,10 +1,10 @@
 """Restrict a scorer process, whatever its reward function does.
 
 seccomp (:mod:`areal_lora.tasks.seccomp`) refuses other processes, signals to them, and sockets, unless `Doors` allow
-them. Landlock refuses writes to files, and reads of the run folder with its secret. As root, the process keeps only
-the capability to read files. Both work without privileges and in containers. If the kernel lacks one of them,
-:func:`raise_fence` reports it, and Python's audit hook still refuses sockets and processes that Python code requests.
-The scorer process itself limits memory and CPU time per answer.
+them. Landlock refuses writes to files, and reads of the run folder with its secret, or of all files but those that
+`Doors` list. As root, the process keeps only the capability to read files. Both work without privileges and in
+containers. If the kernel lacks one of them, :func:`raise_fence` reports it, and Python's audit hook still refuses
+sockets and processes that Python code requests. The scorer process itself limits memory and CPU time per answer.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Doors:
     """What a reward may do: write files of up to ``scratch_bytes`` in the folder ``scratch``, and open sockets.
 
     ``kept`` is a folder inside the hidden one that may be read and written. ``processes`` may be started.
+    ``readable``: the only files and folders that may be read and executed; None: all outside the hidden one.
     """
 
     scratch: Path | None = None
@@ -67,6 +68,7 @@ class Doors:
     network: bool = False
     kept: Path | None = None
     processes: Processes = Processes.NONE
+    readable: tuple[Path, ...] | None = None
 
 
 def raise_fence(hidden: Path | None, parent_pid: int, doors: Doors) -> list[str]:
@@ -90,7 +92,11 @@ def raise_fence(hidden: Path | None, parent_pid: int, doors: Doors) -> list[str]
     _drop_capabilities(libc, inherited=inherited)
     if doors.processes is Processes.MANY and os.geteuid() == 0 and not _become_another_user(doors.scratch):
         missing.append("a user of its own (the number of processes is limited by the time of an answer alone)")
-    _keep_reading(libc, inherited=inherited)
+    # Landlock binds capabilities too. The interpreter may be in a folder that only its owner may enter.
+    if doors.readable is not None and all(os.access(place, os.R_OK) for place in doors.readable if place.exists()):
+        _set_capabilities(libc, 0, inherited=False)
+    else:
+        _set_capabilities(libc, 1 << _CAP_DAC_READ_SEARCH, inherited=inherited)
     end_with_parent(signal.SIGKILL)  # a change of the user has forgotten it
     if doors.processes.several:
         _limit_processes()
@@ -120,27 +126,26 @@ def forbid_in_python(*, network: bool = False, processes: bool = False) -> None:
 
 
 def _drop_capabilities(libc: ctypes.CDLL, *, inherited: bool) -> None:
-    """Let no program that this process becomes have capabilities, or only the one that `_keep_reading` keeps."""
+    """Let no program that this process becomes have capabilities, or only the one to read files."""
     for capability in range(64):
         if inherited and capability == _CAP_DAC_READ_SEARCH:
             continue  # it can be handed on only while it is in this set
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
-def _keep_reading(libc: ctypes.CDLL, *, inherited: bool) -> None:
-    """Give up all capabilities but one: reading files of other users, which may own code and data.
+def _set_capabilities(libc: ctypes.CDLL, kept: int, *, inherited: bool) -> None:
+    """Drop all capabilities but those of the mask ``kept``; without them if the process has not had them.
 
-    ``inherited``: so do programs that this process becomes or starts.
+    ``inherited``: programs that this process becomes or starts have them too.
     """
     number = _SYS_CAPSET.get(os.uname().machine)
     if number is None:
         return
     header = struct.pack("Ii", 0x20080522, 0)
-    kept = 1 << _CAP_DAC_READ_SEARCH
     handed_on = kept if inherited else 0
     if libc.syscall(number, header, struct.pack("6I", kept, kept, handed_on, 0, 0, 0)) != 0:
-        libc.syscall(number, header, struct.pack("6I", 0, 0, 0, 0, 0, 0))  # the process had no such capability
-    elif inherited:
+        libc.syscall(number, header, struct.pack("6I", 0, 0, 0, 0, 0, 0))
+    elif handed_on:
         libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, 0, 0)
 
 
@@ -190,9 +195,11 @@ def _forbid_files(libc: ctypes.CDLL, hidden: Path | None, doors: Doors) -> bool:
     if ruleset < 0:
         return False
     try:
-        _allow(libc, ruleset, Path("/"), _READ_DIR)
-        for place in _all_but(hidden):
-            _allow(libc, ruleset, place, _READ_FILE if doors.processes is Processes.NONE else _READ_FILE | _EXECUTE)
+        read = _READ_FILE if doors.processes is Processes.NONE else _READ_FILE | _EXECUTE
+        if doors.readable is None:
+            _allow(libc, ruleset, Path("/"), _READ_DIR)
+        for place in _all_but(hidden) if doors.readable is None else doors.readable:
+            _allow(libc, ruleset, place, read | _READ_DIR if place.is_dir() else read)
         _allow(libc, ruleset, Path("/dev/null"), _WRITE_FILE)
         for folder in (doors.scratch, doors.kept):
             if folder is not None:

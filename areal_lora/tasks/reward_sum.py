@@ -63,7 +63,7 @@ def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[fl
     for name, score in zip(names, scores, strict=True):
         if score.outcome is not Outcome.OK:
             detail = f"{name}: {score.detail}" if name else score.detail
-            return Score(reward=math.nan, outcome=score.outcome, detail=detail)
+            return Score(reward=math.nan, outcome=score.outcome, detail=detail, cause=score.cause)
     parts: dict[str, float] = {}
     for name, score in zip(names, scores, strict=True):
         parts |= _parts(name, score.reward, score.components)

@@ -11,6 +11,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -135,7 +136,7 @@ def grade(value: object, correct_threshold: float | None) -> Grade:
         value = value["reward"] if "reward" in value else sum(components.values())
         if correct is not None and correct not in (True, False):
             raise ValueError(f"'correct' is {correct!r}, neither true nor false")
-    reward = _finite("reward", value)
+    reward = _number("the reward returned", value)
     if correct is None and isinstance(value, bool):
         correct = value
     if correct is None and correct_threshold is not None:
@@ -146,13 +147,19 @@ def grade(value: object, correct_threshold: float | None) -> Grade:
 def _component(name: object, value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError(f"component {name!r} is a bool, not a number; only 'correct' may be one")
-    return _finite(name, value)
+    return _number(f"component {name!r} is", value)
 
 
-def _finite(name: object, value: Any) -> float:
-    number = float(value)
+def _number(what: str, value: Any) -> float:
+    """``value`` as a float; a text that reads as a number is none."""
+    number = None
+    if not isinstance(value, str | bytes | bytearray):
+        with suppress(TypeError):
+            number = float(value)
+    if number is None:
+        raise TypeError(f"{what} {'None' if value is None else f'a {type(value).__name__}'}, not a number")
     if not math.isfinite(number):
-        raise ValueError(f"the {name} is {number}, not a finite number")
+        raise ValueError(f"{what} {number}, not a finite number")
     return number
 
 

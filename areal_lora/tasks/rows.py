@@ -11,15 +11,14 @@ import csv
 import datetime
 import decimal
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_lora.errors import ConfigError, EnvironmentError_
+from areal_lora.families.published import is_hub_name
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 KINDS = "a JSONL, JSON, CSV or parquet file, a folder of them, or a hub name such as openai/gsm8k"
 
 
@@ -35,7 +34,7 @@ class RowSource:
 
     @property
     def on_hub(self) -> bool:
-        return not Path(self.path).exists() and HUB_NAME.fullmatch(self.path) is not None
+        return not Path(self.path).exists() and _names_a_set(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,11 @@ class Row:
 
     place: str
     values: dict[str, Any]
+
+
+def _names_a_set(path: str) -> bool:
+    """Whether ``path`` reads as ``org/name``. ``data/train.jsonl`` is a file, also where it does not exist."""
+    return is_hub_name(path) and Path(path).suffix.lower() not in _READERS
 
 
 def value_of(columns: Mapping[str, Any], name: str) -> Any:
@@ -74,7 +78,7 @@ def read_rows(source: RowSource) -> Iterator[Row]:
         if reader is None:
             raise ConfigError(source.key, f"{path} is no file of a known kind", f"give {KINDS}")
         return (Row(place, _columns(place, values)) for place, values in reader(path))
-    if not path.is_dir() and not HUB_NAME.fullmatch(source.path):
+    if not path.is_dir() and not _names_a_set(source.path):
         raise ConfigError(source.key, f"{source.path}: no such file or folder", f"give {KINDS}")
     return _from_datasets(source)
 

@@ -38,11 +38,13 @@ from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer_child import Ready, ScoreResult, Setup, pack_frame
 from areal_lora.tasks.scorer_setup import in_a_box, setup_of
 from areal_lora.tasks.seccomp import Processes
-from areal_lora.types import Outcome
+from areal_lora.tasks.user_errors import Traces
+from areal_lora.types import Cause, Outcome
 
 __all__ = ["Score", "ScoreItem", "ScorerPool"]
 
 START_DEADLINE_S = 60.0
+START_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # between tries to replace a child: memory or processes may be short
 END_DEADLINE_S = 1.0
 LATE_S = 1.0  # the parent's limit exceeds the child's by this time
 LARGEST_REPLY_BYTES = 1 << 16
@@ -58,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` states the reason.
+    """Score of one answer. ``reward`` is NaN unless ``outcome`` is ``ok``; ``detail`` and ``cause`` state the reason.
 
     ``correct`` is None if the answer was not scored or the reward has no rule for correctness. ``components`` are the
     named parts of the reward, if it has any.
@@ -69,6 +71,7 @@ class Score:
     detail: str = ""
     correct: bool | None = None
     components: Mapping[str, float] = field(default_factory=dict)
+    cause: Cause = Cause.OTHER
 
 
 class ScorerPool:
@@ -89,6 +92,7 @@ class ScorerPool:
         self._children: set[_Child] = set()
         self._closed = False
         self._prints = 0
+        self._traces = Traces()
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return one score per item, in order.
@@ -101,7 +105,7 @@ class ScorerPool:
         try:
             while len(scores) < len(items):
                 if child is None:
-                    child = await self._start()
+                    child = await self._replacement()
                 try:
                     scores += await child.score(items[len(scores) :])
                 finally:
@@ -143,16 +147,37 @@ class ScorerPool:
     ) -> None:
         await self.close()
 
+    async def _replacement(self) -> _Child:
+        """A child beside or after the first one. Raises EnvironmentError_ after as many failed starts in a row."""
+        for pause_s in START_PAUSES_S:
+            try:
+                return await self._start()
+            except (OSError, EnvironmentError_) as error:
+                log.warning("a scorer process could not be started, next try in %g s: %s", pause_s, error)
+            await asyncio.sleep(pause_s)
+        try:
+            return await self._start()
+        except OSError as error:
+            raise EnvironmentError_(f"scorer: no process can be started: {error}") from error
+
     async def _start(self) -> _Child:
         if self._closed:
             raise RolloutError("scorer pool: already closed")
-        child = await _Child.spawn(self._setup, self._log_print, self._key_env)
+        child = await _Child.spawn(self._setup, self._log_print, self._traces, self._key_env)
         self._children.add(child)
         try:
-            _warn_of(tuple(await child.set_up()))
+            if not self._closed:  # else it was closed before it knew this child
+                _warn_of(tuple(await child.set_up()))
+        except EnvironmentError_:
+            await self._discard(child)
+            if not self._closed:
+                raise
         except BaseException:
             await self._discard(child)
             raise
+        if self._closed:
+            await self._discard(child)
+            raise RolloutError("scorer pool: closed while a child was started")
         return child
 
     async def _discard(self, child: _Child) -> None:
@@ -169,10 +194,10 @@ class ScorerPool:
 class _Child:
     """One scorer process and its two pipes. ``spent``: the process must be killed, not used again."""
 
-    def __init__(self, process: Process, setup: Setup, on_print: Callable[[str], None]) -> None:
+    def __init__(self, process: Process, setup: Setup, on_print: Callable[[str], None], traces: Traces) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process, self._setup, self._on_print = process, setup, on_print
+        self._process, self._setup, self._on_print, self._traces = process, setup, on_print, traces
         self._timeout_s = setup.timeout_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self.spent = False
@@ -184,7 +209,7 @@ class _Child:
         return costs
 
     @classmethod
-    async def spawn(cls, setup: Setup, on_print: Callable[[str], None], key_env: str | None) -> Self:
+    async def spawn(cls, setup: Setup, on_print: Callable[[str], None], traces: Traces, key_env: str | None) -> Self:
         environment = {"PATH": os.defpath}
         if setup.kind == "judge":
             names = ("SSL_CERT_FILE", "SSL_CERT_DIR", *_PROXIES, *([key_env] if key_env else []))
@@ -194,16 +219,21 @@ class _Child:
             setup = msgspec.structs.replace(setup, scratch=scratch)
             environment |= {"TMPDIR": scratch, "HOME": scratch}
         argv = [sys.executable, "-I", "-m", "areal_lora.tasks.scorer_child"]
-        if setup.processes is not Processes.NONE:
-            argv, setup = await asyncio.to_thread(in_a_box, argv, setup)
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        return cls(process, setup, on_print)
+        try:
+            if setup.processes is not Processes.NONE:
+                argv, setup = await asyncio.to_thread(in_a_box, argv, setup)
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except BaseException:
+            if setup.scratch is not None:
+                shutil.rmtree(setup.scratch, ignore_errors=True)
+            raise
+        return cls(process, setup, on_print, traces)
 
     async def set_up(self) -> list[str]:
         """Load the reward in the child; return the missing protections. Raises ConfigError, EnvironmentError_."""
@@ -263,7 +293,9 @@ class _Child:
         if verdict.timed_out:
             return self._too_long()
         if verdict.value is None:
-            return _fault(Outcome.ERROR, verdict.detail)
+            if verdict.trace:
+                self._traces.log("the reward", verdict.detail, verdict.trace)
+            return _fault(Outcome.ERROR, verdict.detail, verdict.cause)
         return Score(reward=verdict.value, outcome=Outcome.OK, correct=verdict.correct, components=verdict.components)
 
     def _too_long(self) -> Score:
@@ -324,8 +356,8 @@ async def _patient(work: Coroutine[Any, Any, T], patience_s: float) -> T:
         task.cancel()
 
 
-def _fault(outcome: Outcome, detail: str) -> Score:
-    return Score(reward=math.nan, outcome=outcome, detail=detail)
+def _fault(outcome: Outcome, detail: str, cause: Cause = Cause.OTHER) -> Score:
+    return Score(reward=math.nan, outcome=outcome, detail=detail, cause=cause)
 
 
 @cache

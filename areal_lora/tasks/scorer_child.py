@@ -36,6 +36,8 @@ from areal_lora.tasks.reward_calls import RewardCall, Style
 from areal_lora.tasks.rewards import Grade, Wanted, grade, reward_call
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.seccomp import Processes
+from areal_lora.tasks.user_errors import cause_of, describe, trace
+from areal_lora.types import Cause
 
 PRINTED_CHARACTERS = 2000
 ASYNC_LATE_S = 0.5  # a coroutine's own time-out comes before the end of the process
@@ -95,6 +97,7 @@ class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     ``correct`` is None if the task has no rule for it. ``index`` counts the answers of a batch. ``ended_s`` is
     ``time.monotonic``, which parent and child share. ``timed_out``: an asynchronous reward took too long.
     ``tainted``: this process must not score another answer. ``costs``: spent since the last result.
+    ``trace`` is the traceback of what the reward raised, for the reason in ``cause``.
     """
 
     index: int
@@ -107,6 +110,8 @@ class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False
     tainted: bool = False
     costs: dict[str, float] = {}
+    cause: Cause = Cause.OTHER
+    trace: str = ""
 
 
 class Printed(io.TextIOBase):
@@ -208,14 +213,17 @@ class Judge:
     def _verdict(self, index: int, value: Callable[[], Any]) -> ScoreResult:
         before = threads()
         graded: Grade | None = None
-        detail, timed_out, tainted = "", False, False
+        detail, timed_out, tainted, cause, raised = "", False, False, Cause.OTHER, ""
         try:
             graded = grade(value(), self.setup.correct_threshold)
         except Exception as error:  # fault boundary: a reward function may fail in any way  # noqa: BLE001
             timed_out = isinstance(error, TimeoutError) and self.call.style is Style.ASYNC
-            detail, tainted = describe(error), isinstance(error, MemoryError)
+            detail, tainted = describe(error, self.call.function), isinstance(error, MemoryError)
+            raised = trace(error)
+            if not timed_out and self.setup.kind != "judge":
+                cause = cause_of(error, alone=not self.setup.network)
         if threads() - before:
-            graded, detail, tainted = None, "a thread that it started is still running", True
+            graded, detail, tainted, cause = None, "a thread that it started is still running", True, Cause.OTHER
         return ScoreResult(
             index=index,
             value=None if graded is None else graded.reward,
@@ -227,6 +235,8 @@ class Judge:
             timed_out=timed_out,
             tainted=tainted,
             costs=self.call.take_costs(),
+            cause=cause,
+            trace=raised,
         )
 
 
@@ -236,13 +246,6 @@ def _return(value: Any) -> Any:
 
 def _raise(error: Exception) -> Any:
     raise error
-
-
-def describe(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:500]
-    except Exception:  # fault boundary: even the message of a user's exception is user code  # noqa: BLE001
-        return type(error).__name__
 
 
 def threads() -> set[int]:

@@ -7,8 +7,9 @@ every step, also in one without fresh tokens. The audit compares the batch as th
               annotate, learn              compare
               collect: finished audits; an unfinished one is collected in step k + 1
 
-The training step never waits for a server. If a server is lost or has retired the version, the excerpt is not
-compared, and the step's record reports it.
+The training step never waits for a server: a batch whose predecessor is still compared is not audited. If a server is
+lost or has retired the version, or a comparison fails otherwise, the excerpt is not compared. The step's record counts
+such steps (`Audit.silent_steps`).
 """
 
 from __future__ import annotations
@@ -188,9 +189,11 @@ class Auditor:
         self._silent_steps = 0
 
     def begin(self, name: str, batch: TrainBatch, seed: int, temperature: float) -> None:
-        """Start the audit of ``batch``, sampled at ``temperature``, after the end of the previous audit."""
+        """Start the audit of ``batch``, sampled at ``temperature``, unless the previous audit is still running."""
+        self._take(wait=False)
         if self._running is not None:
-            self._end(self._running.result())
+            self._keep(Audit(adapter=name, missing="the audit of an earlier batch is still running"))
+            return
         excerpts = choose(batch, name, seed, self._max_tokens)
         self._running = self._pool.submit(self._audit, name, excerpts, temperature)
 
@@ -199,8 +202,7 @@ class Auditor:
 
         With ``wait``, wait for the one in progress. Audits of other adapters stay for their calls.
         """
-        if self._running is not None and (wait or self._running.done()):
-            self._end(self._running.result())
+        self._take(wait=wait)
         ended = [audit for audit in self._ended if audit.adapter == name]
         self._ended = [audit for audit in self._ended if audit.adapter != name]
         return _merged(ended)
@@ -210,8 +212,12 @@ class Auditor:
         for client in self._clients.values():
             client.close()
 
-    def _end(self, audit: Audit) -> None:
-        self._running = None
+    def _take(self, *, wait: bool) -> None:
+        if self._running is not None and (wait or self._running.done()):
+            self._keep(self._running.result())
+            self._running = None
+
+    def _keep(self, audit: Audit) -> None:
         self._silent_steps = 0 if audit.tokens else self._silent_steps + 1
         if self._silent_steps and self._silent_steps % QUIET_STEPS == 0:
             log.warning(
@@ -223,7 +229,14 @@ class Auditor:
 
     def _audit(self, name: str, excerpts: Sequence[Excerpt], temperature: float) -> Audit:
         began = time.monotonic()
-        deadline = began + self._timeout_s
+        try:
+            ended = self._compared(excerpts, temperature, began + self._timeout_s)
+        except Exception as error:  # fault boundary: a comparison that fails is none, and ends no training step
+            log.exception("the audit of a batch of %s", name)
+            ended = Audit(missing=f"{type(error).__name__}: {error}")
+        return replace(ended, adapter=name, took_s=time.monotonic() - began)
+
+    def _compared(self, excerpts: Sequence[Excerpt], temperature: float, deadline: float) -> Audit:
         servers = self.servers
         for gone in self._clients.keys() - set(servers):
             self._clients.pop(gone).close()
@@ -242,5 +255,4 @@ class Auditor:
                     reasons.append(str(e))
             raise PublishError("; ".join(reasons) or f"no server could be asked within {self._timeout_s:g} s")
 
-        ended = audit(excerpts, score, self._limit)
-        return replace(ended, adapter=name, took_s=time.monotonic() - began)
+        return audit(excerpts, score, self._limit)

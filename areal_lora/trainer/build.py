@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import msgspec
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
+from areal_lora.config.adapter_run import probe_tolerance
 from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.models import Config
 from areal_lora.config.place import own_place
@@ -29,7 +30,7 @@ from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
-from areal_lora.run_folder.status import set_status
+from areal_lora.run_folder.status import LoadingServers, set_status
 from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
 from areal_lora.trainer.checkpointing import Checkpointing, resume
@@ -54,7 +55,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _probe_decoder = msgspec.msgpack.Decoder(dict[str, TokenRows])
 STARTUP_TIMEOUT_S = 900.0
 CONTROLLER_START_S = 120.0  # start of a restarted controller until it answers
-CONTROL_TIMEOUT_S = 7200.0  # longest wait of rank 0 for rollouts, while the other ranks wait for rank 0
+CONTROL_TIMEOUT_S = 7200.0  # longest wait of the other ranks for rank 0 without a signal from it (`work.Waiting`)
 
 
 def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
@@ -147,7 +148,9 @@ def _rank_0(
     restored: Mapping[str, Restored],
     started_s: float,
 ) -> Rank0:
-    recorder = Recorder(run_folder, list(states), {n: found.version for n, found in restored.items()}, started_s)
+    only = config.adapters[0].name if len(config.adapters) == 1 and config.service is None else None
+    versions = {name: found.version for name, found in restored.items()}
+    recorder = Recorder(run_folder, list(states), versions, started_s, only=only)
     kept = {name: restored[name].controller if name in restored else ControllerState() for name in states}
     auditor = Auditor(
         read_secret(run_folder),
@@ -211,13 +214,24 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
         said = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
         set_status(run_folder, "trainer", 0, said)
 
+    servers = LoadingServers(run_folder)
+
+    def loading() -> Sequence[str]:
+        names = servers.names()
+        if names:
+            set_status(run_folder, "trainer", 0, f"waiting for {', '.join(names)}: loading the model")
+            beat_on(run_folder, "trainer", 0)  # this wait has no limit
+        return names
+
     return Leader(
         run=config.run.name,
         secret=read_secret(run_folder),
         servers=watch.present(),
         config=config.weight_sync,
+        tolerance=probe_tolerance(config),
         min_servers=config.cluster.min_servers,
         watch=watch,
         on_active=announce,
+        loading=loading,
         on_wait=waits,
     )

@@ -18,6 +18,7 @@ from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, WaitingLines
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.trainer.adapter import Adapter, ControllerState
+from areal_lora.trainer.group_figures import group_figures
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.work import Drained, Faulted, TrainOn, Work
 from areal_lora.types import AdapterRef
@@ -108,11 +109,12 @@ class ControllerLink:
             if isinstance(reply, m.Batch):
                 return self._received(reply)
             if isinstance(reply, m.AdapterFailed):
-                return Faulted(adapter=reply.adapter, reason=reply.reason)
+                return Faulted(adapter=reply.adapter, reason=reply.reason, exit_code=reply.exit_code)
             self._recorder.beat()
             if (other := interruption()) is not None:
                 return other
-            lines.say(reply.lacking)
+            if notes := lines.say(reply.lacking):
+                self._recorder.status("; ".join([waiting, *notes]))
 
     def _waiting(self, wanted: Sequence[AdapterRef], draining: Collection[str]) -> str:
         """The status line of a wait."""
@@ -130,7 +132,8 @@ class ControllerLink:
         ref = AdapterRef(name=batch.adapter, version=batch.step)
         self._recorder.status(f"step {ref.version}: training {ref.name}")
         self._ledgers[ref.name] = batch.snapshot
-        self._recorder.batch(ref, batch.stats, batch.samples, batch.reward_components, batch.reward_costs)
+        figures = group_figures(batch.groups)
+        self._recorder.batch(ref, batch.stats, batch.samples, batch.reward_components, batch.reward_costs, figures)
         return TrainOn(adapter=ref.name, groups=list(batch.groups))
 
     def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from areal_lora.config.models import AdapterConfig
 from areal_lora.config.slots import adapter_capacity
+from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.desired import DesiredAdapter
@@ -97,10 +98,9 @@ def join(trainer: Trainer, work: Joins) -> TrainingState | None:
     try:
         trainer.engine.add_adapter(adapter.spec, config.optimizer, adapter.run.seed)
         restored = load(trainer.engine, adapter, work.checkpoint)
-    except ArealLoraError as error:
+    except (ArealLoraError, OSError) as error:
         problem = str(error)
-    everywhere = [raw.decode() for raw in trainer.control.all_gather_bytes(problem.encode())]
-    problem = next(filter(None, everywhere), "")
+    problem = first_problem(problem, trainer.control)
     if trainer.rank_0 and not problem:
         problem = _announce(trainer, adapter, restored)
     problem = trainer.control.broadcast_bytes(problem.encode() if trainer.control.rank == 0 else None).decode()

@@ -46,6 +46,10 @@ class LearnReport:
     def per_token(self, name: str) -> float | None:
         return self.mean(name, "tokens")
 
+    def per_sampled_token(self, name: str) -> float | None:
+        """Given answers have no ratio and no divergence: their tokens do not count."""
+        return self.mean(name, "sampled_tokens")
+
     def mean(self, name: str, count: str) -> float | None:
         """The sum ``name`` divided by the sum ``count``; None if it was not measured."""
         return self.sums[name] / max(self.sums[count], 1.0) if name in self.sums else None
@@ -100,7 +104,7 @@ def make_loss(adapter: Adapter, version: int) -> LossFn:
         sums = policy_loss(
             algorithm.terms,
             logprobs=logprobs,
-            prox_logprobs=micro.prox_logprobs if algorithm.needs_prox else None,
+            prox_logprobs=micro.prox_logprobs,
             rollout_logprobs=micro.rollout_logprobs,
             advantages=micro.advantages,
             weights=weights,
@@ -108,6 +112,7 @@ def make_loss(adapter: Adapter, version: int) -> LossFn:
             given=micro.given,
             ref_logprobs=micro.ref_logprobs,
             entropy=entropy,
+            unmoved=not algorithm.needs_prox,
         )
         current = logprobs.detach()
         before = current if micro.prox_logprobs is None else micro.prox_logprobs
@@ -143,7 +148,7 @@ def learn(
     Raises:
         AlignmentError: the batch's arrays contradict each other, its log-probabilities are shifted by one token, or,
             before any weight has moved, they differ from those of the same policy by more than rounding (contract
-            C10). No optimizer step uses a minibatch with a fault.
+            C10). No optimizer step uses a minibatch with a fault, and one whose sums are not finite is skipped.
     """
     check_batch(batch)
     loss_fn = make_loss(adapter, version)
@@ -166,7 +171,9 @@ def learn(
             adapter.config.algorithm.reduction,
             adapter.config.sampling.max_new_tokens,
         )
-        stats = engine.optim_step(adapter.name, divisor, lr).values
+        # A token whose forward pass is not finite may have left the loss, and no NaN in the gradient.
+        finite = all(map(math.isfinite, sums.values()))
+        stats = engine.optim_step(adapter.name, divisor if finite else math.nan, lr).values
         skipped.append(stats["skipped"])
         totals.update(improve(engine, adapter, minibatch, lr))
     renew(engine, adapter, version + 1)
@@ -200,11 +207,12 @@ def check_finite(state: TrainingState, report: LearnReport) -> None:
 
 
 def _assert_aligned(sums: dict[str, float], limit: float) -> None:
+    """What is not finite is no shift: `learn` skips such a minibatch."""
     for name, total, count in (
         ("proximal", sums["moved"], sums["tokens"]),
         ("rollout (same version)", sums["fresh_gap"], sums["fresh_tokens"]),
     ):
-        if count and not total / count <= limit:
+        if count and limit < total / count < math.inf:
             raise AlignmentError(
                 f"mean |logp - {name} logp| is {total / count:.3g} over {count:.0f} tokens of an unmoved policy, "
                 f"limit {limit:g}: per-token arrays are shifted, or trainer and server compute different policies"

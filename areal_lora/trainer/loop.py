@@ -91,8 +91,8 @@ def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Drained | 
                 make_durable(trainer, state)
             case Unpublished():
                 join_publish(trainer, state)
-            case Faulted(reason=reason):
-                raise AdapterRolloutError(reason)
+            case Faulted(reason=reason, exit_code=code):
+                raise AdapterRolloutError(reason, code)
     if isinstance(work, Drained) and state.phase is AdapterPhase.DRAINING:
         finish(trainer, state)
 
@@ -115,7 +115,7 @@ def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGr
         )
     audit = collect_audit(trainer, state)
     reached("trainer.learned")
-    state.advance(skipped=report.skipped == 1.0, kl=report.per_token("kl"))
+    state.advance(skipped=report.skipped == 1.0, kl=report.per_sampled_token("kl"))
     if trainer.rank_0:
         trainer.rank_0.turns.trained(state.name, sum(histogram.values()))
         # Before the checkpoint: a resumed run voids records beyond it, and could not add one that is missing.

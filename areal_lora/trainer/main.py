@@ -20,7 +20,7 @@ from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
 from areal_lora.distributed.store import CurveStore
 from areal_lora.distributed.store_server import StoreServer
-from areal_lora.errors import ArealLoraError, ExitCode
+from areal_lora.errors import ArealLoraError, exit_code_of
 from areal_lora.network.addresses import set_variables
 from areal_lora.platforms.device import platform_of
 from areal_lora.processes import stacks
@@ -93,9 +93,9 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         code = main()
-    except Exception:  # fault boundary: threads inside collectives would turn the exit code into an abort
-        log.exception("failed")
-        code = ExitCode.FAILED
+    except Exception as error:  # fault boundary: threads inside collectives would turn the exit code into an abort
+        log.exception("%s: %s", type(error).__name__, error)
+        code = exit_code_of(error)
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

@@ -78,7 +78,7 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Ou
             with spans.span("train"):
                 return _step(trainer, state, step)
         case LoadState() as asked:
-            return load_saved(trainer.engine, trainer.run_folder, asked, state.name)
+            return load_saved(trainer.engine, trainer.run_folder, asked, state.name, trainer.control)
         case SaveState(label=label):
             if trainer.rank_0:
                 trainer.rank_0.clients_of(state.adapter).keeps(operation)

@@ -104,8 +104,14 @@ def make_loss(loss: Loss, bounds: Bounds) -> LossFn:
     def sums(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None
         assert micro.weights is not None
-        targets = Targets(logprobs=logprobs, sampled=micro.rollout_logprobs, advantages=micro.advantages)
-        return LossSums(loss=token_loss(loss, bounds, targets, micro.weights))
+        targets = Targets(
+            logprobs=logprobs,
+            sampled=micro.rollout_logprobs,
+            advantages=micro.advantages,
+            weights=micro.weights,
+            cu_seqlens=micro.cu_seqlens,
+        )
+        return LossSums(loss=token_loss(loss, bounds, targets))
 
     return sums
 

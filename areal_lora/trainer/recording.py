@@ -33,9 +33,12 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.client_steps import Window, step_record
+from areal_lora.trainer.group_figures import GroupFigures
 from areal_lora.trainer.learn import LearnReport
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from areal_lora.weight_sync.trainer.report import PublishReport
+
+_UNKNOWN = GroupFigures()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +86,28 @@ class Recorder:
     """Rank 0's metrics writer and status line; times count from the start of the run, over all its sessions.
 
     ``resumed`` are the versions that adapters resume from: records of later versions are superseded.
+    ``only`` is as in `MetricsWriter`.
     """
 
     def __init__(
-        self, run_folder: RunFolder, adapters: Sequence[str], resumed: Mapping[str, int], started_s: float
+        self,
+        run_folder: RunFolder,
+        adapters: Sequence[str],
+        resumed: Mapping[str, int],
+        started_s: float,
+        *,
+        only: str | None = None,
     ) -> None:
         self._run_folder = run_folder
         before_s = recorded_s(run_folder)
         self._started_s = started_s - before_s
-        self._writer = MetricsWriter(run_folder)
+        self._writer = MetricsWriter(run_folder, only)
         for name, version in resumed.items():
             self._writer.write(ResumeRecord(adapter=name, version=version, time_s=before_s))
         self._stats: dict[str, Stats] = {}
         self._components: dict[str, dict[str, float]] = {}
         self._costs: dict[str, dict[str, float]] = {}
+        self._figures: dict[str, GroupFigures] = {}
         self._meter = RateMeter([name for name in adapters if name not in resumed], time.monotonic())
 
     def joined(self, ref: AdapterRef, *, steps: int | None, resumed: bool) -> None:
@@ -125,11 +136,13 @@ class Recorder:
         samples: Sequence[RolloutSample],
         reward_components: Mapping[str, float] | None = None,
         reward_costs: Mapping[str, float] | None = None,
+        figures: GroupFigures = _UNKNOWN,
     ) -> None:
         """Record samples of the batch that is consumed at ``ref``; the rest goes into the record of its step."""
         self._stats[ref.name] = stats
         self._components[ref.name] = dict(reward_components or {})
         self._costs[ref.name] = dict(reward_costs or {})
+        self._figures[ref.name] = figures
         for s in samples:
             self._writer.write(
                 RolloutSampleRecord(
@@ -231,6 +244,7 @@ class Recorder:
         seconds = spans.seconds
         rewards = sample_rewards(batch.rewards, batch.sample_ids)
         answers = float(batch.loss_mask.sum()) / batch.n_sequences
+        figures = self._figures.get(ref.name, _UNKNOWN)
         self._writer.write(
             StepRecord(
                 adapter=ref.name,
@@ -244,11 +258,11 @@ class Recorder:
                 loss=report.per_token("loss"),
                 grad_norm=report.grad_norm,
                 lr=report.lr,
-                clip_fraction=report.per_token("clipped"),
-                behaviour_mean_abs=report.per_token("behaviour_abs"),
+                clip_fraction=report.per_sampled_token("clipped"),
+                behaviour_mean_abs=report.per_sampled_token("behaviour_abs"),
                 mismatch_fresh=_mismatch(report, "fresh"),
                 mismatch_stale=_mismatch(report, "stale"),
-                kl=report.per_token("kl"),
+                kl=report.per_sampled_token("kl"),
                 entropy=report.per_token("entropy"),
                 n_tokens=batch.n_tokens,
                 n_sequences=batch.n_sequences,
@@ -268,11 +282,16 @@ class Recorder:
                 groups_leased=stats.leased if stats else 0,
                 groups_issued=stats.issued if stats else 0,
                 groups_consumed=stats.consumed if stats else 0,
+                groups_equal=figures.equal,
+                groups_all_right=figures.all_right,
+                groups_all_wrong=figures.all_wrong,
+                sampled_nll=_sampled_nll(batch),
                 groups_ahead=stats.ahead if stats else 0,
                 pacing_margin_s=stats.margin_s if stats else 0.0,
                 batch_spare_s=stats.spare_s if stats else None,
                 dropped=stats.dropped if stats else {},
                 retried=stats.retried if stats else {},
+                faults=stats.faults if stats else {},
                 reissued=stats.reissued if stats else 0,
                 late=stats.late if stats else 0,
                 servers_idle=rates.servers_idle,
@@ -283,7 +302,7 @@ class Recorder:
                 explained_variance=explained_variance(batch),
                 extra={
                     "skipped": report.skipped,
-                    "capped_fraction": report.per_token("capped"),
+                    "capped_fraction": report.per_sampled_token("capped"),
                     "given_fraction": float(batch.given.float().mean()),
                     "shift_votes": votes,
                     "shifted_share": share,
@@ -310,6 +329,13 @@ class Recorder:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _sampled_nll(batch: TrainBatch) -> float | None:
+    """Mean negative log-probability of the tokens that servers sampled; None if there are none."""
+    given = batch.given.repeat_interleave(batch.cu_seqlens.diff())  # [T]
+    sampled = batch.rollout_logprobs[batch.loss_mask & ~given]
+    return -float(sampled.mean()) if sampled.numel() else None
 
 
 def _baseline(batch: TrainBatch) -> dict[str, float]:

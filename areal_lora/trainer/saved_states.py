@@ -16,9 +16,10 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import verify
 from areal_lora.checkpoint.state import MANIFEST_FILE, Manifest, decode_manifest, files_of, read_files
 from areal_lora.checkpoint.store import leftovers_in, looks_whole
+from areal_lora.distributed.exchange import Exchange, first_problem
 from areal_lora.engine.base import TrainEngine
 from areal_lora.errors import CheckpointError
-from areal_lora.operations.messages import Kept, LoadState
+from areal_lora.operations.messages import Failed, Kept, LoadState
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.types import AdapterRef
@@ -50,12 +51,24 @@ def loadable(run_folder: RunFolder, asked: LoadState, adapter: Adapter, base: st
     return "" if saved.base_digest == base else f"the saved state {asked.label!r} is of another base model"
 
 
-def load_saved(engine: TrainEngine, run_folder: RunFolder, asked: LoadState, adapter: str) -> Kept:
-    """Set the adapter to a state that is `loadable`. Without the optimizer its moments and its clock begin again."""
+def load_saved(
+    engine: TrainEngine, run_folder: RunFolder, asked: LoadState, adapter: str, exchange: Exchange
+) -> Kept | Failed:
+    """Set the adapter to a state that is `loadable`. Without the optimizer its moments and its clock begin again.
+
+    Collective. Failed, and the adapter is as it was, if a rank cannot read it: a shared file system may show rank 0
+    a folder before the others.
+    """
     folder = run_folder.saved_state(asked.adapter, asked.label)
-    saved = _manifest(folder)
-    entries = files_of(saved)
-    parts = read_files([folder / entry.name for entry in entries])
+    problem = ""
+    try:
+        saved = _manifest(folder)
+        entries = files_of(saved)
+        parts = read_files([folder / entry.name for entry in entries])
+    except (OSError, CheckpointError) as error:
+        problem = f"trainer rank {exchange.rank} cannot read the saved state {asked.label!r}: {error}"
+    if problem := first_problem(problem, exchange):
+        return Failed(reason=f"{problem} (fix: load it again)", by_client=False)
     step = saved.clock.step if asked.optimizer else 0
     if not asked.optimizer:
         empty = {name: np.zeros_like(values) for name, values in parts["weight"].items()}

@@ -1,6 +1,7 @@
 """The points where the loop waits: batches, publishes, checkpoints, evaluations, audits. Collective over the ranks.
 
-Rank 0 asks the controller. The other ranks wait for rank 0 in the control exchange, which has the longest time-out.
+Rank 0 asks the controller. The other ranks wait for rank 0 in the control exchange, which has the longest time-out;
+while rank 0 waits for work, it renews that (`work.Waiting`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from areal_lora.trainer.containment import contained
 from areal_lora.trainer.roster import SERVED
 from areal_lora.trainer.state import Trainer
 from areal_lora.trainer.underway import AGAIN_S, concluded, may_begin
-from areal_lora.trainer.work import Concludes, Ended, Operates, Roll, ServersChanged, Unpublished, Work, share
+from areal_lora.trainer.work import Concludes, Ended, Operates, Roll, ServersChanged, Unpublished, Waiting, Work, share
 from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
 
 _LISTENING_S = 0.02
@@ -134,14 +135,15 @@ def _decide(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work:
     wanted = [trainer.states[name].ref for name in order if not trainer.states[name].adapter.config.is_client]
     if operation is not None and not wanted:
         return operation
-    interruption = partial(_interruption, trainer, roll)
+    interruption = partial(_interruption, trainer, roll, Waiting(trainer.control))
     driven = any(state.adapter.config.is_client for state in trainer.states.values())
     wait_s = 0.0 if operation else _LISTENING_S if driven else SHORT_POLL_S
     return trainer.rank_0.controller.next_work(wanted, by_phase[AdapterPhase.DRAINING], interruption, wait_s)
 
 
-def _interruption(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work | None:
+def _interruption(trainer: Trainer, roll: Callable[[], Roll | None], waiting: Waiting) -> Work | None:
     """What is to be done before the next batch, on rank 0."""
+    waiting.signal()
     if (failed := trainer.publishing.failed()) is not None:
         return Unpublished(adapter=failed)
     if trainer.publishing.changed():

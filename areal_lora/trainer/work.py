@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TypeAlias
 
 import msgspec
 
 from areal_lora.distributed.exchange import Exchange
+from areal_lora.errors import ExitCode
 from areal_lora.operations.messages import Failed, Operation
 from areal_lora.trainer.adapter import TokenRows
 from areal_lora.types import TrajectoryGroup
@@ -26,10 +28,11 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Faulted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rollouts of ``adapter`` have failed."""
+    """The rollouts of ``adapter`` have failed with an error of ``exit_code``."""
 
     adapter: str
     reason: str
+    exit_code: int = ExitCode.TEMPORARY
 
 
 class Unpublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -83,15 +86,41 @@ class Concludes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     publish: bool
 
 
+class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank 0 has no work yet, see `Waiting`."""
+
+
 Roll: TypeAlias = Joins | Leaves | Pauses
 """Which adapters there are changes."""
 Work: TypeAlias = TrainOn | Drained | Faulted | Unpublished | ServersChanged | Operates | Concludes | Roll | Ended
 
+IDLE_S = 60.0
+"""Between two signals of rank 0 that waits for work: far below the time-out of the ranks that wait for it."""
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Work).decode
+_decode = msgspec.msgpack.Decoder(Work | Idle).decode
 
 
 def share(work: Work | None, exchange: Exchange) -> Work:
     """Rank 0's decision on every rank; the other ranks pass None. Collective."""
-    decided: Work = _decode(exchange.broadcast_bytes(_encode(work) if exchange.rank == 0 else None))
+    while isinstance(decided := _broadcast(work, exchange), Idle):
+        continue
+    return decided
+
+
+class Waiting:
+    """Rank 0's wait for work. Each signal renews the time-out of the other ranks, which wait in `share`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._due_s = exchange, time.monotonic() + IDLE_S
+
+    def signal(self) -> None:
+        """Send `Idle` if it is due. On rank 0, outside of any other collective."""
+        if time.monotonic() >= self._due_s:
+            _broadcast(Idle(), self._exchange)
+            self._due_s = time.monotonic() + IDLE_S
+
+
+def _broadcast(work: Work | Idle | None, exchange: Exchange) -> Work | Idle:
+    decided: Work | Idle = _decode(exchange.broadcast_bytes(_encode(work) if exchange.rank == 0 else None))
     return decided

@@ -211,7 +211,7 @@ def test_a_server_killed_during_a_transfer_then_started_again(run: Run) -> None:
     report, rejoined_s = run.publish()
     assert (report.attempts, names(report)) == (1, SERVERS)
     assert report.probe_mean_abs is not None
-    assert report.probe_mean_abs < run.config.weight_sync.probe_tolerance
+    assert report.probe_mean_abs < 1e-4
     run.assert_served(SERVERS)
     print(
         f"\npublish and probe: first {first_s:.2f} s, then {usual_s:.2f} s; with a server killed in the middle "

@@ -104,3 +104,24 @@ def test_given_answers_and_then_rollouts_with_the_fsdp_engine(tmp_path: Path) ->
     assert steps[-1]["reward_mean"] < 1.0, "and not all of them are right"
     assert all(step["grad_norm"] > 0 for step in steps)
     assert sum(record["kind"] == "publish" for record in records(folder)) == len(steps) + 1
+
+
+@pytest.mark.parametrize("overlays", [(), ("embedded_fsdp",)], ids=["megatron", "fsdp"])
+def test_a_base_in_bfloat16_needs_no_other_key(tmp_path: Path, overlays: tuple[str, ...]) -> None:
+    folder = run(
+        tmp_path,
+        *configs(*overlays),
+        "model.dtype=bfloat16",
+        "run.steps=3",
+        "eval.every_steps=0",
+        "adapters.gsm8k.sampling.prompts_per_step=16",
+        "adapters.gsm8k.task.n_eval=16",
+    )
+    publishes = [record for record in records(folder) if record["kind"] == "publish"]
+    differences = [publish["probe_mean_abs"] for publish in publishes]
+    print(f"mean |logp trainer - logp server| by version: {differences}")
+    assert len(publishes) == 4
+    assert all(1e-3 < difference < 0.15 for difference in differences), "rounding of bfloat16, and no more"
+    steps = [record for record in records(folder) if record["kind"] == "step"]
+    assert all(step["audited_tokens"] and step["audit_gap"] < 0.2 for step in steps[:-1])
+    assert all(step["grad_norm"] > 0 for step in steps)

@@ -1,4 +1,6 @@
-"""Unmodified SDKs of tinker on a real run: the page's first adapter, and a user's loop in both versions at once."""
+"""Unmodified SDKs of tinker on a real run: the page's first adapter, a user's loop in both versions at once, and the
+cookbook's own recipes.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ from tests.support.distributed.spawn import run_ranks
 from tests.support.docs import blocks, commands
 from tests.support.launcher.command import forked_roles
 from tests.support.paths import ROOT
+from tests.support.tinker.cookbook import MODEL, cookbook_environment, data_sets, metrics
 from tests.support.tinker.offline import LOSSES, expected_loss
 from tests.support.tinker.scripted import PROGRAMS, new_tenant
 from tests.support.tinker.sdk import VERSIONS, environment, sdk_path
@@ -44,11 +47,15 @@ class Checkout:
         self.folder, self.run = folder, RunFolder.of(folder / "runs" / "service")
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / "examples").symlink_to(ROOT / "examples")
+        (folder / MODEL).parent.mkdir()
+        (folder / MODEL).symlink_to(ROOT / "examples" / "math" / "tiny_model")
+        data_sets(folder)
         (start,) = [each.text for each in commands(PAGE) if "areal_lora.launch" in each.text]
         self.output = (folder / "output").open("w+")
         more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        base = [f"model.path={folder / MODEL}", "rollout.max_model_len=512"]  # the cookbook's prompts are long
         self.launcher = subprocess.Popen(
-            ["bash", "-c", f"exec {start} {shlex.join(forked_roles(folder))}"],
+            ["bash", "-c", f"exec {start} {shlex.join([*base, *forked_roles(folder)])}"],
             cwd=folder,
             env=os.environ | more,
             stdout=self.output,
@@ -67,11 +74,13 @@ class Checkout:
         return f"http://{endpoint.host}:{endpoint.ports['api']}"
 
     def begin(self, version: str, program: Path, key: str) -> subprocess.Popen[str]:
-        more = {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": key}
+        return self.run_program([sys.executable, str(program)], environment(version), key)
+
+    def run_program(self, command: list[str], env: dict[str, str], key: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, str(program)],
+            command,
             cwd=self.folder,
-            env=environment(version) | more,
+            env=env | {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": key},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -103,7 +112,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
 def test_the_page(checkout: Checkout, tmp_path: Path) -> None:
     """The first adapter of the page prints what the page shows, up to the digits of another machine."""
     (program,) = [block.text for block in blocks(PAGE) if block.language == "python"]
-    (shown,) = [each.output for each in commands(PAGE) if each.text.startswith("python ")]
+    (shown,) = [each.output for each in commands(PAGE) if each.text == "python first.py"]
     file = tmp_path / "first.py"
     file.write_text(program)
     key = new_tenant(checkout.run, checkout.url, "page")
@@ -115,13 +124,30 @@ def test_the_page(checkout: Checkout, tmp_path: Path) -> None:
         assert values == pytest.approx(expected, rel=0.1, abs=0.5)
 
 
+@pytest.mark.parametrize(("recipe", "steps"), [("chat_sl", 4), ("math_rl", 2), ("rl_loop", 2)])
+def test_recipes_of_the_cookbook(checkout: Checkout, recipe: str, steps: int) -> None:
+    """The page's commands, with the cookbook's own losses, evaluations and checkpoints."""
+    (command,) = [each.text for each in commands(PAGE) if f"tinker_cookbook.recipes.{recipe}" in each.text]
+    key = new_tenant(checkout.run, checkout.url, recipe.replace("_", ""))
+    shell = ["bash", "-c", f"exec {command.replace('python', shlex.quote(sys.executable), 1)}"]
+    checkout.end(checkout.run_program(shell, cookbook_environment(checkout.folder), key))
+    rows = metrics(checkout.folder, recipe.replace("_loop", "-loop"))
+    assert len([row for row in rows if {"progress", "progress/done_frac"} & row.keys()]) == steps
+    if recipe == "chat_sl":
+        losses = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
+        assert losses[-1] < losses[0], losses
+
+
 @pytest.fixture(scope="module")
 def loops(checkout: Checkout) -> dict[str, dict[str, Any]]:
     begun = {}
     for version, tenant in TENANTS.items():
         key = new_tenant(checkout.run, checkout.url, tenant)
-        begun[version] = checkout.begin(version, PROGRAMS / "loop.py", key)
-    return {version: json.loads(checkout.end(process).splitlines()[-1]) for version, process in begun.items()}
+        begun[version] = (key, checkout.begin(version, PROGRAMS / "loop.py", key))
+    return {
+        version: json.loads(checkout.end(process).splitlines()[-1]) | {"key": key}
+        for version, (key, process) in begun.items()
+    }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -174,6 +200,33 @@ def test_an_archive_is_the_saved_state(checkout: Checkout, loops: dict[str, dict
     kept = load_file(folder / "rank-0000.safetensors")
     weights = {values.tobytes() for name, values in kept.items() if name.startswith("weight/")}
     assert {values.tobytes() for values in tensors.values()} == weights
+
+
+def test_weights_are_taken_home_while_every_place_is_taken(
+    checkout: Checkout, loops: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """By the command line of both versions, and encrypted by the cookbook. The models of the loop, which cannot end
+    its session, are the account's quota.
+    """
+    said = loops[VERSIONS[0]]
+    path, begun = said["paths"][0], []
+    (command,) = [each.text for each in commands(PAGE) if each.text.startswith("tinker checkpoint")]
+    for version in VERSIONS:
+        words = shlex.split(command.replace("tinker://sd02fea56da93:train:0/weights/first", path))
+        home = tmp_path / version
+        tool = [sys.executable, "-m", "tinker.cli", *words[1:], "--output", str(home)]
+        begun.append(checkout.run_program(tool, environment(version), said["key"]))
+    code = f"from tinker_cookbook import weights; weights.download(tinker_path={path!r}, output_dir={str(tmp_path)!r})"
+    env = cookbook_environment(checkout.folder)
+    begun.append(checkout.run_program([sys.executable, "-c", code], env, said["key"]))
+    for process in begun:
+        checkout.end(process)
+    with tarfile.open(said["archive"]) as tar:
+        whole = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
+    folder = path.removeprefix("tinker://").replace("/", "_")
+    for home in (tmp_path, *(tmp_path / version / folder for version in VERSIONS)):
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            assert (home / name).read_bytes() == whole[name], f"{home.name}: {name}"
 
 
 def test_both_versions_made_the_engines_own_steps(

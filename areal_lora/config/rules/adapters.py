@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.rules.findings import Finding, shape_of
+from areal_lora.config.rules.findings import Finding, Severity, shape_of
 from areal_lora.config.slots import served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families import targets
 from areal_lora.families.family import Scope, covers
 from areal_lora.families.patterns import check_patterns
 
+LOW_RATE = 1e-5
+"""Below it LoRA hardly learns at alpha / rank <= 1: lora_B begins at 0, and Adam moves it by about the rate a step."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
 
@@ -112,6 +114,20 @@ def ranks_fit(config: Config, facts: Facts) -> Iterator[Finding]:
                 path=f"adapters.{i}.{key}",
                 reason=f"rank {highest} is above the servers' rollout.max_lora_rank = {limit}",
                 fix=f"raise rollout.max_lora_rank or lower the rank to {limit}",
+            )
+
+
+def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
+    """A rate for full fine-tuning is about a tenth of one for LoRA."""
+    for i, adapter in enumerate(config.adapters):
+        whole = adapter.model_copy(update={"rank_pattern": {}, "alpha_pattern": {}})
+        optimizer, scale = adapter.optimizer, whole.spec("").scale_of("")
+        if scale <= 1 and optimizer.lr * optimizer.lora_plus_ratio < LOW_RATE and not adapter.is_client:
+            yield Finding(
+                path=f"adapters.{i}.optimizer.lr",
+                reason=f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned",
+                fix="use 1e-5 to 5e-5, or a higher alpha (docs/en/lora.md)",
+                severity=Severity.WARNING,
             )
 
 

@@ -14,6 +14,7 @@ from areal_lora.config.rules.adapters import (
     batches,
     no_clients,
     ranks_fit,
+    rates_suit_lora,
     servers_hold_them,
     staleness_fits,
     targets_exist,
@@ -41,6 +42,7 @@ from areal_lora.config.rules.sharing import backend_fits, devices_are_shared
 from areal_lora.config.rules.slurm import components_agree, no_idle_node, own_directives, servers_suffice
 from areal_lora.config.rules.support import combinations
 from areal_lora.config.rules.task import chat_template, columns_exist, sampling_is_trained
+from areal_lora.config.rules.training import seldom_meant
 from areal_lora.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (
@@ -55,12 +57,14 @@ RULES: tuple[Rule, ...] = (
     servers_hold_them,
     targets_exist,
     ranks_fit,
+    rates_suit_lora,
     staleness_fits,
     init_from,
     user_code,
     algorithm,
     group_size,
     batches,
+    seldom_meant,
     chat_template,
     columns_exist,
     sampling_is_trained,

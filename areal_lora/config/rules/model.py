@@ -12,6 +12,7 @@ from areal_lora.config.support import engine_problems, engines, group_of
 from areal_lora.families.engines import ENGINES
 from areal_lora.families.published import is_hub_name, known_models
 from areal_lora.families.registry import supported
+from areal_lora.network.request_size import too_large
 
 
 def model_readable(config: Config, facts: Facts) -> Iterator[Finding]:
@@ -85,6 +86,11 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
                 reason=f"{new} new tokens leave no room for a prompt in rollout.max_model_len = {longest}",
                 fix=f"lower it, or raise rollout.max_model_len above {new}",
             )
+        sizes = [(f"adapters.{i}.sampling", adapter.sampling.n_samples)]
+        sizes += [(f"adapters.{i}.evals.{j}", chosen.n_samples) for j, chosen in enumerate(adapter.evals)]
+        for at, n in sizes:
+            if reason := too_large(1, n, longest):
+                yield Finding(path=f"{at}.n_samples", reason=reason, fix="lower it, or rollout.max_model_len")
     budget = config.trainer.max_tokens_per_microbatch
     if budget < longest:
         yield Finding(

@@ -17,8 +17,11 @@ from areal_lora.engine.common.packed import Packed, to_sequences
 from areal_lora.engine.common.parallel_layout import ParallelLayout
 from areal_lora.types import TrainBatch
 
-Result = tuple[Packed, Mapping[str, float | Tensor], Tensor]
-"""A micro-batch, the sums of its loss function (empty without one), and what the readout read of each token, [t]."""
+Result = tuple[tuple[int, ...], Mapping[str, float | Tensor], Tensor]
+"""A micro-batch's sequences, the sums of its loss function (empty without one), what the readout read, [t].
+
+Nothing else of a micro-batch outlives its passes: masks and activations of all together are many times those of one.
+"""
 
 
 def plans_of(batch: TrainBatch, layout: ParallelLayout, token_budget: int) -> list[MicroPlan]:
@@ -65,9 +68,9 @@ def whole_scores(batch: TrainBatch, results: Sequence[Result], *, reports: bool)
     """[T] fp32 of the whole batch on every rank; ``reports``: this rank's results count. Collective."""
     packed = torch.zeros(batch.n_tokens, device=HOST)
     bounds = batch.cu_seqlens.tolist()
-    for rows, _, values in results if reports else ():
+    for sequences, _, values in results if reports else ():
         at = 0
-        for sequence in rows.sequences:
+        for sequence in sequences:
             a, b = bounds[sequence], bounds[sequence + 1]
             packed[a:b] = values[at : at + b - a].cpu()
             at += b - a

@@ -127,7 +127,7 @@ class FsdpModel:
         loss, sums, scores = finish(packed, logits, rows, loss_fn, readout, need_entropy=need_entropy, group=None)
         if loss_fn is not None:
             loss.backward()
-        return packed, sums, scores
+        return packed.sequences, sums, scores
 
     def _attach_linear(self, memory: AdapterMemory, bank: Bank) -> None:
         lora_a, lora_b = memory.parameters(bank, 0)

@@ -57,17 +57,19 @@ class Packing:
         self._rotary = rotary
         self._plans: dict[int, tuple[AttentionPlan, Tensor, Tensor]] = {}
         self._keys: dict[int, Tensor] = {}
+        self._added = 0
 
     def add(self, plan: AttentionPlan, keys: Tensor) -> Tensor:
-        """Hold ``plan`` and ``keys`` [t] until :meth:`clear`; the result is Megatron's ``attention_mask``."""
-        number = len(self._plans)
+        """Hold ``plan`` and ``keys`` [t] until :meth:`keep`; the result is Megatron's ``attention_mask``."""
+        number, self._added = self._added, self._added + 1
         self._plans[number] = (plan, *self._rotary.tables(plan.positions))
         self._keys[number] = keys
         return torch.tensor([number], device=torch.device("cpu"))
 
-    def clear(self) -> None:
-        self._plans.clear()
-        self._keys.clear()
+    def keep(self, newest: int) -> None:
+        """Forget all micro-batches but the ``newest``."""
+        for number in [number for number in self._plans if number < self._added - newest]:
+            del self._plans[number], self._keys[number]
 
     def follow(self, model: nn.Module, active: ActiveAdapter) -> None:
         """Give ``active`` the keys of the micro-batch that a layer of ``model`` computes or recomputes."""

@@ -33,8 +33,13 @@ def run_schedule(
     With a ``loss_fn`` gradients of its plain sums are accumulated; without one nothing is differentiated.
     """
     results: list[Result] = []
+    # One forward, one backward: the last stage has differentiated a micro-batch before it computes the next one, each
+    # stage before it has one more in progress.
+    ahead = parallel_state.get_pipeline_model_parallel_world_size() - parallel_state.get_pipeline_model_parallel_rank()
+    in_progress = 0 if loss_fn is None else ahead - 1
 
     def forward_step(iterator: Iterator[Packed], module: nn.Module) -> tuple[Tensor, Any]:
+        packing.keep(in_progress)
         packed = next(iterator)
         # Positions are part of the attention plan; the model's embedding takes none.
         predictions = module(packed.token_ids, None, packing.add(packed.attention, packed.keys))
@@ -44,7 +49,7 @@ def run_schedule(
             loss, sums, scores = finish(
                 packed, output[0], packed.sources, loss_fn, readout, need_entropy=need_entropy, group=group
             )
-            results.append((packed, sums, scores))
+            results.append((packed.sequences, sums, scores))
             return loss, torch.ones((), dtype=torch.int32, device=output.device), {}
 
         return predictions, judge
@@ -60,5 +65,5 @@ def run_schedule(
             forward_only=loss_fn is None,
         )
     finally:
-        packing.clear()
+        packing.keep(0)
     return results

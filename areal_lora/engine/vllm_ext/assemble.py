@@ -36,6 +36,11 @@ from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.layout import Payload
 from areal_lora.weight_sync.messages import InfoReply, ModulesReply
 
+SAMPLED = 1
+"""vLLM samples at least one token, for which its context has room behind a prompt that fills ours. The token is not
+read: a model needs no position for it.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -59,6 +64,7 @@ class Parts:
 def engine_args(config: Config) -> AsyncEngineArgs:
     """Derive vLLM's arguments; pure. Raises ConfigError for a rank or target that vLLM cannot hold."""
     rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
+    longest = rollout.max_model_len + SAMPLED
     targets = list(served_targets(config))
     unknown = [t for t in targets if not vllm_modules([t])]
     if unknown:
@@ -89,9 +95,9 @@ def engine_args(config: Config) -> AsyncEngineArgs:
         seed=config.run.seed,
         tensor_parallel_size=rollout.tp,
         enable_expert_parallel=rollout.expert_parallel,
-        max_model_len=rollout.max_model_len,
+        max_model_len=longest,
         max_num_seqs=max_num_seqs(config),
-        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, rollout.max_model_len),
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs, longest),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager or on_cpu,
         scheduling_policy="priority",  # probes first; a sequence that was cut continues before later requests start
@@ -168,7 +174,7 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
     )
     model = engine.model_config
     generator = Generator(
-        engine=engine, max_model_len=model.max_model_len, vocab_size=model.get_vocab_size(), counters=counters
+        engine=engine, max_model_len=model.max_model_len - SAMPLED, vocab_size=model.get_vocab_size(), counters=counters
     )
     await generator.score([0, 0], VersionLease(name=BASE, ref=None, lora=None))  # the first request takes seconds
     info = InfoReply(

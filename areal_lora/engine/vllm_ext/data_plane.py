@@ -29,15 +29,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.extra_args import SCORE_TEMPERATURE
-from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
+from areal_lora.engine.vllm_ext.generate import BACKGROUND_S, BadRequest, Generator
 from areal_lora.engine.vllm_ext.openai_api import Answer, ChatBody, CompletionBody, CompletionChoice, Usage, error_body
 from areal_lora.engine.vllm_ext.sampling import SampledPart, Sampler
 from areal_lora.engine.vllm_ext.tool_calls import PATH, ToolCallParsers, tool_calls_handler
 from areal_lora.errors import PublishError, UnknownVersionError
+from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of, too_large
 
 Body = CompletionBody | ChatBody
 JSON = "application/json"
-DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 _encode = msgspec.json.Encoder().encode
 
@@ -71,31 +71,45 @@ class DataPlane:
 
     async def completions(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body(), type=CompletionBody)
-        ids = [p if isinstance(p, list) else self._tokenizer.encode(p) for p in body.prompts()]
+        prompts = prompts_of(body.prompt)
+        _check_size(body, len(prompts))  # before anything of that size is made
+        ids = [p if isinstance(p, list) else self._tokenizer.encode(p) for p in prompts]
         return await self._serve(request, body, ids, body.max_tokens)
 
     async def chat(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body(), type=ChatBody)
+        _check_size(body, 1)
         if not self._tokenizer.chat_template:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions")
         messages = [{"role": m.role, "content": m.content} for m in body.messages]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # fault boundary: a chat template is a program of the model's authors
+            raise BadRequest(f"messages: the chat template refuses them: {type(error).__name__}: {error}") from error
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         room = self._generator.max_model_len - len(ids)
         return await self._serve(request, body, [ids], body.max_completion_tokens or body.max_tokens or max(1, room))
 
     async def _serve(self, request: Request, body: Body, prompts: list[list[int]], max_tokens: int | None) -> Response:
-        params = _sampling(body, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+        n_new = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        only_echo = n_new == 0 and isinstance(body, CompletionBody) and body.echo
+        params = _sampling(body, 1 if only_echo else n_new)  # vLLM samples at least one
         if not prompts:
             raise BadRequest("the prompt is empty")
         for ids in prompts:
-            self._generator.check_prompt(ids, params.max_tokens or 0)
+            self._generator.check_prompt(ids, n_new)
+        _check_size(body, len(prompts), sum(map(len, prompts)) + len(prompts) * n_new)
         if body.stream:
             return await self._stream(body, prompts, params)
-        return await _unless_disconnected(request, self._complete(body, prompts, params))
+        return await _unless_disconnected(request, self._complete(body, prompts, params, only_echo))
 
-    async def _complete(self, body: Body, prompts: list[list[int]], params: SamplingParams) -> Response:
-        answers = await self._sampler.complete(prompts, params, body.model, body.pin_version)
+    async def _complete(
+        self, body: Body, prompts: list[list[int]], params: SamplingParams, only_echo: bool
+    ) -> Response:
+        answers = await self._sampler.complete(prompts, params, body.model, body.pin_version, _delay_s(body))
+        for part in answers if only_echo else ():
+            part.keep(0)
+            part.text, part.finish_reason = "", "length"
         choices = [
             self._choice(body, prompts[i // params.n], part, part.text if body.stop else None, i)
             for i, part in enumerate(answers)
@@ -112,7 +126,7 @@ class DataPlane:
         await self._sampler.check(body.model, body.pin_version)  # an unknown version must be a 404, not a broken stream
 
         async def events() -> AsyncIterator[bytes]:
-            parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version)
+            parts = self._sampler.stream(prompts[0], params, body.model, body.pin_version, _delay_s(body))
             async with aclosing(parts):
                 async for part in parts:
                     choice = self._choice(body, prompts[0], part, part.text, part.index)
@@ -206,6 +220,15 @@ class DataPlane:
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
+def _check_size(body: Body, n_prompts: int, tokens: int = 0) -> None:
+    if reason := too_large(n_prompts, body.n, tokens, body.wants_logprobs or 0):
+        raise BadRequest(reason)
+
+
+def _delay_s(body: Body) -> float:
+    return BACKGROUND_S if body.background else 0.0
+
+
 def _sampling(body: Body, max_tokens: int) -> SamplingParams:
     """Raises VLLMClientError for values the engine refuses."""
     echo = isinstance(body, CompletionBody) and body.echo
@@ -257,6 +280,8 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
+        except (UnicodeError, RecursionError) as e:
+            status, reason = 400, f"the body cannot be read: {type(e).__name__}"
         except UnknownVersionError as e:
             status, reason = 404, str(e)
         except (msgspec.MsgspecError, BadRequest, VLLMClientError) as e:
@@ -264,7 +289,7 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
         except PublishError as e:
             status, reason = 503, str(e)
         except EngineDeadError as e:
-            status, reason = 503, f"the engine has ended: {e}"
+            status, reason = 500, f"the engine has ended: {e}"  # 503: nothing has begun, another server may be asked
         return Response(error_body(status, reason), status_code=status, media_type=JSON)
 
     return handle

@@ -29,6 +29,8 @@ PROBE, ROLLOUT = -1, 0
 """Priorities; the lower one starts first. A probe is a few dozen tokens, and its publish waits for them: behind an
 evaluation's burst of prompts it would wait for the whole burst.
 """
+BACKGROUND_S = 30.0
+"""Training rollouts come before tenants' requests that arrived up to so much earlier: none waits without a bound."""
 FOLLOW_S = 0.25  # until a sequence that was cut requests its rest; the reader of a stream may be slow
 
 log = get_logger(__name__)

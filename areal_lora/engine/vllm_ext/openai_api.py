@@ -3,55 +3,53 @@
 Extensions: ``return_token_ids`` and, in every choice, ``token_ids`` and ``versions`` (the adapter
 version of each token, -1 for the base). ``logprobs.token_logprobs[t]`` belongs to ``token_ids[t]``; with
 ``return_token_ids`` and ``logprobs`` above 0, ``logprobs.top_ids[t]`` are log-probabilities by token id. ``echo`` puts
-the prompt in front of all of them; its first token has the score 0 and no others.
+the prompt in front of all of them; its first token has the score 0 and no others. With ``max_tokens`` 0 there is the
+prompt alone, which may be as long as the context.
 ``stop_token_ids`` end an answer like its end token, which is the last of its tokens.
 ``pin_version``: the whole answer comes from the version that ``model`` names, under any in-flight policy,
 and the version stays for ``adapters.PINNED_S`` after it, for the next request of an evaluation.
+``background``: the engine orders the request as if it had arrived ``generate.BACKGROUND_S`` later.
 Unknown fields are refused: ignoring a setting silently would change the policy.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+from areal_lora.network.request_size import Prompt
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Bounded: the engine gets messages that hold integers of 64 bits."""
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
-    n: int = 1
-    max_tokens: int | None = None
+    n: Int = 1
+    max_tokens: Int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Int = 0
     min_p: float = 0.0
-    min_tokens: int = 0
-    seed: int | None = None
+    min_tokens: Int = 0
+    seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Int] = []
     stream: bool = False
     return_token_ids: bool = False
     ignore_eos: bool = False
     user: str | None = None
     pin_version: bool = False
+    background: bool = False
 
 
 class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``. ``prompt`` is a text, texts, token ids, or lists of token ids."""
 
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    prompt: Prompt
+    logprobs: Int | None = None
     echo: bool = False
-
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One entry per prompt. Raises msgspec.ValidationError for a mixture."""
-        parts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        texts = [p for p in parts if isinstance(p, str)]
-        numbers = [p for p in parts if isinstance(p, int)]
-        lists = [p for p in parts if isinstance(p, list)]
-        if len(parts) not in (len(texts), len(numbers), len(lists)):
-            raise msgspec.ValidationError("prompt mixes texts, token ids and lists of token ids")
-        return [numbers] if numbers else texts or lists
 
     @property
     def wants_logprobs(self) -> int | None:
@@ -68,8 +66,8 @@ class ChatBody(_Body, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[ChatMessage]
     logprobs: bool = False
-    top_logprobs: int = 0
-    max_completion_tokens: int | None = None
+    top_logprobs: Int = 0
+    max_completion_tokens: Int | None = None
 
     @property
     def wants_logprobs(self) -> int | None:

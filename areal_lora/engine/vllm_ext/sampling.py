@@ -79,36 +79,49 @@ class Sampler:
             adapters.interrupt = self._cut
 
     async def complete(
-        self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool
+        self, prompts: Sequence[list[int]], params: SamplingParams, model: str, pinned: bool, delay_s: float = 0.0
     ) -> list[SampledPart]:
-        """Return ``params.n`` answers to every prompt, in order. Raises UnknownVersionError."""
+        """Return ``params.n`` answers to every prompt, in order. Raises UnknownVersionError.
+
+        The engine orders the sequences as if they arrived ``delay_s`` seconds from now.
+        """
         self._count(prompts)
+        arrived_s = time.time() + delay_s
         if self._cuttable(params, model, pinned):
             await self.check(model, pinned)
             ways = [_nth(params, k) for k in range(params.n)]
-            return await all_of([self._whole(ids, way, k, model) for ids in prompts for k, way in enumerate(ways)])
+            return await all_of(
+                [self._whole(ids, way, k, model, arrived_s) for ids in prompts for k, way in enumerate(ways)]
+            )
         if not params.detokenize:  # else the server's process must read every token, to find stop strings
             params.extra_args = (params.extra_args or {}) | {WHOLE: True}
         await self._adapters.ready()
         with self._adapters.lease(model, pinned=pinned) as lease:
-            outputs = await all_of([self._generator.final(ids, params.clone(), lease) for ids in prompts])
+            outputs = await all_of(
+                [
+                    self._generator.final(ids, params.clone(), lease, self._generator.new_request(lease, arrived_s))
+                    for ids in prompts
+                ]
+            )
         return [_part(output, sample, lease) for output in outputs for sample in output.outputs]
 
     async def stream(
-        self, ids: list[int], params: SamplingParams, model: str, pinned: bool
+        self, ids: list[int], params: SamplingParams, model: str, pinned: bool, delay_s: float = 0.0
     ) -> AsyncGenerator[SampledPart, None]:
         """Yield the parts of ``params.n`` answers as they arrive. Close it. Raises UnknownVersionError."""
         self._count([ids])
+        arrived_s = time.time() + delay_s
         params.output_kind, params.detokenize = RequestOutputKind.DELTA, True
         if self._cuttable(params, model, pinned):
-            sequences = [self._sequence(ids, _nth(params, k), k, model) for k in range(params.n)]
+            sequences = [self._sequence(ids, _nth(params, k), k, model, arrived_s) for k in range(params.n)]
             async with aclosing(_merged(sequences)) as parts:
                 async for part in parts:
                     yield part
             return
         await self._adapters.ready()
         with self._adapters.lease(model, pinned=pinned) as lease:
-            async with aclosing(self._generator.stream(ids, params, lease)) as outputs:
+            request = self._generator.new_request(lease, arrived_s)
+            async with aclosing(self._generator.stream(ids, params, lease, request)) as outputs:
                 async for output in outputs:
                     for sample in output.outputs:
                         yield _part(output, sample, lease)
@@ -144,10 +157,12 @@ class Sampler:
         older = [t for t in mine if t.ref is not None and t.ref < ref]
         await self._generator.cut(older)
 
-    async def _whole(self, ids: list[int], params: SamplingParams, index: int, model: str) -> SampledPart:
+    async def _whole(
+        self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float
+    ) -> SampledPart:
         """Return one answer. Without stop strings the engine reports only the end of each part."""
         whole = SampledPart(index=index, ref=None)
-        async with aclosing(self._sequence(ids, params, index, model)) as parts:
+        async with aclosing(self._sequence(ids, params, index, model, arrived_s)) as parts:
             async for part in parts:
                 whole.ref, whole.finish_reason = part.ref, part.finish_reason
                 whole.token_ids += part.token_ids
@@ -157,13 +172,12 @@ class Sampler:
         return whole
 
     async def _sequence(
-        self, ids: list[int], params: SamplingParams, index: int, model: str
+        self, ids: list[int], params: SamplingParams, index: int, model: str, arrived_s: float
     ) -> AsyncGenerator[SampledPart, None]:
         """Yield the parts of one answer across versions. Only the last part has a finish reason."""
         done: list[int] = []
         text = AnswerText(self._decode, ids, params.stop or ()) if params.detokenize else None
-        name, arrived_s = model, time.time()
-        incarnation: int | None = None
+        name, incarnation = model, None
         request: EngineRequest | None = None
         try:
             while True:

@@ -51,7 +51,7 @@ from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
-from areal_lora.run_folder.status import set_status
+from areal_lora.run_folder.status import LOADING, renewed_status, set_status
 
 if TYPE_CHECKING:
     from areal_lora.engine.vllm_ext.adapters import ServedAdapters
@@ -131,6 +131,7 @@ def set_environment(config: Config) -> None:
         "VLLM_DO_NOT_TRACK": "1",
         # Its second model runner computes log-probabilities elsewhere: see compat.engine.own_logprobs.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token of `assemble.SAMPLED`, which has no position
         "TOKENIZERS_PARALLELISM": "false",
         SERVER_PID: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the launcher has put the model into a folder
@@ -161,11 +162,11 @@ async def serve(
         from areal_lora.engine.vllm_ext.assemble import assemble  # vLLM reads the environment on import
 
     stop = Stop(grace_s)
-    set_status(run_folder, ROLE, index, "loading the model")
     secret = read_secret(run_folder)
     for sock in sockets:
         os.register_at_fork(after_in_child=sock.close)  # the engine's processes must not hold the server's ports
-    parts = await assemble(config, run_folder, index, secret, stop)
+    with renewed_status(run_folder, ROLE, index, LOADING):
+        parts = await assemble(config, run_folder, index, secret, stop)
     # Not before: loading the model blocks the event loop, and nothing needs saving until then.
     stop.on_signals()
     try:

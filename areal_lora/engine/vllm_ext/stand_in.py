@@ -48,6 +48,7 @@ from areal_lora.errors import ArealLoraError, UnknownVersionError
 from areal_lora.families.registry import path_of
 from areal_lora.network.http_server import CLOSE_S, HttpServer
 from areal_lora.network.keys import Plane
+from areal_lora.network.request_size import prompts_of
 from areal_lora.processes import stacks
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger, setup_logging
@@ -158,7 +159,7 @@ class StandInDataPlane:
             return Response(error_body(400, str(e)), status_code=400, media_type="application/json")
 
     async def _complete(self, body: CompletionBody, ref: AdapterRef) -> Response:
-        prompts = [p if isinstance(p, list) else self._tokenizer.encode(p).ids for p in body.prompts()]
+        prompts = [p if isinstance(p, list) else self._tokenizer.encode(p).ids for p in prompts_of(body.prompt)]
         jobs = [(p, None if body.seed is None else body.seed + k) for p in prompts for k in range(body.n)]
         choices = await asyncio.gather(*(self._choice(body, ref, i, *job) for i, job in enumerate(jobs)))
         n_out = sum(len(c.versions or ()) for c in choices)

@@ -9,6 +9,7 @@ from areal_lora.launcher.slurm.queue import ask
 
 ANSWER_S = 60.0
 _LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")
+_MARKS = "*~#!%$@^-"  # behind a state: Slurm 20.11 and older write DOWN* for a node that does not answer
 
 
 def run(program: str, *arguments: str) -> str:
@@ -40,6 +41,6 @@ def lost_nodes(hosts: Collection[str]) -> set[str]:
     lost = set()
     for row in rows:
         fields = {key: value for key, _, value in (word.partition("=") for word in row.split())}
-        if any(flag in fields.get("State", "").split("+") for flag in _LOST):
+        if any(flag.rstrip(_MARKS) in _LOST for flag in fields.get("State", "").split("+")):
             lost.add(fields.get("NodeName", ""))
     return lost & set(hosts)

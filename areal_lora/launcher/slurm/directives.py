@@ -45,7 +45,7 @@ def step_options(config: Config, plan: JobPlan, role: str) -> list[str]:
     specs, slurm = plan.role(role), config.cluster.slurm
     words = [f"--het-group={plan.pool_of(specs[0].node)}"] if len(plan.pools) > 1 else []
     words += [f"--cpus-per-task={max(spec.cpus for spec in specs)}", "--mem=0"]
-    words += [f"--cpu-bind={slurm.cpu_bind}"] if slurm.cpu_bind else []
+    words.append(f"--cpu-bind={slurm.cpu_bind or 'none'}")
     if config.cluster.device != "cpu":
         words.append(f"--gpu-bind={slurm.gpu_bind or 'none'}")
     return [*words, *slurm.srun_extra.of(ROLES[role])]

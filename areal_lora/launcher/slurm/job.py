@@ -31,11 +31,11 @@ from areal_lora.launcher.slurm.requeues import Lifetime, next_lifetime, read_lif
 from areal_lora.launcher.slurm.states import is_active
 from areal_lora.launcher.slurm.steps import POLL_S, SlurmSteps
 from areal_lora.launcher.slurm.words import Words
-from areal_lora.launcher.watch import Watch, print_failure
+from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.report.closing import print_closing
-from areal_lora.run_folder.events import RequeueEvent, now_utc, write_event
+from areal_lora.run_folder.events import RequeueEvent, now_utc, record_end, write_event
 from areal_lora.run_folder.paths import SESSION_VARIABLE, RunFolder
 from areal_lora.run_folder.sessions import begin_session
 
@@ -85,6 +85,8 @@ class Job:
             steps.stop()
         if result.requeue:
             result = self._requeue(lifetime, result)
+        elif result.failure is not None:
+            record_end(self._folder, end_event(result.failure, result.code))
         if result.text:
             self._say(result.text)
         if self._folder.summary.exists():  # also where an adapter has failed

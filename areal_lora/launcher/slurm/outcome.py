@@ -14,11 +14,15 @@ RUNNING = "RUNNING"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The batch script's exit code. ``requeue`` is the reason to requeue the job, empty for none; ``text`` a line."""
+    """The batch script's exit code. ``requeue`` is the reason to requeue the job, empty for none; ``text`` a line.
+
+    ``failure`` is the process that has ended the run for good.
+    """
 
     code: int
     requeue: str = ""
     text: str = ""
+    failure: Ended | None = None
 
 
 def outcome(failure: Ended | None, word: str, state: str) -> Outcome:
@@ -43,7 +47,7 @@ def outcome(failure: Ended | None, word: str, state: str) -> Outcome:
     if failure.lost:
         return Outcome(code=SIGNALLED, requeue=f"{name} {failure.how()}, and the job cannot do without it")
     if failure.code in NON_RETRYABLE and not failure.never_began:
-        return Outcome(code=failure.code, text=f"{name} {failure.how()}, which would happen again: no requeue")
-    return Outcome(
-        code=ExitCode.COMPONENT_FAILED, text=f"{name} {failure.how()} and has no restarts left: the job ends as failed"
-    )
+        text = f"{name} {failure.how()}, which would happen again: no requeue"
+        return Outcome(code=failure.code, text=text, failure=failure)
+    text = f"{name} {failure.how()} and has no restarts left: the job ends as failed"
+    return Outcome(code=ExitCode.COMPONENT_FAILED, text=text, failure=failure)

@@ -25,6 +25,14 @@ def mean_lag(staleness: Mapping[int, int]) -> float | None:
     return sum(lag * n for lag, n in staleness.items()) / tokens if tokens else None
 
 
+def faults_text(retried: Mapping[str, int], dropped: Mapping[str, int], last: Mapping[str, str]) -> str:
+    """``scorer: 70 retried, 6 dropped, last: TypeError: ... (reward.py:9)`` for each kind of fault in ``last``."""
+    return "; ".join(
+        f"{kind}: {retried.get(kind, 0)} retried, {dropped.get(kind, 0)} dropped, last: {detail}"
+        for kind, detail in last.items()
+    )
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
     """One optimizer step of one adapter. Fractions are in [0, 1], log-probabilities in nats.
 
@@ -39,12 +47,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     ``groups_ahead`` is the number of groups that pacing allows before the version that would make them fresher.
     ``batch_spare_s`` is how long the batch was whole before it was asked for (negative: the trainer waited);
     with ``pacing_margin_s`` or less its groups count as late.
-    ``behaviour_mean_abs`` is mean |prox - rollout| logprob over trained tokens; ``mismatch_fresh`` is the same over
+    ``behaviour_mean_abs`` is mean |prox - rollout| logprob over sampled tokens; ``mismatch_fresh`` is the same over
     tokens of the trained version, where only numerics differ; ``mismatch_stale`` is the same over older tokens.
     ``value_loss`` is half the squared error of a critic's values per trained token; ``explained_variance`` is the share
     of the returns' variance that its values before the step explain (at most 1).
     ``time_s`` is the wall time since the start of the run. ``step_s`` starts with the previous version and includes
     its checkpoint copy, publish join and pack.
+    ``groups_equal`` is the share of groups whose rewards are all equal, ``groups_all_right`` and ``groups_all_wrong``
+    those whose answers are, where that is known. ``sampled_nll`` is the mean negative log-probability of the sampled
+    tokens under the versions that sampled them: an estimate of the policy's entropy.
+    ``faults`` has the last fault of each kind since the controller started.
     ``dropped`` (by reason), ``retried`` (by kind of fault), ``reissued`` and ``late`` (answers that arrived after
     their group was reissued) count groups since the start of the run.
     ``servers_idle`` is the fraction of the time since the previous step without a group in flight.
@@ -89,12 +101,17 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     groups_running: int = 0
     groups_leased: int = 0
     groups_issued: int = 0
+    groups_equal: float | None = None
+    groups_all_right: float | None = None
+    groups_all_wrong: float | None = None
+    sampled_nll: float | None = None
     groups_consumed: int = 0
     groups_ahead: int = 0
     pacing_margin_s: float = 0.0
     batch_spare_s: float | None = None
     dropped: dict[str, int] = {}
     retried: dict[str, int] = {}
+    faults: dict[str, str] = {}
     reissued: int = 0
     late: int = 0
     servers_idle: float | None = None
@@ -104,6 +121,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     by_client: bool = False
     taken: bool = True
     extra: dict[str, float | None] = {}
+
+    @property
+    def flat(self) -> bool:
+        """Whether the rewards of every group were equal, and nothing else moved the adapter."""
+        return self.groups_equal == 1.0 and self.grad_norm == 0.0
+
+    @property
+    def faults_text(self) -> str:
+        return faults_text(self.retried, self.dropped, self.faults)
 
     @property
     def trained_tokens(self) -> int:

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+_HEAD_BYTES = 1 << 16
+
+
+def has_tag(folder: Path, prefix: str) -> bool:
+    """Whether a tag that begins with ``prefix`` is among the first ones of an event file in ``folder``.
+
+    A resumed run continues the curves of its earlier sessions. Event files hold tags as plain text, after a byte with
+    their length.
+    """
+    for path in folder.glob("events.out.tfevents.*"):
+        with path.open("rb") as file:
+            if re.search(
+                rb"[\x00-\x7f]" + re.escape(prefix.encode()) + rb"(train|publish|eval|checkpoint)/",
+                file.read(_HEAD_BYTES),
+            ):
+                return True
+    return False
 
 
 class TensorBoardSink:

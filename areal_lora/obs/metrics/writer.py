@@ -9,7 +9,7 @@ import msgspec
 from areal_lora.obs.metrics.records import EvalRecord, Record, ResumeRecord, RolloutSampleRecord, SampleRecord, position
 from areal_lora.obs.metrics.samples import SampleFiles, cut_middle
 from areal_lora.obs.metrics.scalars import scalars
-from areal_lora.obs.metrics.tensorboard import TensorBoardSink
+from areal_lora.obs.metrics.tensorboard import TensorBoardSink, has_tag
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder
 
@@ -17,13 +17,18 @@ T = TypeVar("T", RolloutSampleRecord, SampleRecord, EvalRecord)
 
 
 class MetricsWriter:
-    """Appends records as JSONL and scalars for TensorBoard. At most one writer per run folder."""
+    """Appends records as JSONL and scalars for TensorBoard. At most one writer per run folder.
 
-    def __init__(self, run_folder: RunFolder) -> None:
+    ``only`` is the adapter of a run that has one: its tags have no name, unless those in the folder have.
+    """
+
+    def __init__(self, run_folder: RunFolder, only: str | None = None) -> None:
         self._encoder = msgspec.json.Encoder()
         self._jsonl = JsonlSink(run_folder.metrics)
         self._samples = SampleFiles(run_folder)
         self._tensorboard = TensorBoardSink(run_folder.tensorboard)
+        named = only is None or has_tag(run_folder.tensorboard, f"{only}/")
+        self._left_out = "" if named else f"{only}/"
 
     def write(self, record: Record) -> None:
         """Append one record; its file holds the record on return. Long texts of samples are cut in the middle."""
@@ -38,7 +43,8 @@ class MetricsWriter:
             case _:
                 self._jsonl.write(self._encoder.encode(record))
         if values := scalars(record):
-            self._tensorboard.scalars(values, position(record))
+            tags = {tag.removeprefix(self._left_out): value for tag, value in values.items()}
+            self._tensorboard.scalars(tags, position(record))
 
     def close(self) -> None:
         self._jsonl.close()

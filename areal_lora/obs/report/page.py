@@ -17,7 +17,15 @@ from areal_lora.obs.report.adapters import RunPlots, overview, sections
 from areal_lora.obs.report.figures import Figures, RunFigures
 from areal_lora.obs.report.parts import charts, figures_of, samples, table
 from areal_lora.obs.report.plots import Plots
-from areal_lora.run_folder.events import AbandonEvent, RequeueEvent, RestartEvent, StallEvent, read_events
+from areal_lora.run_folder.events import (
+    AbandonEvent,
+    EndEvent,
+    RequeueEvent,
+    RestartEvent,
+    StallEvent,
+    last_end,
+    read_events,
+)
 from areal_lora.run_folder.paths import RunFolder
 
 PAGE_STYLE = """
@@ -54,8 +62,11 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
     page = report_page(folder, lambda config: config.model_dump_json(indent=2))
     target = folder.report
     temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(target)
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:  # that of a write names no file
+        raise OSError(error.errno, error.strerror, str(target)) from error
     return target
 
 
@@ -72,10 +83,12 @@ def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
     resolved = escape(shown(config))
     total = found.total
     several = len(runs) != 1 or any(run.endless for run in runs.values())
+    end = last_end(folder)
+    failure = f'\n<p class="sub"><b>Ended with exit code {end.code}: {escape(str(end))}</b></p>' if end else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title><style>{svg.STYLE}{PAGE_STYLE}</style></head><body>
-<h1>{name}</h1><p class="sub">{escape(subtitle)}</p>
+<h1>{name}</h1><p class="sub">{escape(subtitle)}</p>{failure}
 {overview(folder, runs, found, plots) if several else _one(total, plots)}
 {_evals(total, several)}{_counts(total)}{_resumes(total)}{_restarts(folder)}
 {sections(runs, found, plots) if several else _sample_rollouts(total)}
@@ -158,7 +171,7 @@ def _counts(metrics: Figures) -> str:
     sizes, rows = metrics.checkpoint_bytes, []
     for name, step in metrics.last_by_adapter.items():
         groups = [str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped), _listed(step.retried)]
-        groups += [str(step.reissued), str(step.late)]
+        groups += [str(step.reissued), str(step.late), step.faults_text or "-"]
         rows.append(
             (
                 name or "-",
@@ -175,6 +188,7 @@ def _counts(metrics: Figures) -> str:
         "retried",
         "re-issued",
         "late duplicates",
+        "last faults",
         "checkpoint",
         "checkpoints failed",
     )
@@ -198,7 +212,9 @@ def _restarts(folder: RunFolder) -> str:
                 rows.append((event.at, event.who, f"{event.how}; the run continues without it"))
             case RequeueEvent():
                 rows.append((event.at, f"Slurm job {event.job}", f"requeued: {event.why}"))
-    return table("Restarts", ("at", "process", "because it"), rows)
+            case EndEvent():
+                rows.append((event.at, event.who, f"{event}; the run ended with exit code {event.code}"))
+    return table("Restarts and failures", ("at", "process", "because it"), rows)
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -165,6 +165,7 @@ def _learning(plots: Plots, lines: Callable[..., Chart]) -> list[Later]:
             lines(
                 [
                     _over(steps, "entropy", lambda s: s.entropy, 4),
+                    _over(steps, "-log p of sampled tokens", lambda s: s.sampled_nll, 3),
                     _over(steps, "gradient norm", lambda s: s.grad_norm, 5),
                 ],
                 floor=0,

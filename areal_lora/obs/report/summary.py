@@ -203,5 +203,20 @@ def _sets(figures: Figures) -> dict[str, dict[str, float]]:
 
 
 def read_summary(run_folder: RunFolder | Path | str) -> Summary:
-    """Read ``summary.json``; inverse of ``write_summary``."""
-    return msgspec.json.decode(RunFolder.of(run_folder).summary.read_bytes(), type=Summary)
+    """Read ``summary.json``; inverse of ``write_summary``. Paths in a folder that was moved are those of its place."""
+    folder = RunFolder.of(run_folder)
+    summary = msgspec.json.decode(folder.summary.read_bytes(), type=Summary)
+    written, here = Path(summary.report_path).parent, folder.path.absolute()
+
+    def moved(path: str) -> str:
+        return str(here / Path(path).relative_to(written)) if Path(path).is_relative_to(written) else path
+
+    if not written.is_absolute() or written == here:
+        return summary
+    replace = msgspec.structs.replace
+    return replace(
+        summary,
+        report_path=moved(summary.report_path),
+        adapter_path=summary.adapter_path and moved(summary.adapter_path),
+        adapters={name: replace(part, path=part.path and moved(part.path)) for name, part in summary.adapters.items()},
+    )

@@ -10,9 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
-from areal_lora.errors import RolloutError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.session import POLL_S, ControllerSession
@@ -32,11 +29,14 @@ class WaitingLines:
         self._start = time.monotonic()
         self._remind_at = self._start + POLL_S
 
-    def say(self, lacking: Sequence[m.Lacking]) -> None:
+    def say(self, lacking: Sequence[m.Lacking]) -> list[str]:
+        """Log what is due; returns the likely reasons then, each with the name of its adapter."""
         now = time.monotonic()
-        if lacking and now >= self._remind_at:
-            self._remind_at += POLL_S
-            log.info("waiting for rollouts since %.0f s: %s", now - self._start, "; ".join(map(str, lacking)))
+        if not lacking or now < self._remind_at:
+            return []
+        self._remind_at += POLL_S
+        log.info("waiting for rollouts since %.0f s: %s", now - self._start, "; ".join(map(str, lacking)))
+        return [f"{one.adapter}: {one.note}" for one in lacking if one.note]
 
 
 class ControllerClient:
@@ -81,26 +81,10 @@ class ControllerClient:
         """A checkpoint that contains ``step`` and all steps before it is durable."""
         self._session.ask(m.CommitStep(adapter=adapter, step=step), m.Accepted)
 
-    def next_batch(self, adapter: str, *, step: int, version: int) -> m.Batch:
-        """Block until the groups of ``step`` are ready, and log every 10 s what is missing.
-
-        ``events`` of the batch are the evaluation results not yet returned by any method. Raises RolloutError if the
-        rollouts of ``adapter`` have failed.
-        """
-        wanted = (m.Wanted(adapter=adapter, step=step, version=version),)
-        waiting = WaitingLines()
-        while True:
-            reply = self.poll(wanted)
-            if isinstance(reply, m.Batch):
-                return msgspec.structs.replace(reply, events=self.take_events())
-            if isinstance(reply, m.AdapterFailed):
-                raise RolloutError(f"{reply.adapter}: {reply.reason}")
-            waiting.say(reply.lacking)
-
     def poll(self, wanted: Sequence[m.Wanted], wait_s: float | None = None) -> m.Batch | m.AdapterFailed | m.NotReady:
         """A batch of the first of ``wanted`` that has one, or what they lack after ``wait_s``, by default a second.
 
-        Evaluation results that came with the reply are kept for `take_events` and `poll_eval`.
+        Evaluation results that came with the reply are kept for `take_events`.
         """
         wait_s = SHORT_POLL_S if wait_s is None else wait_s
         request = m.GetBatch(wanted=tuple(wanted), timeout_s=wait_s)
@@ -117,7 +101,9 @@ class ControllerClient:
 
     def take_events(self) -> tuple[m.EvalResult, ...]:
         """Evaluation results not yet returned by any method."""
-        return self._take(lambda _: True)
+        with self._lock:
+            found, self._events = tuple(self._events), []
+        return found
 
     def join(self, adapter: str, config: bytes, version: int, snapshot: bytes) -> str:
         """Begin with an adapter that the configuration does not list, at ``version``; ``config`` is its entry as JSON.
@@ -146,37 +132,6 @@ class ControllerClient:
         self._session.reminders.requested(request)
         self._session.ask(request, m.Accepted)
 
-    def wait_eval(self, ref: AdapterRef, tag: str) -> m.EvalResult:
-        """Block until that evaluation has ended, and log every 10 s that it is pending; look at ``error`` first."""
-        result = None
-        while result is None:
-            result = self.poll_eval(ref, tag, interrupted=lambda: False)
-        return result
-
-    def poll_eval(self, ref: AdapterRef, tag: str, *, interrupted: Callable[[], bool]) -> m.EvalResult | None:
-        """Like ``wait_eval``, but None as soon as ``interrupted()``, which is called about every second.
-
-        Results of other evaluations stay for later calls of this and for :meth:`take_events`.
-        """
-        start = time.monotonic()
-        remind_at = start + POLL_S
-        while True:
-            found = self._take(lambda e: (e.adapter, e.version, e.tag) == (ref.name, ref.version, tag))
-            if found:
-                return found[0]
-            reply = self.poll(())
-            if isinstance(reply, m.NotReady) and reply.events:
-                continue
-            if interrupted():
-                return None
-            if time.monotonic() >= remind_at:
-                remind_at += POLL_S
-                log.info("waiting for the %s evaluation of %s since %.0f s", tag, ref, time.monotonic() - start)
-
-    def stats(self, adapter: str) -> m.Stats:
-        reply: m.Stats = self._session.ask(m.GetStats(adapter=adapter), m.Stats)
-        return reply
-
     def shutdown(self) -> None:
         """End the controller."""
         self._session.ask(m.Shutdown(), m.Accepted)
@@ -195,9 +150,3 @@ class ControllerClient:
             lost, session.replies_lost = session.replies_lost, False
         for evaluation in session.reminders.pending if lost else ():
             session.ask(evaluation, m.Accepted)
-
-    def _take(self, wanted: Callable[[m.EvalResult], bool]) -> tuple[m.EvalResult, ...]:
-        with self._lock:
-            found = tuple(event for event in self._events if wanted(event))
-            self._events = [event for event in self._events if event not in found]
-        return found

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from areal_lora.errors import ExitCode
 from areal_lora.types import TrajectoryGroup
 
 PROTOCOL = 9
@@ -180,6 +181,7 @@ class Stats(ChannelMessage, frozen=True):
     ahead: int  # this and the next two: see `controller.pacing.PacingStatus`
     margin_s: float
     spare_s: float | None
+    faults: dict[str, str] = {}  # the last one of each kind in this process
 
 
 class RolloutSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,10 +290,11 @@ class NotReady(ChannelMessage, frozen=True):
 
 
 class AdapterFailed(ChannelMessage, frozen=True):
-    """The rollouts of ``adapter`` have ended with an error; those of the others continue."""
+    """The rollouts of ``adapter`` have ended with an error of ``exit_code``; those of the others continue."""
 
     adapter: str
     reason: str
+    exit_code: int = ExitCode.TEMPORARY
 
 
 SessionRequest: TypeAlias = (

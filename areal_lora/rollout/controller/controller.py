@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -66,7 +67,9 @@ class Controller:
         open_adapter: Open | None = None,
     ) -> None:
         self._adapters, self._router, self._tasks, self._stop = dict(adapters), router, tasks, stop
-        self._open, self._joined, self._rolling = open_adapter, dict[str, Opened](), asyncio.Lock()
+        self._open, self._joined = open_adapter, dict[str, Opened]()
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # joins and ends of an adapter, one after the other
+        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._birth = secrets.token_hex(8)
         self._trainer = ""
         self._changes = Changes()
@@ -94,10 +97,10 @@ class Controller:
         except LedgerError:
             raise  # all adapters have one ledger file
         except ArealLoraError as error:
-            runtime.fail(str(error))
+            runtime.fail(error)
         except Exception as error:  # fault boundary: a user's workflow
             log.exception("the rollout of %s of %s", ticket.prompt.uid, runtime.feed.name)
-            runtime.fail(f"{type(error).__name__}: {error}")
+            runtime.fail(error)
         self._admission.admit()
         self._changes.notify()
 
@@ -136,9 +139,8 @@ class Controller:
     async def _hello(self, request: m.Hello) -> m.Welcome:
         if request.protocol != m.PROTOCOL:
             raise RolloutError(f"trainer speaks protocol {request.protocol}, this controller {m.PROTOCOL}")
-        async with self._rolling:
-            for name in list(self._joined):
-                await self._forget(name)
+        for name in list(self._joined):
+            self._forget(name)
         missing = self._adapters.keys() - request.versions.keys()
         if missing:
             raise RolloutError(f"the trainer states no version of {', '.join(sorted(missing))}")
@@ -177,9 +179,9 @@ class Controller:
         return m.Accepted()
 
     async def _end(self, request: m.EndAdapter) -> m.Accepted:
-        async with self._rolling:
+        async with self._turn(request.adapter):
             if request.adapter in self._joined:
-                await self._forget(request.adapter)
+                await asyncio.wait({self._forget(request.adapter)})
             elif request.adapter in self._adapters:
                 self._adapters[request.adapter].feed.end()
         self._admission.admit()
@@ -190,7 +192,9 @@ class Controller:
     async def _join(self, request: m.JoinAdapter) -> m.Accepted | m.AdapterFailed | m.StaleSession:
         """The first request opens the adapter; a repeated one, after a lost reply, changes nothing but the pause."""
         name = request.adapter
-        async with self._rolling:
+        async with self._turn(name):
+            if name in self._leaving:
+                await asyncio.wait({self._leaving[name]})
             if name not in self._joined:
                 try:
                     opened = await self._opened(request.config)
@@ -223,8 +227,11 @@ class Controller:
         self._admission.join(name, runtime.claim(opened.weight), Rolling(runtime, self._start))
         log.info("%s joins at version %d", name, request.version)
 
-    async def _forget(self, name: str) -> None:
-        """Cut off what runs for an adapter that joined, and close its scorers. Its rows of the ledger stay."""
+    def _turn(self, name: str) -> asyncio.Lock:
+        return self._turns.setdefault(name, asyncio.Lock())
+
+    def _forget(self, name: str) -> asyncio.Task[None]:
+        """Cut off what runs for an adapter that joined; the task closes its scorers. Its rows of the ledger stay."""
         opened = self._joined.pop(name)
         del self._adapters[name]
         self._admission.leave(name)
@@ -233,10 +240,18 @@ class Controller:
         for key in [key for key in self._evaluating if key[0] == name]:
             running.append(evaluation := self._evaluating.pop(key))
             evaluation.cancel()
-        if running:
-            await asyncio.wait(running, timeout=CUT_OFF_S)
-        await opened.close()
-        log.info("%s has left", name)
+
+        async def leave() -> None:
+            try:
+                if running:
+                    await asyncio.wait(running, timeout=CUT_OFF_S)
+                await opened.close()
+            finally:
+                del self._leaving[name]
+            log.info("%s has left", name)
+
+        self._leaving[name] = leaving = self._tasks.create_task(leave())
+        return leaving
 
     async def close(self) -> None:
         """Close the scorers of the adapters that joined."""
@@ -278,8 +293,8 @@ class Controller:
 
     def _take(self, runtime: AdapterRuntime, wanted: m.Wanted) -> m.Batch | m.AdapterFailed | None:
         """What the adapter has for the trainer; None while a batch is not ready."""
-        if runtime.failure:
-            return m.AdapterFailed(adapter=wanted.adapter, reason=runtime.failure)
+        if runtime.failure is not None:
+            return runtime.failure
         lease = runtime.feed.take(wanted.step, wanted.version)
         if lease is None:
             return None
@@ -332,7 +347,7 @@ class Controller:
                 except LedgerError:
                     raise  # all adapters have one ledger file
                 except RolloutError as error:
-                    runtime.fail(str(error))
+                    runtime.fail(error)
             self._admission.admit()
             self._changes.notify()
 

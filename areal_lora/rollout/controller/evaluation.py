@@ -36,7 +36,6 @@ CHUNK = 32  # prompts of one request
 SCORED_AT_ONCE = 8  # answers; rollouts wait for the same scorers, and have their turn in between
 MAX_TRIES = 5
 BACK_OFF_S = 0.2
-UNSERVED_S = 300.0  # how long a server may be gone
 USER_TRIES = 2
 USER_FAULTS = (
     FaultKind.AGENT,
@@ -179,14 +178,13 @@ def problem_seed(run_seed: int, name: str, uid: str) -> int:
 
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
     """Repeat what may succeed later; raises the last GenerationFault."""
-    unserved_deadline = time.monotonic() + UNSERVED_S
     failures = user_failures = 0
     while True:
         try:
             return await ask()
         except GenerationFault as fault:
             # A dead server is restarted; a retired version is not restored.
-            failures += fault.kind is not FaultKind.CONNECTION or time.monotonic() > unserved_deadline
+            failures += fault.kind is not FaultKind.CONNECTION
             user_failures += fault.kind in USER_FAULTS and fault.kind is not FaultKind.TIMEOUT
             final = fault.kind is FaultKind.RETIRED or not fault.retryable
             if failures == MAX_TRIES or user_failures == USER_TRIES or final:

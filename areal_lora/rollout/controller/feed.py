@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from areal_lora.data.prompts import PromptStream
 from areal_lora.errors import RolloutError, StalenessError
+from areal_lora.obs.metrics.records import faults_text
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel.messages import Stats
@@ -102,6 +103,7 @@ class AdapterFeed:
             log.warning("ledger of %s: %s", self.name, plan)
             for ticket in list(self.groups.running.values()):
                 self.groups.expire(ticket)
+            self.groups.birth += 1
         else:
             log.info("ledger of %s at version %d: %s", self.name, version, plan)
         reconcile.apply(self._ledger, plan, decoded)
@@ -161,7 +163,7 @@ class AdapterFeed:
         False for a late duplicate: the group was answered, or abandoned, before.
         """
         live, counters = self.groups.running.get(ticket.seq), self._ledger.head.counters
-        if live is None or (live.prompt.position, live.issue) != (ticket.prompt.position, ticket.issue):
+        if live is None or live.key != ticket.key:
             counters.late += 1
             return False
         tokens = sum(sum(t.loss_mask) for t in episode.group.trajectories)
@@ -288,10 +290,11 @@ class AdapterFeed:
                 f"the last {self._uniform_in_a_row} groups had equal rewards and were dropped; with "
                 "algorithm.drop_uniform a task that is always or never solved gives no batch"
             )
-        return f"last fault: {self.failures.last}" if self.failures.last else ""
+        ledger = self._ledger
+        return faults_text(ledger.head.counters.retried, ledger.drop_reasons, self.failures.details)
 
     def stats(self) -> Stats:
-        return statistics.stats_of(self.groups, self.newest, self.pacer.status)
+        return statistics.stats_of(self.groups, self.newest, self.pacer.status, self.failures.details)
 
 
 def check_fresh(chosen: list[Finished], version: int, budget: StalenessBudget) -> None:

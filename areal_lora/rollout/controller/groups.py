@@ -15,18 +15,25 @@ class Ticket:
     """One issued group. ``version`` is None while the group waits for a retry.
 
     ``failed`` tries count towards `retries.MAX_TRIES`. ``resampled`` of them failed because of the answer itself, so
-    the next try samples another answer.
+    the next try samples another answer. ``birth`` counts the rebuilds of the ledger before the issue: keys repeat after
+    one.
     """
 
     seq: int
     prompt: Prompt
     issue: int
+    birth: int = 0
     stale: int = 0
     failed: int = 0
     resampled: int = 0
     version: int | None = None
     begun_s: float = 0.0
     deadline: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Equal for the tries of one issue."""
+        return self.prompt.position, self.issue, self.birth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ class GroupPool:
     ) -> None:
         self.ledger = ledger
         self.loaded = False
+        self.birth = 0
         self.waiting: list[Ticket] = []
         self.running: dict[int, Ticket] = {}
         self.ready: dict[int, Finished] = {}
@@ -92,6 +93,7 @@ class GroupPool:
             seq=row.seq,
             prompt=self._prompts.at(row.position),
             issue=row.issue,
+            birth=self.birth,
             stale=row.stale,
             failed=row.failed,
             resampled=row.resampled,
@@ -123,7 +125,7 @@ class GroupPool:
             refusal = self._prompts.refusal(prompt)
             if refusal is None:
                 reached("controller.issued")
-                return Ticket(seq=seq, prompt=prompt, issue=1)
+                return Ticket(seq=seq, prompt=prompt, issue=1, birth=self.birth)
             self.ledger.drop(seq, refusal)
 
     def stop(self, ticket: Ticket) -> None:
@@ -159,7 +161,8 @@ class GroupPool:
             return
         self.ledger.drop(ticket.seq, reason)
         seq = self.ledger.issue(ticket.prompt.position, ticket.issue + 1, stale)
-        self.waiting.append(Ticket(seq=seq, prompt=ticket.prompt, issue=ticket.issue + 1, stale=stale))
+        again = Ticket(seq=seq, prompt=ticket.prompt, issue=ticket.issue + 1, birth=self.birth, stale=stale)
+        self.waiting.append(again)
 
     # ------------------------------------------------------------ done and leased
 

@@ -10,6 +10,7 @@ from functools import partial
 from hashlib import blake2b
 
 from areal_lora.data.prompts import Prompt
+from areal_lora.errors import ArealLoraError, EnvironmentError_, ExitCode
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.client import GenerationFault
@@ -78,7 +79,7 @@ class AdapterRuntime:
     ``capacity`` follows the servers that the trainer announces.
     ``one_evaluation``: an evaluation holds its version on the servers, which have room for one of each adapter beside
     those that are rolled out. ``seed`` is the adapter's. ``take_costs`` returns what the rewards spent since its last
-    call. ``failure`` says why its rollouts have ended, empty while they have not. While ``paused`` no group is issued.
+    call. ``failure`` says why its rollouts have ended, None while they have not. While ``paused`` no group is issued.
     """
 
     feed: AdapterFeed
@@ -89,7 +90,7 @@ class AdapterRuntime:
     events: list[m.EvalResult] = field(default_factory=list)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     one_evaluation: asyncio.Lock = field(default_factory=asyncio.Lock)
-    failure: str = ""
+    failure: m.AdapterFailed | None = None
     paused: bool = False
     take_costs: Callable[[], dict[str, float]] = dict
 
@@ -104,14 +105,19 @@ class AdapterRuntime:
 
     def hello(self, version: int, *, trainer: str, snapshot: bytes) -> None:
         """A trainer begins at ``version``; what an earlier one made of the adapter is forgotten."""
-        self.failure = ""
+        self.failure = None
         self.feed.hello(version, trainer=trainer, snapshot=snapshot)
         self.events.clear()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: Exception) -> None:
         """End the rollouts; the trainer hears of it when it asks for the next batch."""
+        reason, code = f"{type(error).__name__}: {error}", int(ExitCode.TEMPORARY)
+        if isinstance(error, ArealLoraError):
+            reason, code = str(error), error.exit_code
+        if isinstance(error, EnvironmentError_):  # a scorer process that was not started may be, the next time
+            code = ExitCode.TEMPORARY
         log.error("the rollouts of %s end: %s", self.feed.name, reason)
-        self.failure = self.failure or reason
+        self.failure = self.failure or m.AdapterFailed(adapter=self.feed.name, reason=reason, exit_code=code)
         self.feed.end()
 
     async def roll_out(self, ticket: Ticket) -> None:
@@ -172,7 +178,7 @@ class Rolling:
     @property
     def _off(self) -> bool:
         """A version may be announced after the rollouts have failed: no group of it is issued."""
-        return self.runtime.paused or bool(self.runtime.failure)
+        return self.runtime.paused or self.runtime.failure is not None
 
     def start_one(self) -> bool:
         ticket = None if self._off else self.runtime.feed.admit()

@@ -19,7 +19,7 @@ def count(counts: dict[K, int], key: K) -> None:
     counts[key] = counts.get(key, 0) + 1
 
 
-def stats_of(pool: GroupPool, newest_version: int, pacing: PacingStatus) -> Stats:
+def stats_of(pool: GroupPool, newest_version: int, pacing: PacingStatus, faults: dict[str, str]) -> Stats:
     """Counts of the ledger and of the groups held now; see :class:`Stats`."""
     ledger = pool.ledger
     counts, dropped, counters = ledger.counts, dict(ledger.drop_reasons), ledger.head.counters
@@ -44,4 +44,5 @@ def stats_of(pool: GroupPool, newest_version: int, pacing: PacingStatus) -> Stat
         ahead=pacing.ahead,
         margin_s=pacing.margin_s,
         spare_s=pacing.spare_s,
+        faults=dict(faults),
     )

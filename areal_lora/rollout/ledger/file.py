@@ -1,34 +1,31 @@
-"""The ledger file ``ledger.sqlite``: opening, locks, damage, one transaction between two flushes.
-
-The file lies in the run folder, often on a network file system. Its connection is the only one: SQLite's
-write-ahead log needs memory that connections share, and with ``locking_mode=EXCLUSIVE`` it needs none.
-"""
+"""The ledger file ``ledger.sqlite``: opening, damage, one transaction between two flushes."""
 
 from __future__ import annotations
 
-import fcntl
 import sqlite3
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 
-from areal_lora.errors import ConfigError, RolloutError
+from areal_lora.errors import ConfigError, ExitCode, RolloutError
 from areal_lora.processes.log import get_logger
 from areal_lora.rollout.ledger.records import Head
 from areal_lora.rollout.ledger.schema import SCHEMA, SCHEMA_VERSION
-
-LOCK_S, LOCK_WAIT_S = 10.0, 120.0  # NFS keeps the locks of a machine that died for about 90 s
-MEMORY = ":memory:"
+from areal_lora.run_folder.sqlite import connect
 
 log = get_logger(__name__)
 
 
 class LedgerError(RolloutError):
     """The ledger file cannot be written or does not add up: the controller must not continue."""
+
+
+class LedgerDiskError(LedgerError):
+    """The disk of the ledger is full or read-only: a restart would fail alike."""
+
+    exit_code = ExitCode.DISK
 
 
 class LedgerFile:
@@ -49,7 +46,7 @@ class LedgerFile:
             self._db = _open(self.path, run)
         except sqlite3.OperationalError as error:
             fix = "end the process that has it open; the lock of a machine that died is released when it is up again"
-            raise LedgerError(f"{path}: the run ledger cannot be opened: {error} (fix: {fix})") from error
+            raise _kind(error)(f"{path}: the run ledger cannot be opened: {error} (fix: {fix})") from error
         except sqlite3.DatabaseError as error:
             aside = _move_aside(Path(path))
             log.warning(
@@ -84,50 +81,18 @@ class LedgerFile:
         self._db.close()
 
     def _broken(self, error: sqlite3.Error) -> LedgerError:
-        return LedgerError(f"{self.path}: the run ledger cannot be written: {error} (fix: free or repair the disk)")
+        fix = "free or repair the disk"
+        return _kind(error)(f"{self.path}: the run ledger cannot be written: {error} (fix: {fix})")
 
 
-def _connect(path: str) -> sqlite3.Connection:
-    """Connect once no other process is connected. Raises sqlite3.OperationalError after ``LOCK_WAIT_S``."""
-    locks = path == MEMORY or _has_locks(Path(path).parent)
-    if not locks:
-        log.warning("%s lies on a file system without locks; it relies on the launcher's for the run folder", path)
-    vfs = "" if locks else "?vfs=unix-none"
-    waited_s = 0.0
-    while True:
-        db = sqlite3.connect(path if path == MEMORY else f"file:{quote(path)}{vfs}", timeout=LOCK_S, uri=path != MEMORY)
-        try:
-            # Before the first access: afterwards SQLite would use shared memory.
-            db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-        except sqlite3.Error as error:
-            db.close()
-            waited_s += LOCK_S
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or waited_s >= LOCK_WAIT_S:
-                raise
-            log.warning(
-                "waiting for %s since %.0f s: another process has it open, or a machine died that had", path, waited_s
-            )
-        else:
-            return db
-
-
-def _has_locks(folder: Path) -> bool:
-    """Whether the file system of ``folder`` has POSIX locks.
-
-    SQLite reports missing locks as another user or as a broken disk, depending on the system's error.
-    """
-    with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+def _kind(error: sqlite3.Error) -> type[LedgerError]:
+    full = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)  # the low byte of an extended code is the primary one
+    known = isinstance(error, sqlite3.OperationalError)  # others may come from Python, without a code
+    return LedgerDiskError if known and error.sqlite_errorcode & 0xFF in full else LedgerError
 
 
 def _open(path: str, run: str) -> sqlite3.Connection:
-    db = _connect(path)
+    db = connect(path, synchronous="NORMAL")
     try:
         if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             db.executescript("BEGIN;" + SCHEMA)  # all of it or nothing, if this process ends here

@@ -1,19 +1,25 @@
-"""Plan what a resume does with the run ledger, on a copy: the run's own files are not touched."""
+"""Read the run ledger from a copy: what a resume does with it, and its groups. The run's own files are not touched."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import sqlite3
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
 from areal_lora.rollout.ledger.reconcile import Reconciliation, plan_for
-from areal_lora.rollout.ledger.records import LedgerSnapshot
+from areal_lora.rollout.ledger.records import GroupState, Head, LedgerSnapshot
+from areal_lora.rollout.ledger.schema import SCHEMA_VERSION
 from areal_lora.rollout.ledger.snapshot import decode_snapshot
 from areal_lora.run_folder.paths import RunFolder
 
@@ -39,6 +45,52 @@ def reconciliations(
             return plans
         finally:
             file.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCounts:
+    """Prompt groups of one adapter by state, those that the ledger has folded in among them; drops by reason."""
+
+    adapter: str
+    states: Mapping[GroupState, int]
+    dropped: Mapping[str, int]
+
+
+def group_counts(run_folder: RunFolder) -> list[GroupCounts]:
+    """The groups of every adapter in the ledger, read from a copy, so that the run may work; none without a ledger.
+
+    Raises RolloutError where the ledger is of another version or cannot be copied.
+    """
+    if not run_folder.ledger.is_file():
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / run_folder.ledger.name
+        _copy(run_folder.ledger, copy)
+        with contextlib.closing(sqlite3.connect(copy)) as db:
+            try:
+                [version] = db.execute("SELECT schema_version FROM meta").fetchone()
+                if version != SCHEMA_VERSION:
+                    raise RolloutError(f"{run_folder.ledger} has schema {version}, not {SCHEMA_VERSION}")
+                heads = {name: msgspec.json.decode(head, type=Head) for name, head in db.execute(_HEADS)}
+                return [_counts(db, name, head) for name, head in heads.items()]
+            except sqlite3.Error as error:
+                raise RolloutError(f"{run_folder.ledger} cannot be read: {error}") from error
+
+
+_HEADS = "SELECT adapter, head FROM adapters ORDER BY adapter"
+_ROWS = "SELECT state, reason, COUNT(*) FROM groups WHERE adapter = ? GROUP BY state, reason"
+
+
+def _counts(db: sqlite3.Connection, adapter: str, head: Head) -> GroupCounts:
+    dropped = Counter(head.folded_dropped)
+    states = Counter({GroupState.CONSUMED: head.folded_consumed, GroupState.DROPPED: dropped.total()})
+    for state, reason, n in db.execute(_ROWS, (adapter,)):
+        states[GroupState(state)] += n
+        if state == GroupState.DROPPED:
+            dropped[reason] += n
+    return GroupCounts(
+        adapter=adapter, states={s: states[s] for s in GroupState}, dropped=dict(sorted(dropped.items()))
+    )
 
 
 def _copy(ledger: Path, copy: Path) -> None:

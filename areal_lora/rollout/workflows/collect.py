@@ -65,6 +65,7 @@ class PackedTurns:
             detail=score.detail,
             components=dict(score.components),
             correct=score.correct,
+            cause=score.cause,
         )
 
 

@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import inspect
 import threading
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from areal_lora.errors import ArealLoraError, RolloutError
 from areal_lora.rollout.client import FaultKind, GenerationFault
+from areal_lora.tasks.user_errors import Traces, cause_of, describe, trace
 
 MAX_ABANDONED = 64
 """Threads of one adapter that may be stuck; another adapter's do not count."""
 _ABANDONED = "areal_lora-abandoned-"
+_traces = Traces()
 
 
 async def call(kind: FaultKind, adapter: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
@@ -42,16 +43,11 @@ async def call(kind: FaultKind, adapter: str, function: Callable[..., Any], /, *
         if task is None or task.cancelling():
             raise
         # The task itself was not cancelled: passed on, the error would end it silently, and its group without a retry.
-        raise GenerationFault(kind, describe(error)) from error
+        raise GenerationFault(kind, describe(error, function)) from error
     except (Exception, SystemExit) as error:  # fault boundary: user code may fail in any way
-        raise GenerationFault(kind, describe(error)) from error
-
-
-def describe(error: BaseException) -> str:
-    """One line: what was raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"[:500]
+        detail = describe(error, function)
+        _traces.log(f"the {kind} of {adapter}", detail, trace(error))
+        raise GenerationFault(kind, detail, cause_of(error, alone=False)) from error
 
 
 async def _in_thread(adapter: str, work: Callable[[], Any]) -> Any:

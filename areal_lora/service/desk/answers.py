@@ -63,6 +63,7 @@ def forget(books: Books, state: Saved) -> None:
     """Forget a saved state. Its files are removed by whoever reads ``dropped_states``."""
     books.do("DELETE FROM saved_states WHERE model = ? AND kind = ? AND name = ?", state.model, state.kind, state.name)
     drop_label(books, state.adapter, state.label)
+    books.forgotten.add(state.path)
 
 
 def drop_label(books: Books, adapter: str, label: str) -> None:

@@ -26,8 +26,9 @@ _SAMPLER = "sampler, tenant, session, path, model, created_s"
 
 @dataclass(slots=True, kw_only=True)
 class Books:
-    """``tables`` are the service's. ``answered`` requests have their answer, ``moved`` adapters new operations, and
-    ``gone`` models are to leave.
+    """``tables`` are the service's. ``answered`` requests have their answer, ``moved`` adapters new operations.
+    ``ended`` sessions and the saved states at ``forgotten``
+    paths are no longer there.
     """
 
     db: sqlite3.Connection
@@ -35,7 +36,8 @@ class Books:
     tables: Tables
     answered: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    forgotten: set[str] = field(default_factory=set)
 
     def quota(self, tenant: str) -> Quota:
         return self.tables.quotas[tenant]

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from areal_lora.config.models import Config
 from areal_lora.config.slots import adapter_capacity
 from areal_lora.operations.messages import Operation, Outcome
+from areal_lora.processes.log import get_logger
 from areal_lora.processes.watched import watched_task
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.desk import keeping, numbers, requests, samples
@@ -29,16 +32,23 @@ from areal_lora.service.desk import models as made
 from areal_lora.service.desk.asks import Answer, CreateModel, Lora, OfModel, Pending, Serve
 from areal_lora.service.desk.books import Books
 from areal_lora.service.desk.courier import Courier
-from areal_lora.service.desk.places import Places, Snapshot, evicted, fits
+from areal_lora.service.desk.places import Places, Snapshot, abandoned, evicted, fits
 from areal_lora.service.desk.rows import Model, Sampler, Saved, model_id
+from areal_lora.service.desk.signs import DEAD_S, SILENT_S, Signs
 from areal_lora.service.observed import Observed, Seen
 from areal_lora.service.plan import Asked, change, create
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import Refused, Unavailable
 from areal_lora.service.rows import AdapterRow, Quota, Tables, Verb
 from areal_lora.service.writer import Order, Writer
 from areal_lora.types import AdapterPhase
 
+log = get_logger(__name__)
+
 EVERY_S = 1.0
+LAPSE_S = 10.0
+"""A longer time between two rounds of `keep`: the machine slept, or the process was stopped."""
+SHARED_S = 0.25
+MOST_NAMES = 8
 FAILED_S = 10.0
 """An adapter that has failed may still have outcomes on their way."""
 OVER = (AdapterPhase.DONE, AdapterPhase.FAILED, AdapterPhase.DELETED)
@@ -83,14 +93,17 @@ class Desk:
         self._waiting: Counter[str] = Counter()
         self._fetched: set[str] = set()
         self._dropped_samples: set[str] = set()
-        self._heard_s: dict[str, float] = {}
+        self._signs = Signs(now_s)
         self._used_s: dict[str, float] = {}
+        self._serving: dict[tuple[str, str, str | None], asyncio.Task[Serve | Pending]] = {}
         self._failed_s: dict[str, float] = {}
         self._begin_s = now_s()
         self._placing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Desk:
+        for session in await self._change(lambda books: books.sessions("ended = 0")):
+            self._signs.opened(session.session, session.tenant)
         self._tasks = [
             watched_task("desk-link", self._courier.run),
             watched_task("desk-outcomes", self._courier.receive),
@@ -107,12 +120,24 @@ class Desk:
     # ------------------------------------------------------------ sessions and models
 
     async def open_session(self, tenant: str, about: bytes = b"") -> str:
-        return await self._change(lambda books: made.open_session(books, tenant, about))
+        session = await self._change(lambda books: made.open_session(books, tenant, about))
+        self._signs.opened(session, tenant)
+        return session
+
+    async def crowded(self, tenant: str) -> str:
+        """Why a new model of the tenant would have to wait; empty if there is a place, or a silent client has one."""
+        places = self._places(tenant)
+        if fits(places) or abandoned(places, await self._silent_with_models(), tenant):
+            return ""
+        what = f"the quota of {places.quota} adapters is used"
+        if places.mine < places.quota:
+            what = f"all {places.capacity} places of the servers are taken"
+        return f"{what}{self._own(tenant)}"
 
     async def heartbeat(self, tenant: str, session: str) -> None:
         """The session is not silent. Raises Refused, with status 410 once it has ended."""
-        await self._change(lambda books: books.session(tenant, session))
-        self._heard_s[session] = self._now_s()
+        if not self._signs.heard(session, tenant):
+            await self._change(lambda books: books.session(tenant, session))
 
     async def end_session(self, tenant: str, session: str) -> None:
         """Its models leave; saved states stay."""
@@ -122,6 +147,7 @@ class Desk:
             made.end_session(books, session)
 
         await self._change(end)
+        await self._let_leave()
 
     async def create_model(self, tenant: str, session: str, model_seq: int, fingerprint: str, ask: CreateModel) -> str:
         """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
@@ -136,6 +162,7 @@ class Desk:
             lora = books.state(tenant, ask.load.path).lora if ask.load is not None else ask.lora
             if lora is None:
                 raise Refused(422, "lora_config", "it is missing", "give the settings of the model")
+            self._check_own_places(books, tenant, session)
             return lora
 
         if (lora := await self._change(begin)) is None:
@@ -157,7 +184,9 @@ class Desk:
 
     async def unload(self, tenant: str, model: str) -> str:
         """The model's adapter leaves; saved states stay. Returns the request."""
-        return await self._change(lambda books: made.unload(books, tenant, model))
+        request = await self._change(lambda books: made.unload(books, tenant, model))
+        await self._let_leave()
+        return request
 
     async def model(self, tenant: str, model: str) -> Model:
         return await self._change(lambda books: books.model(tenant, model))
@@ -246,15 +275,24 @@ class Desk:
         """Under which name servers have what the sampling session samples.
 
         ``missing`` is a name that this call gave before and that no server has. A snapshot that is no longer the newest
-        version of its model is served by an adapter of its own, for which the session waits.
+        version of its model is served by an adapter of its own, for which the session waits. All samples of a session
+        that wait share one look-up, and its result for `SHARED_S`.
         """
-        found = await self._change(lambda books: made.served(books, tenant, sampler, missing))
-        if isinstance(found, Saved):
-            found = await self._serve_snapshot(tenant, found)
-        path = (await self.sampler(tenant, sampler)).path
+        key = (tenant, sampler, missing)
+        if (look_up := self._serving.get(key)) is None:
+            look_up = self._serving[key] = asyncio.create_task(self._serve(tenant, sampler, missing))
+            forget, loop = partial(self._serving.pop, key), asyncio.get_running_loop()
+            look_up.add_done_callback(lambda _: loop.call_later(SHARED_S, forget))
+        return await asyncio.shield(look_up)
+
+    async def _serve(self, tenant: str, sampler: str, missing: str | None) -> Serve | Pending:
+        def served(books: Books) -> tuple[Serve | Pending | Saved, str | None]:
+            return made.served(books, tenant, sampler, missing), books.sampler(tenant, sampler).path
+
+        found, path = await self._change(served)
         if path is not None:
             self._used_s[path] = self._now_s()
-        return found
+        return await self._serve_snapshot(tenant, found) if isinstance(found, Saved) else found
 
     async def _serve_snapshot(self, tenant: str, state: Saved) -> Pending:
         async with self._placing:
@@ -271,7 +309,6 @@ class Desk:
                 made.insert_snapshot(self._books(db, self._writer.tables), row, state)
 
             await self._writer.operate(self._creates(tenant, asked, also))
-        self._used_s[state.path] = self._now_s()
         return Pending(reason="the weights are loaded again", capacity=True)
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, ask: bytes) -> None:
@@ -289,13 +326,13 @@ class Desk:
     # ------------------------------------------------------------ for the courier
 
     async def expected(self, adapter: str, number: int) -> bool:
-        return await self._change(lambda books: numbers.expected(books, adapter, number))
+        return await self._until_done(lambda books: numbers.expected(books, adapter, number))
 
     async def completed(self, adapter: str, number: int, outcome: Outcome) -> None:
-        await self._change(lambda books: numbers.completed(books, adapter, number, outcome))
+        await self._until_done(lambda books: numbers.completed(books, adapter, number, outcome))
 
     async def to_send(self, adapter: str, begin: int, most: int) -> list[Operation]:
-        return await self._change(lambda books: numbers.to_send(books, adapter, begin, most))
+        return await self._until_done(lambda books: numbers.to_send(books, adapter, begin, most))
 
     # ------------------------------------------------------------ inside
 
@@ -310,18 +347,32 @@ class Desk:
             return work(books), books
 
         result, books = await self._writer.change(job)
+        self._signs.ended(books.ended)
+        for path in books.forgotten:
+            self._used_s.pop(path, None)
         for request in books.answered & self._answered.keys():
             self._answered[request].set()
         for adapter in books.moved:
             self._courier.moved(adapter)
         return result
 
+    async def _until_done(self, work: Callable[[Books], T]) -> T:
+        """As ``_change``, repeated while the service's file is not available."""
+        while True:
+            try:
+                return await self._change(work)
+            except Unavailable as error:
+                log.warning("%s; repeated in %g s", error, EVERY_S)
+                await asyncio.sleep(EVERY_S)
+
     async def _look(self, tenant: str, request: str) -> Answer | Pending:
         found, adapter = await self._change(lambda books: requests.look(books, tenant, request))
         if isinstance(found, Pending):
             seen = self._around.seen(adapter)
-            if seen.phase is AdapterPhase.PENDING or seen.phase is None:
-                return Pending(reason=seen.reason or "the adapter waits for the trainer", capacity=True)
+            if seen.phase is None:
+                return Pending(reason="the adapter waits for the trainer", capacity=True)
+            if seen.phase is AdapterPhase.PENDING:
+                return Pending(reason=f"{seen.reason}{self._own(tenant)}", capacity=True)
             if seen.phase is AdapterPhase.PAUSED:
                 return Pending(reason="the adapter is paused")
         return found
@@ -344,45 +395,83 @@ class Desk:
             also=also,
         )
 
-    async def _make_room(self, tenant: str) -> Places:
-        """Let a snapshot that is not in use leave if the tenant's next adapter needs its place."""
+    def _check_own_places(self, books: Books, tenant: str, session: str) -> None:
+        """Raises Refused where the session's own models have every place for which another one of it would wait."""
+        phases, quota = self._around.phases(), books.quota(tenant).adapters
+        own = books.models("session = ? AND gone = 0", session)
+        if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
+            reason = f"the {len(own)} models of this session have every place that it can have"
+            fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
+            raise Refused(422, "model_seq_id", reason, fix)
+
+    def _own(self, tenant: str) -> str:
+        """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""
+        phases, without = self._around.phases(), (*OVER, AdapterPhase.PENDING)
+        names = [row.name for row in self._writer.tables.of(tenant) if phases.get(row.key) not in without]
+        if not names:
+            return ""
+        shown = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+        return f"; yours are {shown} (fix: close their clients, or areal-lora adapters delete RUN {names[0]})"
+
+    async def _make_room(self, tenant: str, *, waits: bool = False) -> Places:
+        """Free the place that the tenant's next adapter needs: a snapshot leaves that is not in use, or a session ends
+        whose client is silent. With ``waits`` that adapter is there already.
+        """
         found = await self._change(lambda books: books.models("of_state IS NOT NULL AND gone = 0"))
         snapshots = [
             Snapshot(model=each.model, tenant=each.tenant, used_s=self._used_s.get(each.of_state or "", each.created_s))
             for each in found
         ]
-        if (model := evicted(self._places(tenant), snapshots, tenant, self._now_s())) is not None:
+        places = self._places(tenant, waits=waits)
+        if (model := evicted(places, snapshots, tenant, self._now_s())) is not None:
             await self._change(lambda books: made.evict(books, model))
             await self._let_leave()
-        return self._places(tenant)
+        elif (session := abandoned(places, await self._silent_with_models(), tenant)) is not None:
+            log.info("session %s ends: its client is silent for more than %g s, and another one waits", session, DEAD_S)
+            await self._change(lambda books: made.end_session(books, session))
+            await self._let_leave()
+        return self._places(tenant, waits=waits)
 
-    def _places(self, tenant: str) -> Places:
+    async def _silent_with_models(self) -> list[tuple[str, str]]:
+        if not (silent := self._signs.silent(DEAD_S)):
+            return []
+        tenants = await self._change(made.sessions_with_models)
+        return [(session, tenants[session]) for session in silent if session in tenants]
+
+    def _places(self, tenant: str, *, waits: bool = False) -> Places:
         tables, phases = self._writer.tables, self._around.phases()
         joined = sum(phases.get(row.key) not in OVER for row in tables.adapters.values())
         configured = sum(phases.get(name) not in OVER for name in self._around.configured)
         return Places(
-            taken=joined + configured,
+            taken=joined + configured - waits,
             capacity=self._around.capacity,
-            mine=len(tables.of(tenant)),
+            mine=len(tables.of(tenant)) - waits,
             quota=tables.quotas[tenant].adapters,
         )
 
     async def _let_leave(self) -> None:
         """Take adapters of models that are gone out of the desired state."""
-        for model in await self._change(lambda books: books.models("gone = 1")):
-            row = self._writer.tables.adapters.get((model.tenant, model.name))
-            if row is not None and row.incarnation == model.incarnation:
-                await self._writer.operate(_deletes(model))
+        keys = msgspec.json.encode([row.key for row in self._writer.tables.adapters.values()]).decode()
+        gone = "gone = 1 AND adapter IN (SELECT value FROM json_each(?))"
+        for model in await self._change(lambda books: books.models(gone, keys)):
+            await self._writer.operate(_deletes(model))
 
     async def _keep(self) -> None:
         while True:
-            await self.keep()
+            begin_s = time.time()
+            try:
+                await self.keep()
+            except Unavailable as error:
+                log.warning("%s; repeated in %g s", error, EVERY_S)
             await asyncio.sleep(EVERY_S)
+            if time.time() - begin_s > LAPSE_S:
+                self._signs.renew()
 
     async def keep(self) -> None:
         """What the desk does by itself, once."""
         await self._change(partial(keeping.follow, failed=self._failed()))
-        await self._change(partial(keeping.end_silent, heard_s=self._heard_s, begin_s=self._begin_s))
+        if silent := self._signs.silent(SILENT_S):
+            await self._change(partial(keeping.end_silent, silent=silent))
         await self._let_leave()
         await self._change(keeping.seal)
         await self._change(partial(keeping.expire_states, used_s=self._used_s, begin_s=self._begin_s))
@@ -396,11 +485,14 @@ class Desk:
         await self._make_room_for_waiting()
 
     async def _make_room_for_waiting(self) -> None:
-        """A model that waits for a place comes before a snapshot that is not in use."""
-        for model in await self._change(lambda books: books.models("of_state IS NULL AND gone = 0 AND joined = 0")):
-            if self._around.seen(model.adapter).phase is AdapterPhase.PENDING:
+        """An adapter that waits for a place comes before what is not in use, unless its own client is silent."""
+        for row in self._writer.tables.adapters.values():
+            if self._around.seen(row.key).phase is not AdapterPhase.PENDING:
+                continue
+            model = await self._change(partial(Books.of_adapter, adapter=row.key))
+            if model is None or (model.of_state is None and model.session not in self._signs.silent(DEAD_S)):
                 async with self._placing:
-                    await self._make_room(model.tenant)
+                    await self._make_room(row.tenant, waits=True)
                 return
 
     def _failed(self) -> dict[str, str]:

@@ -4,12 +4,12 @@ Kept until then:
 - the data of a pass: until a step or a load of its model that follows has succeeded, or its own step has failed;
 - an answer: `FETCHED_S` after it was fetched, else `ANSWERED_S`; and while a tenant's are not too long together;
 - a state that only a sampling session has: `UNUSED_S` after its last use; a named one: until its time, or for ever;
-- a model: `SILENT_S` after the last heartbeat of its session.
+- a model: `signs.SILENT_S` after the last heartbeat of its session, or `signs.DEAD_S` if another client waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from areal_lora.operations.messages import DropState
 from areal_lora.service.desk.books import Books
@@ -18,9 +18,9 @@ from areal_lora.service.desk.numbers import append, fail_open, promote
 
 FETCHED_S, ANSWERED_S = 3600.0, 86400.0
 UNUSED_S = 3600.0
-SILENT_S = 3600.0
 ENDED_S = 30 * 86400.0
-"""Sessions and models that are gone are forgotten after that time."""
+MOST_ENDED = 1024
+"""Sessions and models that are gone are forgotten after that time, and the oldest of a tenant above that number."""
 
 
 def seal(books: Books) -> None:
@@ -31,11 +31,9 @@ def seal(books: Books) -> None:
         promote(books, model)
 
 
-def end_silent(books: Books, heard_s: Mapping[str, float], begin_s: float) -> None:
-    """``heard_s``: last heartbeats; a session without one since the start counts from ``begin_s``."""
-    for (session,) in books.rows("SELECT session FROM sessions WHERE ended = 0"):
-        if books.now_s - heard_s.get(session, begin_s) > SILENT_S:
-            end_session(books, session)
+def end_silent(books: Books, silent: Iterable[str]) -> None:
+    for session in silent:
+        end_session(books, session)
 
 
 def follow(books: Books, failed: Mapping[str, str]) -> None:
@@ -87,8 +85,15 @@ def forget(books: Books, fetched: set[str]) -> None:
     )
     for tenant, quota in books.tables.quotas.items():
         _shorten(books, tenant, quota.queued_mib << 20)
-    books.do("DELETE FROM models WHERE gone = 1 AND created_s < ?", books.now_s - ENDED_S)
-    books.do("DELETE FROM sessions WHERE ended = 1 AND created_s < ?", books.now_s - ENDED_S)
+    for table, over in (("models", "gone"), ("sessions", "ended")):
+        books.do(f"DELETE FROM {table} WHERE {over} = 1 AND created_s < ?", books.now_s - ENDED_S)
+        for tenant in books.tables.quotas:
+            books.do(
+                f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE tenant = ? AND {over} = 1"
+                " ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                tenant,
+                MOST_ENDED,
+            )
 
 
 def _shorten(books: Books, tenant: str, most: int) -> None:

@@ -32,10 +32,16 @@ def open_session(books: Books, tenant: str, about: bytes) -> str:
 def end_session(books: Books, session: str) -> None:
     """Its models leave; what they saved stays."""
     books.do("UPDATE sessions SET ended = 1 WHERE session = ?", session)
+    books.ended.add(session)
     for model in books.models("session = ? AND gone = 0", session):
         leave(books, model, "its session has ended")
     books.do("DELETE FROM samples WHERE sampler IN (SELECT sampler FROM samplers WHERE session = ?)", session)
     books.do("DELETE FROM samplers WHERE session = ?", session)
+
+
+def sessions_with_models(books: Books) -> dict[str, str]:
+    """Open sessions that have models, with their tenants."""
+    return dict(books.rows("SELECT DISTINCT session, tenant FROM models WHERE gone = 0 AND of_state IS NULL"))
 
 
 def leave(books: Books, model: Model, reason: str) -> None:
@@ -44,7 +50,6 @@ def leave(books: Books, model: Model, reason: str) -> None:
     fail_open(books, model, reason)
     books.do("DELETE FROM client_operations WHERE adapter = ?", model.adapter)
     books.do("UPDATE requests SET ask = NULL WHERE owner = ?", model.model)
-    books.gone.add(model.model)
 
 
 def unload(books: Books, tenant: str, model_id: str) -> str:

@@ -1,7 +1,8 @@
-"""Which adapters that serve snapshots make room for another adapter. Pure.
+"""Which adapter leaves so that another one has its place. Pure.
 
 A snapshot that is not the newest version of its model is served by an adapter of its own. It takes a place on the
 servers and counts to the quota of its tenant, like any adapter. The one that was not used for longest leaves first.
+Where none can leave, the session leaves whose client has been silent for longest.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ def evicted(places: Places, snapshots: Sequence[Snapshot], tenant: str, now_s: f
     if places.taken >= places.capacity:
         return _oldest(own) or _oldest(others)
     return None
+
+
+def abandoned(places: Places, sessions: Sequence[tuple[str, str]], tenant: str) -> str | None:
+    """The session that ends so that ``tenant`` may have one more adapter.
+
+    ``sessions`` are those with adapters whose clients are silent, with their tenants, the longest silent first.
+    """
+    if fits(places):
+        return None
+    return next((name for name, owner in sessions if owner == tenant or places.mine < places.quota), None)
 
 
 def fits(places: Places) -> bool:

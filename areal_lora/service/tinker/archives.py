@@ -1,7 +1,8 @@
 """Saved states as archives: an address with a key asks for one, and whoever has that address may read it for a while.
 
-    GET .../checkpoints/KIND/NAME/archive   with the tenant's key  --> {"url", "expires"}
-    GET /api/v1/archives/TOKEN              without a key          --> a tar: PEFT files, no pickle
+    GET .../checkpoints/KIND/NAME/archive                with the tenant's key  --> {"url", "expires"}
+    GET .../checkpoints/KIND/NAME/external_weights_urls  with the tenant's key  --> {"urls": {FILE: url}, "expires"}
+    GET /api/v1/archives/TOKEN                           without a key          --> a tar: PEFT files, no pickle; or one
 
 The SDK's programs open the address with other tools, which have no key. It is signed with a key of this run, so it
 says what may be read, and until when; a state that was dropped or replaced meanwhile is not sent.
@@ -17,20 +18,22 @@ from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.config.models import Config
 from areal_lora.network.keys import derived_key
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
+from areal_lora.service.age import SUFFIX
 from areal_lora.service.desk.desk import Desk
 from areal_lora.service.desk.rows import Saved
-from areal_lora.service.download import open_archive, sent
+from areal_lora.service.download import FILES, downloaded, open_archive
 from areal_lora.service.refused import Refused
 from areal_lora.service.requests import Caller, Guard, unguarded
 from areal_lora.service.tinker.answers import answered
 from areal_lora.service.tinker.checkpoints import STATE, path_of_request
+from areal_lora.service.tinker.exports import keys_in, seen_through
 
 OPEN_S = 900.0
 AT_ONCE = 2
@@ -38,12 +41,17 @@ MOST_TOKEN = 2048
 
 
 class Permission(msgspec.Struct, frozen=True, array_like=True):
-    """What an address may read; ``label`` changes when the name is used again."""
+    """What an address may read; ``label`` changes when the name is used again.
+
+    With ``file`` that one alone, encrypted to ``keys`` if there are any.
+    """
 
     tenant: str
     path: str
     label: str
     until_s: float
+    file: str = ""
+    keys: tuple[str, ...] = ()
 
 
 class Archives:
@@ -55,22 +63,38 @@ class Archives:
     def routes(self, guard: Guard) -> list[Route]:
         return [
             Route(f"{STATE}/archive", guard(self.address), methods=["GET"]),
+            Route(f"{STATE}/external_weights_urls", guard(self.addresses), methods=["GET"]),
             Route("/api/v1/archives/{token}", unguarded(self.send), methods=["GET"]),
         ]
 
     async def address(self, request: Request, who: Caller) -> Response:
         state, until_s = await self._desk.saved_at(who.tenant, path_of_request(request)), time.time() + OPEN_S
-        token = self.signed(Permission(who.tenant, state.path, state.label, until_s))
-        url = f"{request.base_url}api/v1/archives/{token}"
-        return answered({"url": url, "expires": datetime.fromtimestamp(until_s, UTC).isoformat()})
+        url = self._url(request, Permission(who.tenant, state.path, state.label, until_s))
+        return answered({"url": url, "expires": _time(until_s)})
+
+    async def addresses(self, request: Request, who: Caller) -> Response:
+        path, keys = seen_through(**request.path_params)
+        state, until_s = await self._desk.saved_at(who.tenant, path), time.time() + OPEN_S
+        keys = keys or keys_in(state.notes)
+        may = Permission(who.tenant, state.path, state.label, until_s, keys=keys)
+        urls = {
+            f"{file}{SUFFIX if keys else ''}": self._url(request, msgspec.structs.replace(may, file=file))
+            for file in FILES
+        }
+        return answered({"urls": urls, "expires": _time(until_s)})
 
     async def send(self, request: Request) -> Response:
         may = self._permitted(request.path_params["token"])
         state = await self._still(may)
         async with self._heavy:
             opened = await asyncio.to_thread(open_archive, self._folder, self._config, state.adapter, state.label)
+        if may.file:
+            return downloaded(opened, opened.one(may.file, may.keys), "application/octet-stream")
         headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
-        return StreamingResponse(sent(opened), media_type="application/x-tar", headers=headers)
+        return downloaded(opened, opened.chunks(), "application/x-tar", headers)
+
+    def _url(self, request: Request, permission: Permission) -> str:
+        return f"{request.base_url}api/v1/archives/{self.signed(permission)}"
 
     def signed(self, permission: Permission) -> str:
         data = msgspec.msgpack.encode(permission)
@@ -101,3 +125,7 @@ class Archives:
 
     def _mac(self, data: bytes) -> bytes:
         return hmac.digest(self._key, data, "sha256")
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -19,9 +19,13 @@ NO_OUTPUT_LAYER = "train_unembed is ignored: this service trains attention and M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """``name`` is the hub's, or that of the model's folder. ``tokenizer`` is what transformers loads it from."""
+    """``name`` is the hub's, or that of the model's folder. ``tokenizer`` is what transformers loads it from.
+
+    ``aliases`` are other names for it.
+    """
 
     name: str
+    aliases: frozenset[str] = frozenset()
     tokenizer: str
     context: int
     targets: tuple[str, ...]
@@ -30,8 +34,10 @@ class Base:
     def of(cls, config: Config) -> Base:
         folder = Path(config.model.path)
         local = folder.is_dir()
+        name, aliases = _names(folder) if local else (config.model.path, frozenset())
         return cls(
-            name=folder.resolve().name if local else config.model.path,
+            name=name,
+            aliases=aliases,
             tokenizer=str(folder.resolve()) if local else config.model.path,
             context=config.rollout.max_model_len,
             targets=served_targets(config),
@@ -39,7 +45,7 @@ class Base:
 
     def check(self, asked: str | None) -> None:
         """Raises Refused for the name of another base."""
-        if asked not in (None, self.name, self.tokenizer):
+        if asked not in {None, self.name, self.tokenizer, *self.aliases}:
             reason = f"{str(asked)[:64]!r} is not the base of this run"
             raise Refused(422, "base_model", reason, f"use {self.name}")
 
@@ -58,6 +64,19 @@ class Base:
         """Whether attention and MLP are trained."""
         found = [_of_attention(target) for target in lora.target_modules]
         return any(found), not all(found)
+
+
+def _names(folder: Path) -> tuple[str, frozenset[str]]:
+    """Of a base in a folder: its hub name if it is in the hub's cache, else the folder's; the others that it may have.
+
+    Clients look up tokenizers and templates by the hub's name. A folder ``ORG/MODEL`` has that one as well.
+    """
+    for each in folder.resolve().parents:
+        if each.name.startswith("models--"):  # HUB/models--ORG--MODEL/snapshots/COMMIT
+            return each.name.removeprefix("models--").replace("--", "/"), frozenset()
+    ways = (folder.absolute(), folder.resolve())
+    others = {name for way in ways for name in (way.name, f"{way.parent.name}/{way.name}", str(way))}
+    return folder.resolve().name, frozenset(others)
 
 
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:

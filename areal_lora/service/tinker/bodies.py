@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""Bounded: messages and SQLite hold integers of 64 bits."""
 
 
 class CreateSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,8 +22,8 @@ class OfSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
-    rank: int
-    seed: int | None = None
+    rank: Count
+    seed: Count | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -32,7 +35,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class CreateModel(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
-    model_seq_id: int
+    model_seq_id: Count
     base_model: str
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
@@ -56,14 +59,14 @@ class OptimStep(msgspec.Struct, frozen=True, kw_only=True):
     """``optimizer_params`` are those of an optimizer other than AdamW."""
 
     model_id: str
-    seq_id: int
+    seq_id: Count
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
-    seq_id: int
+    seq_id: Count
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool = False
@@ -74,9 +77,9 @@ class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True):
     """Either ``path`` or ``sampling_session_seq_id``."""
 
     model_id: str
-    seq_id: int
+    seq_id: Count
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
     ttl_seconds: float | None = None
     user_metadata: dict[str, Any] | None = None
@@ -84,7 +87,10 @@ class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True):
 
 class SaveExternal(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
-    seq_id: int
+    seq_id: Count
+    path: str = ""
+    ttl_seconds: float | None = None
+    age_encryption_recipients: list[str] | None = None
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +99,9 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     optimizer: bool
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Count | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Count | None = None
     base_model: str | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
@@ -104,7 +110,7 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 class CreateSampler(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
 

@@ -19,6 +19,7 @@ from areal_lora.service.requests import Caller, Guard, number
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import answered
 from areal_lora.service.tinker.base import Base
+from areal_lora.service.tinker.exports import EXTERNAL, seen_through
 from areal_lora.service.tinker.wire import body_of, decoded, notes_of
 
 MOST = 10**6
@@ -85,13 +86,22 @@ class Checkpoints:
         return answered({"checkpoints": [_checkpoint(each) for each in page], "cursor": cursor})
 
     async def delete(self, request: Request, who: Caller) -> Response:
-        await self._desk.drop(who.tenant, path_of_request(request))
+        if not await self._external(request, who):
+            await self._desk.drop(who.tenant, path_of_request(request))
         return Response(status_code=204)
 
     async def expire(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.Ttl)
-        await self._desk.set_ttl(who.tenant, path_of_request(request), asked.ttl_seconds)
+        if not await self._external(request, who):
+            await self._desk.set_ttl(who.tenant, path_of_request(request), asked.ttl_seconds)
         return Response(status_code=204)
+
+    async def _external(self, request: Request, who: Caller) -> bool:
+        """Whether the URL names external weights, which are nothing but another name of a state: that one stays."""
+        if request.path_params["kind"] != EXTERNAL:
+            return False
+        await self._desk.saved_at(who.tenant, seen_through(**request.path_params)[0])
+        return True
 
     async def weights_info(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.Path)

@@ -25,6 +25,7 @@ from areal_lora.service.requests import Caller, Guard, Handler, fingerprint
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import answered, retrieved
 from areal_lora.service.tinker.base import NO_OUTPUT_LAYER, Base, check_optimizer
+from areal_lora.service.tinker.exports import Exports, keys_of, notes_with
 from areal_lora.service.tinker.passes import read_pass
 from areal_lora.service.tinker.sampling import Sampling
 from areal_lora.service.tinker.wire import body_of, decoded, notes_of
@@ -53,7 +54,7 @@ class Face:
     """Sessions, models and their operations."""
 
     def __init__(self, desk: Desk, base: Base, sampling: Sampling) -> None:
-        self._desk, self._base, self._sampling = desk, base, sampling
+        self._desk, self._base, self._sampling, self._exports = desk, base, sampling, Exports()
 
     def routes(self, guard: Guard) -> list[Route]:
         posts: dict[str, Handler] = {
@@ -114,7 +115,10 @@ class Face:
         asked = decoded(await body_of(request, who), bodies.CreateSession)
         notes_of(asked.user_metadata)
         session = await self._desk.open_session(who.tenant, msgspec.json.encode(asked))
-        return answered({"type": "create_session", "session_id": session, "warning_message": NO_OUTPUT_LAYER})
+        warning = NO_OUTPUT_LAYER
+        if crowded := await self._desk.crowded(who.tenant):
+            warning += f"; a new model waits for a place: {crowded}"
+        return answered({"type": "create_session", "session_id": session, "warning_message": warning})
 
     async def heartbeat(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.OfSession)
@@ -141,16 +145,17 @@ class Face:
 
     async def info(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.OfModel)
-        model = await self._desk.model(who.tenant, asked.model_id)
+        exported = self._exports.state(who.tenant, asked.model_id)
+        lora = (exported or await self._desk.model(who.tenant, asked.model_id)).lora
         data = {"arch": "lora", "model_name": self._base.name, "tokenizer_id": self._base.tokenizer}
         return answered(
             {
                 "type": "get_info",
-                "model_id": model.model,
+                "model_id": asked.model_id,
                 "model_data": data,
                 "model_name": self._base.name,
                 "is_lora": True,
-                "lora_rank": model.lora.rank,
+                "lora_rank": lora.rank,
             }
         )
 
@@ -204,8 +209,13 @@ class Face:
     async def save_external(self, request: Request, who: Caller) -> Response:
         body = await body_of(request, who)
         asked = decoded(body, bodies.SaveExternal)
-        refused = Refused(422, "save_weights_external", "weights are kept in the run folder alone", "use save_state")
-        ask = asks.Refuse(reason=str(refused))
+        if (path := self._exports.save(who.tenant, asked.model_id, asked.age_encryption_recipients)) is not None:
+            return _future(path)
+        try:
+            notes = notes_with(keys_of(asked.age_encryption_recipients))
+            ask: asks.OfModel = asks.Save(name=asked.path, ttl_s=asked.ttl_seconds, notes=notes)
+        except Refused as refused:
+            ask = asks.Refuse(reason=str(refused))
         return await self._submit(who, asked.model_id, asked.seq_id, _mark("external", body), ask)
 
     async def load(self, request: Request, who: Caller) -> Response:
@@ -223,12 +233,18 @@ class Face:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
             raise Refused(422, "model_id", "it names no model", fix)
         made = asks.CreateModel(lora=None, load=ask, notes=notes_of(asked.user_metadata))
+        if self._exports.wanted(made.notes):
+            await self._desk.heartbeat(who.tenant, asked.session_id)
+            state = await self._desk.saved_at(who.tenant, asked.path)
+            return _future(self._exports.begin(who.tenant, asked.session_id, asked.model_seq_id, state))
         return _future(await self._desk.create_model(who.tenant, asked.session_id, asked.model_seq_id, mark, made))
 
     async def retrieve(self, request: Request, who: Caller) -> Response:
         asked = decoded(await body_of(request, who), bodies.Retrieve)
-        if (sample := await self._sampling.retrieve(who, asked.request_id, WAIT_S)) is not None:
+        if (sample := await self._sampling.retrieve(request, who, asked.request_id, WAIT_S)) is not None:
             return sample
+        if (exported := self._exports.answer(who.tenant, asked.request_id)) is not None:
+            return retrieved(exported, asked.request_id)
         return retrieved(await self._desk.outcome(who.tenant, asked.request_id, WAIT_S), asked.request_id)
 
     async def _submit(self, who: Caller, model: str, seq: int, mark: str, ask: asks.OfModel) -> Response:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from areal_lora.operations.messages import Datum, Loss, LossSettings, Pass, Scored
@@ -14,14 +16,18 @@ from areal_lora.service.tinker import protos
 from areal_lora.service.tinker.tensors import finite, row, token_ids, whole
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
+RATIO_MASK = "sequence_ratio_mask"
 _SETTINGS: dict[Loss, dict[str, str]] = {
     Loss.CROSS_ENTROPY: {},
     Loss.IMPORTANCE_SAMPLING: {},
     Loss.PPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
     Loss.CISPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
     Loss.DRO: {"beta": "beta"},
+    Loss.GSPO: {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
+    Loss.STABLE_REINFORCE: {"kl_coeff": "beta"},
 }
 """Settings of each loss in the SDK's words and in ours."""
+_OPTIONAL = {Loss.CROSS_ENTROPY: {WEIGHTS}, Loss.GSPO: {RATIO_MASK}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,28 +99,44 @@ def _datum(message: Any, path: str, loss: Loss) -> Datum:
         raise Refused(422, f"{path}.model_input", "it has no tokens", "send at least one token")
     given = {_text(each.key, path): each.value for each in message.loss_fn_inputs}
     needed = {TARGETS} if loss is Loss.CROSS_ENTROPY else {TARGETS, LOGPROBS, ADVANTAGES}
-    taken = needed | ({WEIGHTS} if loss is Loss.CROSS_ENTROPY else set())
+    taken = needed | _OPTIONAL.get(loss, set())
     for key in sorted(needed - given.keys()):
         raise Refused(422, f"{path}.loss_fn_inputs", f"{loss} needs {key}", f"send {key}")
     for key in sorted(given.keys() - taken):
         fix = f"leave it out; {loss} takes {', '.join(sorted(taken))}"
         raise Refused(422, f"{path}.loss_fn_inputs.{key[:64]}", f"{loss} has no such input", fix)
 
-    def numbers(key: str) -> bytes:
+    def numbers(key: str) -> npt.NDArray[np.float32]:
         where = f"{path}.loss_fn_inputs.{key}"
-        return finite(row(given[key], where, n), where).tobytes() if key in given else b""
+        return finite(row(given[key], where, n), where)
 
     where = f"{path}.loss_fn_inputs.{TARGETS}"
     targets = whole(row(given[TARGETS], where, n), where)
-    if (wrong := np.flatnonzero(targets[:-1] != inputs[1:])).size:
-        reason = f"target {wrong[0]} is not the input token that follows it"
+    read = {key: numbers(key) for key in given.keys() - {TARGETS}}
+    weights = _weights(loss, read, n)
+    if ADVANTAGES in read and (wrong := np.flatnonzero((weights == 0) & (read[ADVANTAGES] != 0))).size:
+        reason = f"number {wrong[0]} is not 0, and {RATIO_MASK} is 0 there"
+        raise Refused(422, f"{path}.loss_fn_inputs.{ADVANTAGES}", reason, "send 0, or mark the target in the mask")
+    if (wrong := np.flatnonzero((targets[:-1] != inputs[1:]) & (weights[:-1] != 0))).size:
+        reason = f"target {wrong[0]} counts, and is not the input token that follows it"
         raise Refused(422, where, reason, "send inputs tokens[:-1] and targets tokens[1:] of one sequence")
     return Datum(
         tokens=np.append(inputs, targets[-1:]).astype("<i4").tobytes(),
-        weights=numbers(WEIGHTS) or np.ones(n, "<f4").tobytes(),
-        logprobs=numbers(LOGPROBS),
-        advantages=numbers(ADVANTAGES),
+        weights=weights.tobytes(),
+        logprobs=read[LOGPROBS].tobytes() if LOGPROBS in read else b"",
+        advantages=read[ADVANTAGES].tobytes() if ADVANTAGES in read else b"",
     )
+
+
+def _weights(loss: Loss, read: Mapping[str, npt.NDArray[np.float32]], n: int) -> npt.NDArray[np.float32]:
+    """0 where a target changes nothing, so that its token may be anything, such as the 0 of ``[0] * k + sampled``."""
+    match loss:
+        case Loss.CROSS_ENTROPY:
+            return read.get(WEIGHTS, np.ones(n, "<f4"))
+        case Loss.DRO:  # also a target without an advantage is kept near the sampler
+            return np.ones(n, "<f4")
+        case _:
+            return np.not_equal(read.get(RATIO_MASK, read[ADVANTAGES]), 0.0).astype(np.float32)
 
 
 def _settings(message: Any, loss: Loss) -> LossSettings:

@@ -37,7 +37,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /api/v1/asample``."""
+    """Body of ``POST /api/v1/asample``.
+
+    ``record_stability_info`` changes nothing: ``stable_reinforce`` needs no more than log-probabilities, which every
+    sample has.
+    """
 
     sampling_session_id: str
     seq_id: int
@@ -48,6 +52,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
     type: str = "sample"
 
     @property
@@ -86,12 +91,15 @@ def read_sample(body: dict[str, Any]) -> SampleRequest:
 def completion(request: SampleRequest, model: str, context: int, *, pinned: bool) -> dict[str, Any]:
     """The body for a server's ``/v1/completions``. ``pinned``: from the version that ``model`` names, whole."""
     settings, prompt = request.sampling_params, request.token_ids
+    n_new = max(1, context - len(prompt)) if settings.max_tokens is None else settings.max_tokens
+    if request.n_echoed == context and n_new == 1:
+        n_new = 0  # the SDK's compute_logprobs: of the prompt alone
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or []
     return {
         "model": model,
         "prompt": prompt,
         "n": request.num_samples,
-        "max_tokens": max(1, context - len(prompt)) if settings.max_tokens is None else settings.max_tokens,
+        "max_tokens": n_new,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "top_k": max(0, settings.top_k),

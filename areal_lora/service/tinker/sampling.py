@@ -20,7 +20,8 @@ from areal_lora.processes.log import get_logger
 from areal_lora.service.desk.asks import Pending
 from areal_lora.service.desk.desk import Desk
 from areal_lora.service.gateway import Gateway, Names
-from areal_lora.service.refused import Refused
+from areal_lora.service.inference import Meter, n_tokens
+from areal_lora.service.refused import Refused, Unavailable
 from areal_lora.service.requests import Caller, Guard, as_object, fingerprint
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import PROTOBUF, answered, retrieved
@@ -33,7 +34,9 @@ PAUSE_S = 0.25
 PATIENCE_S = 900.0
 """A sample waits this long for a server that holds what it samples; servers restart in that time."""
 KEPT = 4
-"""Finished samples of a tenant that are kept, as a multiple of those that may be in progress."""
+"""Samples of a tenant, answered ones included, as a multiple of those in progress that its quota allows."""
+GRACE_S, UNFETCHED_S = 60.0, 900.0
+"""An answer is kept so long after it was fetched, for a client that repeats the fetch, and so long without one."""
 
 log = get_logger(__name__)
 
@@ -42,20 +45,25 @@ log = get_logger(__name__)
 class _Sample:
     """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not begun.
 
-    ``n_bytes`` are those of the request.
+    ``n_bytes`` are those of the request while the desk keeps it, and those of the answer. ``metered``: its tokens
+    count as in progress.
     """
 
     tenant: str
     mark: str
     n_bytes: int
+    tokens: int
+    metered: bool = True
     task: asyncio.Task[None] | None = None
     found: bytes | Failed | None = None
     waits: Pending | None = None
+    fetched: bool = False
+    leaves: asyncio.TimerHandle | None = None
 
 
 class Sampling:
-    def __init__(self, desk: Desk, base: Base, gateway: Gateway) -> None:
-        self._desk, self._base, self._gateway = desk, base, gateway
+    def __init__(self, desk: Desk, base: Base, gateway: Gateway, meter: Meter) -> None:
+        self._desk, self._base, self._gateway, self._meter = desk, base, gateway, meter
         self._samples: dict[str, _Sample] = {}
 
     def routes(self, guard: Guard) -> list[Route]:
@@ -68,7 +76,12 @@ class Sampling:
     async def begin(self) -> None:
         """Sample again what an earlier process has acknowledged."""
         for each in await self._desk.kept_samples():
-            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.ask))
+            try:
+                tokens = self._tokens(read_sample(as_object(each.ask)))
+            except Refused:  # an earlier release took it; it fails in its turn
+                tokens = 0
+            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.ask), tokens=tokens)
+            self._meter.begin(each.tenant, tokens)
             self._start(each.sample, sample, each.ask)
 
     async def close(self) -> None:
@@ -98,8 +111,10 @@ class Sampling:
         sampler = (await self._desk.sampler(who.tenant, asked.sampling_session_id)).sampler
         name = f"{sampler}:{asked.seq_id}"
         if (sample := self._samples.get(name)) is None:
+            tokens = self._tokens(asked)
             self._make_room(who, len(body))
-            sample = self._samples[name] = _Sample(tenant=who.tenant, mark=mark, n_bytes=len(body))
+            self._meter.begin(who.tenant, tokens, who.quota)
+            sample = self._samples[name] = _Sample(tenant=who.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
         if sample.mark != mark:
             raise Refused(422, "seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
@@ -110,10 +125,11 @@ class Sampling:
             finally:
                 if sample.task is None:
                     self._samples.pop(name, None)
+                    self._unmeter(sample)
         ids = [f"{name}:{k}" for k in range(asked.num_samples)]
         return answered({"request_id": name, "sample_sequence_ids": ids})
 
-    async def retrieve(self, who: Caller, name: str, wait_s: float) -> Response | None:
+    async def retrieve(self, request: Request, who: Caller, name: str, wait_s: float) -> Response | None:
         """The answer of a sample; None for the id of something else. Raises Refused."""
         sample = self._samples.get(name)
         if sample is None or sample.tenant != who.tenant:
@@ -122,8 +138,10 @@ class Sampling:
             return None
         if sample.task is not None:
             await asyncio.wait({sample.task}, timeout=wait_s)
-        if sample.found is not None:
+        if sample.found is not None and not sample.fetched and not await request.is_disconnected():
+            sample.fetched, sample.n_bytes = True, _length(sample.found)
             self._desk.drop_sample(name)
+            self._keep(name, sample, GRACE_S)
         match sample.found:
             case bytes(body):
                 return Response(body, media_type=PROTOBUF)
@@ -132,19 +150,35 @@ class Sampling:
             case None:
                 return retrieved(sample.waits or Pending(reason="it is being sampled"), name)
 
+    def _tokens(self, asked: SampleRequest) -> int:
+        return n_tokens(completion(asked, BASE, self._base.context, pinned=False), self._base.context)
+
     def _make_room(self, who: Caller, n_bytes: int) -> None:
-        """Forget the oldest finished samples of a tenant with many. Raises Refused (429) for too many in progress."""
+        """Forget samples of a tenant that were fetched, the oldest first, where they are many. Raises Refused (429)."""
         mine = {name: sample for name, sample in self._samples.items() if sample.tenant == who.tenant}
-        finished = [name for name, sample in mine.items() if sample.found is not None]
-        total = n_bytes + sum(sample.n_bytes for sample in mine.values())
-        most_bytes, most_finished = who.quota.queued_mib << 20, KEPT * who.quota.queued - 1
-        while finished and (total > most_bytes or len(finished) > most_finished):
-            total -= self._samples.pop(oldest := finished.pop(0)).n_bytes
-            del mine[oldest]
-            self._desk.drop_sample(oldest)
-        if len(mine) - len(finished) >= who.quota.queued or total > most_bytes:
+        in_progress = sum(sample.found is None for sample in mine.values())
+        total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
+        most_bytes, most = who.quota.queued_mib << 20, KEPT * who.quota.queued
+        for name in [name for name, sample in mine.items() if sample.fetched]:
+            if total <= most_bytes and count < most:
+                break
+            total, count = total - mine[name].n_bytes, count - 1
+            self._forget(name, mine[name])
+        if in_progress >= who.quota.queued or total > most_bytes or count >= most:
             reason = f"{who.quota.queued} samples, or {who.quota.queued_mib} MiB of them, are the quota"
-            raise Refused(429, "asample", reason, "wait for some of those in progress")
+            raise Refused(429, "asample", reason, "fetch some, or wait for those in progress", retry_s=1)
+
+    def _keep(self, name: str, sample: _Sample, for_s: float) -> None:
+        if sample.leaves is not None:
+            sample.leaves.cancel()
+        sample.leaves = asyncio.get_running_loop().call_later(for_s, self._forget, name, sample)
+
+    def _forget(self, name: str, sample: _Sample) -> None:
+        if sample.leaves is not None:
+            sample.leaves.cancel()
+        if self._samples.get(name) is sample:
+            del self._samples[name]
+            self._desk.drop_sample(name)
 
     def _start(self, name: str, sample: _Sample, body: bytes) -> None:
         self._samples[name] = sample
@@ -158,12 +192,29 @@ class Sampling:
         except Exception as error:  # fault boundary: one sample must not end the service
             log.error("sample %s failed", name, exc_info=error)
             sample.found = Failed(reason="an unexpected error; the service's log has it", by_client=False)
+        finally:
+            self._unmeter(sample)
+        if isinstance(sample.found, Failed):
+            self._desk.drop_sample(name)  # nor does a restart of the service repeat it
+            sample.n_bytes = 0
+        sample.n_bytes += _length(sample.found)
+        self._keep(name, sample, UNFETCHED_S)
+
+    def _unmeter(self, sample: _Sample) -> None:
+        if sample.metered:
+            sample.metered = False
+            self._meter.end(sample.tenant, sample.tokens)
 
     async def _sampled(self, sample: _Sample, asked: SampleRequest) -> bytes:
         """Raises Refused, also where no server can answer for a long time."""
         until, missing = time.monotonic() + PATIENCE_S, None
         while True:
-            served = await self._desk.serve(sample.tenant, asked.sampling_session_id, missing)
+            try:
+                served = await self._desk.serve(sample.tenant, asked.sampling_session_id, missing)
+            except Unavailable as unavailable:
+                if time.monotonic() > until:
+                    raise
+                served = Pending(reason=unavailable.reason)
             if isinstance(served, Pending):
                 sample.waits = served
             else:
@@ -180,3 +231,7 @@ class Sampling:
                     if time.monotonic() > until:
                         raise
             await asyncio.sleep(PAUSE_S)
+
+
+def _length(found: bytes | Failed) -> int:
+    return len(found) if isinstance(found, bytes) else len(found.reason)

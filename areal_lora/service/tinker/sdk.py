@@ -8,6 +8,7 @@ from areal_lora.config.models import Config
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.desk.desk import Desk
 from areal_lora.service.gateway import Gateway
+from areal_lora.service.inference import Meter
 from areal_lora.service.requests import Guard
 from areal_lora.service.tinker.archives import Archives
 from areal_lora.service.tinker.base import Base
@@ -20,9 +21,9 @@ from areal_lora.service.tinker.unsupported import Unsupported
 class Sdk:
     """``async with Sdk(...)``; inside it samples that an earlier process has acknowledged are in progress."""
 
-    def __init__(self, config: Config, run_folder: RunFolder, desk: Desk, gateway: Gateway) -> None:
+    def __init__(self, config: Config, run_folder: RunFolder, desk: Desk, gateway: Gateway, meter: Meter) -> None:
         base = Base.of(config)
-        self._sampling = Sampling(desk, base, gateway)
+        self._sampling = Sampling(desk, base, gateway, meter)
         self._parts = (
             Face(desk, base, self._sampling),
             self._sampling,

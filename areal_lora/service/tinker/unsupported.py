@@ -17,12 +17,11 @@ from areal_lora.service.tinker.wire import body_of
 _NO_BILLS, _NO_PROJECTS = "this service keeps no accounts", "sessions of this service are in no projects"
 _AS_IT_IS = "keys are used as they are"
 _CALLS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
-    "publish": (f"{STATE}/publish", ("POST", "DELETE"), "saved states are of one tenant alone", "send the archive"),
-    "external_weights_urls": (
-        f"{STATE}/external_weights_urls",
-        ("GET",),
-        "weights are kept in the run folder alone",
-        "use the archive of a saved state",
+    "publish": (
+        f"{STATE}/publish",
+        ("POST", "DELETE"),
+        "saved states are of one tenant alone",
+        "download the weights, and send them",
     ),
     "copy_weights": ("/api/v1/copy_weights", ("POST",), _NO_PROJECTS, "load the state where it is needed"),
     "project": ("/api/v1/sessions/{session}/project", ("PUT",), _NO_PROJECTS, "leave it out"),

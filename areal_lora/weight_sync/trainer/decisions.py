@@ -61,14 +61,16 @@ def after_look(
     config: WeightSyncConfig,
     min_servers: int,
     watched: bool,
+    loading: bool = False,
 ) -> tuple[Progress, Look]:
     """Connect if ``able`` servers suffice, else wait up to ``rejoin_s`` for others if servers are ``watched``.
 
-    The look began at ``began``; it is ``now``; all ranks take a step at ``until``.
+    The time begins when no server is ``loading`` any more. The look began at ``began``; it is ``now``; all ranks take a
+    step at ``until``.
     """
     if able >= min_servers:
         return replace(progress, short_since=None), Look.CONNECT
-    since = began if progress.short_since is None else progress.short_since
+    since = now if loading else began if progress.short_since is None else progress.short_since
     progress = replace(progress, short_since=since)
     if not watched or now >= since + config.rejoin_s:
         return progress, Look.STOP

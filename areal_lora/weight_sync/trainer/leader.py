@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from areal_lora.algorithms.merging import MOST_LOST, CastSums
+from areal_lora.config.adapter_run import PROBE_TOLERANCES
 from areal_lora.config.models import WeightSyncConfig
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.errors import AdapterError, ArealLoraError, ManifestError, PublishError
@@ -89,6 +90,8 @@ class Leader:
 
     ``on_active`` is called in the publisher thread, before ``PublishHandle.wait`` returns. ``on_wait`` is called there
     with the version that waits for an adapter slot and with what holds the slots, empty when it has one.
+    ``loading`` names the servers that load their model; while there are any, a publish that has too few members waits.
+    ``tolerance`` is that of ``check_probe``.
     """
 
     def __init__(
@@ -98,13 +101,16 @@ class Leader:
         secret: str,
         servers: Iterable[ServerEndpoint],
         config: WeightSyncConfig,
+        tolerance: float = PROBE_TOLERANCES["float32"],
         min_servers: int = 1,
         watch: ServerWatch | None = None,
         on_active: Callable[[Active], None] | None = None,
         on_wait: Callable[[AdapterRef, str], None] | None = None,
+        loading: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._config, self._min_servers = config, min_servers
-        self._on_active, self._on_wait = on_active, on_wait
+        self._config, self._tolerance, self._min_servers = config, tolerance, min_servers
+        self._on_active, self._on_wait, self._loading = on_active, on_wait, loading
+        self._awaited: Sequence[str] = ()  # servers that load their model, as logged
         self._fleet = Fleet(run, secret)
         self.roster = Roster(self._fleet, servers, ping_s=config.ping_s, watch=watch)
         self._requests = AttemptRequests(self._fleet, config.answer_s)
@@ -199,6 +205,10 @@ class Leader:
         while True:
             members = self._admit(job)
             newly_short = job.progress.short_since is None
+            loading = self._loading() if len(members) < self._min_servers else ()
+            if loading and loading != self._awaited:
+                log.warning("%s: waits without limit for %s: loading the model", job.ref, ", ".join(loading))
+            self._awaited = loading
             job.progress, look = after_look(
                 job.progress,
                 len(members),
@@ -208,6 +218,7 @@ class Leader:
                 config=self._config,
                 min_servers=self._min_servers,
                 watched=self.roster.watched,
+                loading=bool(loading),
             )
             if look is Look.CONNECT:
                 same, self._formed = self._in_step(members), members
@@ -327,9 +338,7 @@ class Leader:
             return {}
         lossy = cast is not None and cast.error > MOST_LOST
         deadline = max(job.budget.deadline, time.monotonic() + self._config.ping_s)
-        posts = self._fleet.probe(
-            servers, job.ref, replace(job.probe, lossy=lossy), self._config.probe_tolerance, deadline
-        )
+        posts = self._fleet.probe(servers, job.ref, replace(job.probe, lossy=lossy), self._tolerance, deadline)
         results = answers(posts, deadline)
         self.roster.exclude_failed(errors(results))
         return {s: r for s, r in results.items() if isinstance(r, ProbeResult)}

@@ -100,6 +100,8 @@ HOW: dict[str, How] = {
     ".venv/bin/python -m areal_lora init mine.yaml --model MODEL --data DATA --prompt question --answer answer"
     " --reward numeric_match": Run(instead=(("DATA", "data.jsonl"),)),
     ".venv/bin/python -m areal_lora train --config mine.yaml": PLAN,
+    "areal-lora status RUN --groups": Run(says="groups of"),
+    "areal-lora samples RUN --worst": Run(says="== "),
     "areal-lora status second": Run(live=True),
     "areal-lora resume second": Run(live=True, code=64, says="is still going"),
     "areal-lora stop second": Run(live=True, says="Stopped."),
@@ -117,6 +119,20 @@ HOW: dict[str, How] = {
         ),
     ),
     ".venv/bin/python -m areal_lora.launch --config examples/math/service.yaml --serve": PLAN,
+    **dict.fromkeys(
+        [
+            'python -m tinker_cookbook.recipes.chat_sl.train model_name="$PWD/Qwen/Qwen3-8B-Base"'
+            " renderer_name=role_colon lora_rank=8 dataset=chats.jsonl batch_size=2 num_epochs=2 learning_rate=4e-3",
+            "python -m tinker_cookbook.recipes.math_rl.train model_name=Qwen/Qwen3-8B-Base lora_rank=8"
+            " groups_per_batch=4 max_steps=2",
+            "python -m tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B-Base lora_rank=8 batch_size=2"
+            " group_size=4 max_tokens=16",
+        ],
+        Elsewhere(test="tests/e2e/test_tinker_run.py::test_recipes_of_the_cookbook", why="a run with a service"),
+    ),
+    "tinker checkpoint download tinker://sd02fea56da93:train:0/weights/first": Elsewhere(
+        test="tests/e2e/test_tinker_run.py::test_weights_are_taken_home_while_every_place_is_taken", why="a saved state"
+    ),
     "python first.py": Elsewhere(test="tests/e2e/test_tinker_run.py::test_the_page", why="the program above it"),
     **dict.fromkeys(
         [
@@ -344,7 +360,8 @@ def test_the_doctors_findings_are_those_that_are_shown(checkout: Path) -> None:
 def test_what_make_starts(text: str, checkout: Path) -> None:
     how = HOW[text]
     assert isinstance(how, Make)
-    result = shell(f"{text.replace('make ', 'make -n ', 1)}", ROOT)
+    # `make test ARGS=...` gives its variables to every make below it.
+    result = shell(text.replace("make ", "env -u MAKEFLAGS -u ARGS make -n ", 1), ROOT)
     assert result.returncode == 0, result.stdout
     assert how.says in result.stdout
     for line in result.stdout.splitlines():

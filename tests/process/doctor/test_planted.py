@@ -29,14 +29,14 @@ needs_mounts = pytest.mark.skipif(
 
 
 def examined(
-    *words: str, prepare: str = "", before: Sequence[str] = (), fault: str = "", quick: bool = True
+    *words: str, prepare: str = "", before: Sequence[str] = (), fault: str = "", quick: bool = True, cwd: Path = ROOT
 ) -> tuple[int, list[dict[str, Any]]]:
     """Exit code and findings that are not ok; ``prepare`` are shell lines in mounts of their own."""
     command = [*before, *DOCTOR, *words, *(["--quick"] if quick else [])]
     if prepare:
         command = ["unshare", "-m", "bash", "-ec", f"{prepare}\nexec {shlex.join(command)}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"AREAL_LORA_FAULT": fault} if fault else {})
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode in (0, 69), done.stderr
     report = json.loads(done.stdout)
     return done.returncode, [one for one in report["findings"] if one["level"] != "ok"]
@@ -159,7 +159,8 @@ def test_two_roles_with_different_code(tmp_path: Path) -> None:
     with (copy / "types.py").open("a") as file:
         file.write("# older\n")
     python = stub(tmp_path / "env", package=copy)
-    code, findings = examined(f"run.root={tmp_path}", f"trainer.python={python}")
+    (cwd := tmp_path / "without a checkout").mkdir()
+    code, findings = examined(f"run.root={tmp_path}", f"trainer.python={python}", cwd=cwd)
     (differs,) = [one for one in findings if "areal_lora differs" in one["reason"]]
     assert (code, differs["level"]) == (69, "fail")
     assert "the same checkout" in differs["fix"]

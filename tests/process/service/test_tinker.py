@@ -67,7 +67,7 @@ def test_training(tours: dict[str, dict[str, Any]], version: str) -> None:
     assert said["custom"]["squares"] == pytest.approx(sum(each**2 for each in row), rel=1e-5)
     for error, text in said["poisoned"]:
         assert error == "RequestFailedError"
-        assert "target 0 is not the input token that follows it" in text
+        assert "target 0 counts, and is not the input token that follows it" in text
     error, text = said["refused step"]
     assert error == "RequestFailedError"
     assert "adam_params.learning_rate" in text
@@ -112,6 +112,20 @@ def test_sampling_and_lists(run: ScriptedRun, tours: dict[str, dict[str, Any]], 
     assert stops == [(["one", "two"], [], False), ([], [5, 6], False), (["three"], [], False), ([], [], True)]
     assert all("@v" in body["model"] and body["pin_version"] for body in own), "snapshots are of one version"
     assert [body["model"] for body in run.asked].count("base") == len(VERSIONS)
+
+
+def test_a_session_learns_at_once_that_no_place_is_free(run: ScriptedRun, tours: dict[str, dict[str, Any]]) -> None:
+    """Later versions report a queue state only once it has lasted for 15 minutes."""
+    keys = {version: run.tenant(f"small{k}", adapters=1) for k, version in enumerate(VERSIONS)}
+    begun = {version: run.begin(version, "crowded.py", keys[version]) for version in VERSIONS}
+    for process in begun.values():
+        said = run.end(process)
+        name = said["model"].replace(":train:", "-")
+        error, text = said["error"]
+        assert (error, "1 models of this session have every place" in text) == ("UnprocessableEntityError", True), text
+        assert f"areal-lora adapters delete RUN {name}" in text
+        waits = f"a new model waits for a place: the quota of 1 adapters is used; yours are {name}"
+        assert len([text for text in said["warned"] if waits in text]) == 1, said["warned"]
 
 
 def test_every_pass_reached_the_trainer_once(run: ScriptedRun, tours: dict[str, dict[str, Any]]) -> None:

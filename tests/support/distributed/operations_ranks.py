@@ -57,8 +57,14 @@ def by_hand(loss: Loss, settings: LossSettings = DEFAULTS) -> Any:
     def sums(micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None) -> LossSums:
         assert micro.advantages is not None
         assert micro.weights is not None
-        targets = Targets(logprobs=logprobs, sampled=micro.rollout_logprobs, advantages=micro.advantages)
-        return LossSums(loss=token_loss(loss, bounds_of(loss, settings), targets, micro.weights))
+        targets = Targets(
+            logprobs=logprobs,
+            sampled=micro.rollout_logprobs,
+            advantages=micro.advantages,
+            weights=micro.weights,
+            cu_seqlens=micro.cu_seqlens,
+        )
+        return LossSums(loss=token_loss(loss, bounds_of(loss, settings), targets))
 
     return sums
 

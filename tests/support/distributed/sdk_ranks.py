@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from areal_lora.config.recorded import read_config
+from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.base import AdamValues
 from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.operations.messages import LoadState, Loss, LossSettings, Pass
@@ -48,9 +49,10 @@ def sdk_and_engine(
     for _ in range(steps):
         losses.append(engine.forward_backward(batch_of(data, "engine"), by_hand(Loss.CROSS_ENTROPY))["loss"])
         engine.optim_step("engine", 1.0, rate, ADAM)
-    load_saved(engine, folder, LoadState(adapter=saved[0], label=saved[1], optimizer=True), "sdk")
-    load_saved(engine, folder, LoadState(adapter=saved[0], label=saved[1], optimizer=False), "branch")
-    load_saved(engine, folder, LoadState(adapter=branched[0], label=branched[1], optimizer=True), "sdk branch")
+    solo = SoloExchange()
+    load_saved(engine, folder, LoadState(adapter=saved[0], label=saved[1], optimizer=True), "sdk", solo)
+    load_saved(engine, folder, LoadState(adapter=saved[0], label=saved[1], optimizer=False), "branch", solo)
+    load_saved(engine, folder, LoadState(adapter=branched[0], label=branched[1], optimizer=True), "sdk branch", solo)
     lengths = [len(row) - 1 for row in rows]
     sampled = [datum(row, [1.0] * n, sampler_scores(n), advantages(n)) for row, n in zip(rows, lengths, strict=True)]
     others = []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from areal_lora.config.adapter_run import PROBE_TOLERANCES
 from areal_lora.config.models import Config
 from areal_lora.data.collate import scoring_batch
 from areal_lora.distributed.exchange import SoloExchange
@@ -133,17 +134,17 @@ def small_effects(
     config: Config, engine: MegatronEngine, adapter: Adapter, version: int, random: dict[str, Tensor]
 ) -> dict[str, str]:
     """An adapter far below the tolerance of a bf16 run: what is right, then what never reaches the sampler."""
-    loose = config.weight_sync.model_copy(update={"probe_tolerance": 0.05})
     leader = Leader(
         run=config.run.name,
         secret=read_secret(config.run_folder),
         servers=RendezvousWatch(config.run_folder, 1).present(),
-        config=loose,
+        config=config.weight_sync,
+        tolerance=PROBE_TOLERANCES["bfloat16"],
     )
     publisher = Tampering(
         Publisher(
             run=config.run.name,
-            config=loose,
+            config=config.weight_sync,
             exchange=SoloExchange(),
             role=leader,
             secret=read_secret(config.run_folder),

@@ -13,13 +13,13 @@ from typing import Any
 from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import WorkflowConfig
 from areal_lora.config.reward import FunctionReward
-from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.main import adapter_data, serve
 from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, create_secret, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
+from tests.support.rollout.patient_client import PatientClient
 
 
 class Loop:
@@ -41,7 +41,7 @@ class Loop:
 
 @dataclass
 class Running:
-    client: ControllerClient
+    client: PatientClient
     endpoint: Endpoint
     servers: tuple[FakeServer, ...]
     ended: Any  # the controller's future
@@ -94,7 +94,7 @@ def controllers(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         work = serve(made, RunFolder(tmp_path), data, stop)
         ended = asyncio.run_coroutine_threadsafe(work, loop.loop)
         endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 20, lambda: not ended.done())
-        client = ControllerClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
+        client = PatientClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({adapter.name: 0 for adapter in made.adapters}, {})
         started.append(Running(client, endpoint, servers, ended, tmp_path, entry))
         return started[-1]

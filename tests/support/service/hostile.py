@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import msgspec
+
+from areal_lora.service.refused import ErrorBody
 from tests.support.service.running import section
 from tests.support.tinker.tenant_world import World
 
@@ -45,6 +48,20 @@ class Shot:
 
 
 REFUSED = frozenset({401, 404, 405, 410, 413, 422, 429})
+
+
+def typed(status: int, kind: str, content: bytes, said: str) -> None:
+    if status >= 400:
+        error = msgspec.json.decode(content, type=ErrorBody).error
+        assert error.path, said
+        assert error.reason, said
+        assert "Traceback" not in error.reason, said
+    elif status == 204:
+        assert not content, said
+    elif kind == "application/json":
+        assert isinstance(json.loads(content), dict), said
+    else:
+        assert (kind, bool(content)) == ("application/x-protobuf", True), said
 
 
 def of_the_api(draw: Random, me: World, foe: World) -> Shot:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,19 @@ from typing import Any
 
 import httpx
 import yaml
+from aiohttp import web
 
 from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.rendezvous import create_secret
+from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
 from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.api import Api
 from areal_lora.service.desk.desk import Desk, Surroundings
 from areal_lora.service.gateway import Gateway
+from areal_lora.service.inference import Meter
 from areal_lora.service.observed import Observed
 from areal_lora.service.operator_key import admit_operator, read_key
 from areal_lora.service.rows import Key, Quota, digest_of, new_key
@@ -86,7 +88,8 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
     writer, acceptance = Writer(store, folder, observed.phases), Acceptance(config)
     desk = Desk(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
     try:
-        async with desk, Gateway(folder) as gateway, Sdk(config, folder, desk, gateway) as sdk:
+        meter = Meter()
+        async with desk, Gateway(folder) as gateway, Sdk(config, folder, desk, gateway, meter) as sdk:
             api = Api(
                 config=config,
                 run_folder=folder,
@@ -94,6 +97,7 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
                 observed=observed,
                 acceptance=acceptance,
                 gateway=gateway,
+                meter=meter,
                 sdk=sdk,
             )
             transport = httpx.ASGITransport(app=api.app(), raise_app_exceptions=raises)
@@ -101,3 +105,27 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
                 yield Running(folder, api, writer, observed, desk, http, keys)
     finally:
         writer.close()
+
+
+@asynccontextmanager
+async def data_plane(
+    it: Running, index: int, answer: Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
+) -> AsyncIterator[list[dict[str, Any]]]:
+    """A server of the run that answers completions as told; the bodies that it got."""
+    asked: list[dict[str, Any]] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return await answer(asked[-1])
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    app.router.add_post("/v1/chat/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    publish_endpoint(it.folder, "server", index, {"data": runner.addresses[0][1]})
+    try:
+        yield asked
+    finally:
+        await runner.cleanup()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tinker import types
@@ -32,6 +32,11 @@ def datum(chunks: list[list[int]], **inputs: Any) -> Any:
 def main() -> None:
     answers = json.load(sys.stdin)
     rl = {"target_tokens": [2, 3], "logprobs": [-0.5, -1.25], "advantages": [0.0, 2.0]}
+    padded = {  # as in the cookbook's own loop
+        "target_tokens": [0, 0, 4, 5],
+        "logprobs": [0.0, 0.0, -0.5, -1.25],
+        "advantages": [0.0, 0.0, 2.0, 2.0],
+    }
     column = torch.zeros(16, 1)
     column[3], column[9] = 1.5, -2.0
     long = list(range(1, 18))
@@ -48,6 +53,12 @@ def main() -> None:
         "ppo": request([datum([[1, 2]], **rl)], "ppo", config={"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
         "importance_sampling": request([datum([[1, 2]], **rl)], "importance_sampling"),
         "dro": request([datum([[1, 2]], **rl)], "dro", config={"beta": 0.1}),
+        "padded": request([datum([[1, 2, 3, 4]], **padded)], "importance_sampling"),
+        "padded, no weights": request([datum([[1, 2, 3]], target_tokens=[0, 3, 4])], "cross_entropy"),
+        "padded, weights": request(
+            [datum([[1, 2, 3]], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])], "cross_entropy"
+        ),
+        "padded, dro": request([datum([[1, 2, 3, 4]], **padded)], "dro"),
         "sparse": request([datum([long[:-1]], target_tokens=long[1:], weights=column)], "cross_entropy"),
         "mask": request(
             [datum([[1, 2]], mask=types.TensorData(data=[1.0, 1.0], dtype="float32", shape=[2]), **rl)], "ppo"
@@ -68,6 +79,24 @@ def main() -> None:
             "cross_entropy",
         ),
     }
+    if "stable_reinforce" in get_args(types.LossFnType):
+        mask = {"sequence_ratio_mask": [0.0, 0.0, 1.0, 1.0]}
+        prompt, sampled = {"sequence_id": "s1:sample:0:1:0", "length": 3}, {"sequence_id": "s1:sample:0:1:0"}
+        spans = datum([[1, 2, 3, 4]], **padded).with_provenance(
+            model_input=[types.PromptProvenanceSpan(**prompt), types.SampledProvenanceSpan(**sampled, length=1)],
+            loss_fn_inputs=[
+                types.PromptProvenanceSpan(**prompt | {"offset": 1, "length": 2}),
+                types.SampledProvenanceSpan(**sampled, length=2),
+            ],
+        )
+        written |= {
+            "gspo": request([datum([[1, 2, 3, 4]], **padded)], "gspo", config={"clip_high_threshold": 1.5}),
+            "gspo, mask": request([datum([[1, 2, 3, 4]], **padded | mask)], "gspo"),
+            "gspo, outside": request(
+                [datum([[1, 2, 3, 4]], **padded | {"sequence_ratio_mask": [0.0, 0.0, 0.0, 1.0]})], "gspo"
+            ),
+            "stable_reinforce": request([spans], "stable_reinforce", config={"kl_coeff": 0.01}),
+        }
     scored = deserialize_forward_backward_output(base64.b64decode(answers["scored"]))
     sampled = deserialize_sample_response(base64.b64decode(answers["sampled"]))
     top = (

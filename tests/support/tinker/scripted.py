@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from aiohttp import web
 
 from areal_lora.config.recorded import write_config
+from areal_lora.engine.vllm_ext.openai_api import CompletionBody, error_body
+from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of
 from areal_lora.operations.messages import Failed, Operation
 from areal_lora.operations.testing import ScriptedTrainer
 from areal_lora.run_folder.desired import DesiredPhase, read_desired
@@ -92,9 +95,9 @@ class ScriptedRun:
         assert endpoint is not None
         return f"http://{endpoint.host}:{endpoint.ports['api']}"
 
-    def tenant(self, name: str) -> str:
+    def tenant(self, name: str, **quota: float) -> str:
         """A new tenant's key."""
-        return new_tenant(self.folder, self.url, name)
+        return new_tenant(self.folder, self.url, name, **quota)
 
     # ------------------------------------------------------------ programs
 
@@ -152,29 +155,40 @@ class ScriptedRun:
         await runner.cleanup()
 
     async def _complete(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.asked.append(body)
+        self.asked.append(await request.json())
+        try:
+            body = msgspec.convert(self.asked[-1], CompletionBody)
+            prompts = [list(each.encode()) if isinstance(each, str) else each for each in prompts_of(body.prompt)]
+        except msgspec.ValidationError as error:
+            return web.Response(body=error_body(400, str(error)), status=400, content_type="application/json")
         while not self.answers.is_set():
             await asyncio.sleep(0.02)
-        before = body["prompt"] if body["echo"] else []
-        tokens = [(body["prompt"][-1] + 1 + i) % 64 for i in range(body["max_tokens"])]
-        scores = [0.0, *(-t / 64 for t in before[1:])] if before else []
-        choice = {
-            "finish_reason": "length",
-            "token_ids": [*before, *tokens],
-            "logprobs": {"token_logprobs": [*scores, *(-t / 64 for t in tokens)]},
-        }
-        if body["logprobs"]:
-            rows = [{str(t): -t / 64, str(t + 1): -t / 64 - 1} for t in [*before, *tokens]]
-            choice["logprobs"]["top_ids"] = [{}, *rows[1:]] if before else rows
-        return web.json_response({"model": body["model"], "choices": [choice | {"index": k} for k in range(body["n"])]})
+        choices = [_choice(body, prompt or [0]) for prompt in prompts for _ in range(body.n)]
+        answer = {"model": body.model, "choices": [choice | {"index": k} for k, choice in enumerate(choices)]}
+        return web.json_response(answer)
 
 
-def new_tenant(folder: RunFolder, url: str, name: str) -> str:
+def _choice(body: CompletionBody, prompt: list[int]) -> dict[str, Any]:
+    before = prompt if body.echo else []
+    n_new = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    tokens = [(prompt[-1] + 1 + i) % 64 for i in range(n_new)]
+    scores = [0.0, *(-t / 64 for t in before[1:])] if before else []
+    choice: dict[str, Any] = {
+        "finish_reason": "length",
+        "token_ids": [*before, *tokens],
+        "logprobs": {"token_logprobs": [*scores, *(-t / 64 for t in tokens)]},
+    }
+    if body.logprobs:
+        rows = [{str(t): -t / 64, str(t + 1): -t / 64 - 1} for t in [*before, *tokens]]
+        choice["logprobs"]["top_ids"] = [{}, *rows[1:]] if before else rows
+    return choice
+
+
+def new_tenant(folder: RunFolder, url: str, name: str, **quota: float) -> str:
     """Its key."""
     operator = folder.service_key.read_text().strip()
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {operator}"}, timeout=60.0) as http:
-        http.post("/v1/tenants", json={"tenant": name}).raise_for_status()
+        http.post("/v1/tenants", json={"tenant": name, "quota": quota}).raise_for_status()
         made = http.post(f"/v1/tenants/{name}/keys").raise_for_status()
     return str(made.json()["key"])
 

@@ -7,18 +7,9 @@ from typing import Any
 
 import tinker
 from tinker import types
-from words import datum, made, sampled_datum, say, why
+from words import Warned, datum, made, sampled_datum, say, why
 
 TOKENS = [5, 6, 7, 8, 9]
-
-
-class Warned(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def squares(data: list[Any], scores: list[Any]) -> Any:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from tinker import types
+
+
+class Warned(logging.Handler):
+    """Keeps what a program's user reads."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def made(found: Any) -> Any:
@@ -33,8 +46,13 @@ def sampled_datum(prompt: list[int], sequence: Any, advantage: float) -> Any:
 
 def why(future: Any) -> list[str]:
     """Class and text of the error that a future ends with."""
+    return why_not(future.result)
+
+
+def why_not(call: Callable[[], Any]) -> list[str]:
+    """Class and text of the error that a call ends with."""
     try:
-        found = future.result()
+        found = call()
     except Exception as error:  # fault boundary: whatever the SDK raises is what is asked for  # noqa: BLE001
         return [type(error).__name__, str(error)]
     raise AssertionError(f"it ended with {found}")

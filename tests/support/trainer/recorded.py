@@ -55,10 +55,12 @@ class RecordedEngine:
         self.answer, self.asked, self.denominators, self.rates = logprobs, [], [], []
         self.value, self.resident = torch.full_like(logprobs, 0.25).detach(), list[tuple[str, str]]()
         self.broken: tuple[int, ...] = ()  # optimizer steps, from 1, with a gradient that is not finite
+        self.dropped: torch.Tensor | None = None  # what a training pass says in place of ``answer``: dropout
+        self.base: torch.Tensor | None = None  # what the adapter's absence says
 
     def logprobs(self, batch: TrainBatch, *, adapter: str | None, temperature: float = 1.0) -> torch.Tensor:
         self.asked.append(adapter)
-        return self._of(batch)
+        return self._of(batch) if adapter or self.base is None else self.base
 
     def values(self, batch: TrainBatch, *, adapter: str) -> torch.Tensor:
         """0.25 everywhere."""
@@ -81,11 +83,15 @@ class RecordedEngine:
     def forward_backward(
         self, batch: TrainBatch, loss_fn: LossFn, *, temperature: float = 1.0, need_entropy: bool = False
     ) -> dict[str, float]:
-        sums = loss_fn(batch, self._of(batch), None)
-        return {"loss": float(sums.loss), **{k: float(v) for k, v in sums.stats.items()}}
+        logprobs = (self._of(batch) if self.dropped is None else self.dropped).detach().clone().requires_grad_()
+        sums = loss_fn(batch, logprobs, None)
+        sums.loss.backward()
+        self.gradient = logprobs.grad
+        return {"loss": float(sums.loss.detach()), **{k: float(v) for k, v in sums.stats.items()}}
 
     def optim_step(self, adapter: str, denominator: float, lr: float) -> StepStats:
         self.denominators.append(denominator)
         self.rates.append(lr)
-        skipped = float(len(self.rates) in self.broken)
+        finite = bool((self.gradient / denominator).isfinite().all())
+        skipped = float(len(self.rates) in self.broken or not finite)
         return StepStats(values={"grad_norm": math.nan if skipped else 1.0, "lr": lr, "skipped": skipped})

@@ -135,11 +135,17 @@ class Rank:
         if self.publisher is not None:
             self.publisher.close()
         self.sources = sources
-        sync = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB, "probe_tolerance": 1e-6} | config))
+        sync = WeightSyncConfig(**({"bucket_mib": BUCKET_MIB} | config))
         self.role = Follower()
         if self.rank == 0:
             self.role = Leader(
-                run=RUN, secret=SECRET, servers=servers, config=sync, watch=self.watch, on_active=self.announce
+                run=RUN,
+                secret=SECRET,
+                servers=servers,
+                config=sync,
+                tolerance=1e-6,
+                watch=self.watch,
+                on_active=self.announce,
             )
         self.publisher = Publisher(
             run=RUN,

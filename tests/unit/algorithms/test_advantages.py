@@ -11,6 +11,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_lora.algorithms.advantages import (
     ADVANTAGES,
@@ -169,6 +170,39 @@ def test_a_group_without_a_greedy_answer_has_no_advantage_to_it(baselines: torch
     samples = replace(_samples(([1.0, 0.0], [0, 1], [3, 3])), baselines=baselines)
     with pytest.raises(AlignmentError, match="no greedy answer"):
         ADVANTAGES["remax"].of(samples)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_to_the_end_equal_the_loop_at_any_length(seed: int, factor: float) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, 2, 3, rng.randint(1, 900), 512, 513]) for _ in range(12)]
+    rows = [[rng.gauss(0, 1) for _ in range(n)] for n in lengths]
+    wanted = []
+    for row in rows:
+        found, total = [], 0.0
+        for value in reversed(row):
+            total = value + factor * total
+            found.append(total)
+        wanted += reversed(found)
+    flat = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    assert discounted_sums(flat, bounds, factor).tolist() == pytest.approx(wanted, rel=1e-12, abs=1e-12), f"seed {seed}"
+
+
+def test_sums_to_the_end_make_few_passes_over_long_answers() -> None:
+    """A loop over 16,384 tokens took several operations for each."""
+
+    class Counting(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.operations += 1
+            return function(*args, **kwargs or {})
+
+    with Counting() as counting:
+        discounted_sums(torch.ones(4 * 16384, dtype=torch.float64), torch.arange(5) * 16384, 0.9)
+    assert counting.operations < 1000
 
 
 def test_sums_to_the_end_do_not_cross_sequences() -> None:

@@ -49,12 +49,19 @@ VARIANTS = {
 }
 
 
-def _loop(name: str, rows: list[Row], advantages: list[float], reduction: str, frozen: list[list[float]]) -> float:
+def _loop(
+    name: str,
+    rows: list[Row],
+    advantages: list[float],
+    reduction: str,
+    frozen: list[list[float]],
+    unmoved: bool = False,
+) -> float:
     """Sequence by sequence, token by token, straight from the formulas. ``frozen`` stands for a stopped gradient."""
     terms, total = VARIANTS[name], 0.0
     for row, a, still in zip(rows, advantages, frozen, strict=True):
         at = [t for t, on in enumerate(row.mask) if on]
-        old = row.prox if terms.ratio == "proximal" else row.rollout
+        old = row.rollout if terms.ratio == "rollout" else still if unmoved else row.prox
         product = math.exp(sum(row.prox[t] - row.rollout[t] for t in at))
         mean = math.exp(sum(row.current[t] - old[t] for t in at) / len(at))
         for t in at:
@@ -86,7 +93,12 @@ def _loop(name: str, rows: list[Row], advantages: list[float], reduction: str, f
 
 
 def _ours(
-    terms: PolicyTerms, rows: list[Row], advantages: list[float], reduction: str, logprobs: torch.Tensor | None = None
+    terms: PolicyTerms,
+    rows: list[Row],
+    advantages: list[float],
+    reduction: str,
+    logprobs: torch.Tensor | None = None,
+    unmoved: bool = False,
 ) -> torch.Tensor:
     """The packed loss of ``rows``; ``logprobs`` [t] is given where its gradient is wanted."""
     batch = batch_of(rows)
@@ -103,6 +115,7 @@ def _ours(
         given=batch.given,
         ref_logprobs=batch.ref_logprobs,
         entropy=packed(rows, "entropy"),
+        unmoved=unmoved,
     ).loss
 
 
@@ -113,14 +126,15 @@ def _advantages(rows: list[Row]) -> list[float]:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("seed", range(2))
-def test_loss_and_gradient_equal_the_loop(name: str, reduction: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "unmoved"), [(0, False), (1, False), (2, True)])
+def test_loss_and_gradient_equal_the_loop(name: str, reduction: str, seed: int, unmoved: bool) -> None:
+    """Where the policy is unmoved, current and proximal log-probabilities differ by dropout."""
     rows = draw_rows(seed, given=0.2)
     advantages, frozen = _advantages(rows), [list(row.current) for row in rows]
     logprobs = packed(rows, "current").requires_grad_()
-    loss = _ours(VARIANTS[name], rows, advantages, reduction, logprobs)
+    loss = _ours(VARIANTS[name], rows, advantages, reduction, logprobs, unmoved)
     # The weights of the reduction are float32.
-    assert float(loss.detach()) == pytest.approx(_loop(name, rows, advantages, reduction, frozen), rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(_loop(name, rows, advantages, reduction, frozen, unmoved), rel=1e-6)
     loss.backward()
     at, step = 0, 1e-6
     for row, (begin, _) in zip(rows, pairwise(bounds(rows).tolist()), strict=True):
@@ -128,7 +142,7 @@ def test_loss_and_gradient_equal_the_loop(name: str, reduction: str, seed: int) 
         value, numeric = row.current[t], 0.0
         for sign in (1, -1):
             row.current[t] = value + sign * step
-            numeric += sign * _loop(name, rows, advantages, reduction, frozen) / (2 * step)
+            numeric += sign * _loop(name, rows, advantages, reduction, frozen, unmoved) / (2 * step)
         row.current[t] = value
         assert float(logprobs.grad[begin + t]) == pytest.approx(numeric, abs=1e-6), f"seed {seed}, token {t}"
 
@@ -165,6 +179,31 @@ def test_order_micro_batches_and_ranks_change_neither_loss_nor_gradient(seed, na
     assert summed == pytest.approx(whole, abs=1e-6, rel=1e-6)
     for row in rows:
         assert after[id(row)] == pytest.approx(before[id(row)], abs=1e-6)
+
+
+def test_sums_of_sampled_tokens_do_not_depend_on_given_answers_beside_them() -> None:
+    rows = draw_rows(7, given=0.4)
+    sampled = [row for row in rows if not row.given]
+    assert 0 < len(sampled) < len(rows)
+    found = []
+    for chosen in (rows, sampled):
+        batch = batch_of(chosen)
+        found.append(
+            policy_loss(
+                TERMS,
+                logprobs=packed(chosen, "current"),
+                prox_logprobs=batch.prox_logprobs,
+                rollout_logprobs=packed(chosen, "rollout"),
+                advantages=torch.ones(batch.n_tokens),
+                weights=token_weights(batch.loss_mask, batch.cu_seqlens, "token").double(),
+                cu_seqlens=batch.cu_seqlens,
+                given=batch.given,
+                ref_logprobs=batch.ref_logprobs,
+            ).stats
+        )
+    assert found[0]["tokens"] > found[0]["sampled_tokens"] == found[1]["tokens"]
+    for name in ("kl", "clipped", "capped", "behaviour_abs"):
+        assert float(found[0][name]) == pytest.approx(float(found[1][name])), name
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -12,7 +12,8 @@ from areal_lora.algorithms.token_losses import Bounds, Targets, bounds_of, token
 from areal_lora.operations.messages import Loss, LossSettings
 
 SEED = 5
-N = 64
+LENGTHS = (20, 1, 43)
+N = sum(LENGTHS)
 SETTINGS = (LossSettings(), LossSettings(clip_low=0.5, clip_high=1.5, beta=0.7))
 
 
@@ -26,8 +27,14 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logp, q, advantages, weights
 
 
-def by_hand(loss: Loss, s: LossSettings, logp: float, q: float, a: float, fixed: float) -> float:
-    """What is maximised for one target. ``fixed``: the log-probability that a stopped gradient sees."""
+def by_hand(loss: Loss, s: LossSettings, logp: float, q: float, a: float, fixed: float, gaps: list[float]) -> float:
+    """What is maximised for one target. ``fixed``: the log-probability that a stopped gradient sees; ``gaps``: that
+    minus q, of all targets of the sequence that count.
+    """
+
+    def clipped(r: float, low: float, high: float) -> float:
+        return min(r * a, (low if r < low else high if r > high else r) * a)
+
     r = math.exp(logp - q)
     match loss:
         case Loss.CROSS_ENTROPY:
@@ -35,25 +42,35 @@ def by_hand(loss: Loss, s: LossSettings, logp: float, q: float, a: float, fixed:
         case Loss.IMPORTANCE_SAMPLING:
             return r * a
         case Loss.PPO:
-            low, high = s.clip_low or 0.8, s.clip_high or 1.2
-            clipped = low if r < low else high if r > high else r
-            return min(r * a, clipped * a)
+            return clipped(r, s.clip_low or 0.8, s.clip_high or 1.2)
         case Loss.CISPO:
             low, high = s.clip_low or 0.0, s.clip_high or 4.0
             return max(low, min(high, math.exp(fixed - q))) * logp * a
         case Loss.DRO:
             return logp * a - (s.beta or 0.05) / 2 * (logp - q) ** 2
+        case Loss.GSPO:
+            ratio = math.exp(sum(gaps) / len(gaps)) * math.exp(logp) / math.exp(fixed)
+            return clipped(ratio, s.clip_low or 0.9997, s.clip_high or 1.0004)
+        case Loss.STABLE_REINFORCE:
+            taper = 1.0 if a > 0 else min(1.0, math.prod(math.exp(gap) for gap in gaps))
+            return taper * a * logp - (s.beta or 0.0) / 2 * (logp - q) ** 2
 
 
 def total(loss: Loss, s: LossSettings, logp: Tensor, fixed: Tensor) -> float:
     _, q, a, w = data()
-    rows = zip(logp.tolist(), q.tolist(), a.tolist(), w.tolist(), fixed.tolist(), strict=True)
-    return -sum(w_ * by_hand(loss, s, l_, q_, a_, f_) for l_, q_, a_, w_, f_ in rows)
+    found = 0.0
+    for new, old, gain, weight, frozen in zip(*(x.split(LENGTHS) for x in (logp, q, a, w, fixed)), strict=True):
+        rows = list(zip(new.tolist(), old.tolist(), gain.tolist(), weight.tolist(), frozen.tolist(), strict=True))
+        gaps = [f_ - q_ for _, q_, _, w_, f_ in rows if w_]
+        found -= sum(w_ * by_hand(loss, s, l_, q_, a_, f_, gaps) for l_, q_, a_, w_, f_ in rows if w_)
+    return found
 
 
 def loss_of(loss: Loss, s: LossSettings, logp: Tensor) -> Tensor:
     _, q, advantages, weights = data()
-    return token_loss(loss, bounds_of(loss, s), Targets(logprobs=logp, sampled=q, advantages=advantages), weights)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    targets = Targets(logprobs=logp, sampled=q, advantages=advantages, weights=weights, cu_seqlens=cu_seqlens)
+    return token_loss(loss, bounds_of(loss, s), targets)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -77,9 +94,13 @@ def test_sum_and_gradient(loss: Loss, settings: LossSettings) -> None:
 def test_a_target_without_weight_does_not_count_whatever_it_is(loss: Loss) -> None:
     logp = torch.tensor([-1.0, -800.0, -2.0], requires_grad=True)
     targets = Targets(
-        logprobs=logp, sampled=torch.tensor([-1.5, 900.0, -1.0]), advantages=torch.tensor([1.0, math.inf, -1.0])
+        logprobs=logp,
+        sampled=torch.tensor([-1.5, 900.0, -1.0]),
+        advantages=torch.tensor([1.0, math.inf, -1.0]),
+        weights=torch.tensor([1.0, 0.0, 0.5]),
+        cu_seqlens=torch.tensor([0, 3]),
     )
-    found = token_loss(loss, bounds_of(loss, LossSettings()), targets, torch.tensor([1.0, 0.0, 0.5]))
+    found = token_loss(loss, bounds_of(loss, LossSettings()), targets)
     found.backward()
     assert math.isfinite(found.item())
     assert logp.grad is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,6 +46,13 @@ def test_the_console_script_is_this_command() -> None:
     assert "\ntyper==" in (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8")
 
 
+def test_the_module_prints_completion_that_bash_reads() -> None:
+    show = f"{shlex.quote(sys.executable)} -m areal_lora --show-completion; true"
+    done = subprocess.run(["bash", "-c", show], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert "complete -o default -F _areal_lora_completion areal-lora" in done.stdout
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [("sta", ["status"]), ("status mi", ["mine"]), ("add-s", ["add-servers"]), ("status --js", ["--json"])],
@@ -79,7 +88,8 @@ def test_bash_completes_verbs_runs_and_options(tmp_path: Path, typed: str, offer
         (["stop", "docs"], ["docs", "no config.json"]),
         (["plan"], ["nothing was given", "name one run"]),
         (["plan", "--config", "nowhere.yaml"], ["nowhere.yaml", "no such configuration file"]),
-        (["plan", "--config", "examples/math/embedded.yaml", "somewhere"], ["was given", "name one run"]),
+        (["plan", "--config", "examples/math/embedded.yaml", "foo"], ["foo: is not an override", "dotted.key"]),
+        (["plan", "--config", "examples/math/embedded.yaml", "docs"], ["was given", "name one run"]),
     ],
 )
 def test_a_failure_is_one_line(
@@ -91,6 +101,21 @@ def test_a_failure_is_one_line(
     assert (out, err.count("\n")) == ("", 1), err
     assert err.startswith("error: ")
     assert all(text in err for text in texts), err
+
+
+def test_a_full_disk_names_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "x", steps=2)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does: without a name
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert app.main(["report", str(tmp_path / "x")]) == 74
+    assert capsys.readouterr().err.startswith(
+        f"error: {tmp_path / 'x' / 'report.html'}: No space left on device (fix: "
+    )
 
 
 VERBS_OF_A_RUN = ("status", "logs", "stop", "resume", "plan", "report")

@@ -14,10 +14,12 @@ from areal_lora.cli.status import adapter_rows
 from areal_lora.config.models import Config, ServiceConfig
 from areal_lora.launcher.slurm.placement import write_hosts
 from areal_lora.launcher.slurm.states import JobRecord
+from areal_lora.library.runs import load_run
 from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
+from areal_lora.obs.report.page import write_report
 from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
-from areal_lora.run_folder.events import RestartEvent, StartEvent, now_utc, write_event
+from areal_lora.run_folder.events import EndEvent, RestartEvent, StartEvent, now_utc, write_event
 from areal_lora.run_folder.heartbeat import beat
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.status import set_status
@@ -153,6 +155,22 @@ def test_an_adapter_that_ended_long_ago_keeps_its_state(tmp_path: Path, monkeypa
     assert (beta.state, beta.reason, beta.steps_done) == (AdapterPhase.FAILED, REASON, 3)
     assert (gamma.state, gamma.steps_done, gamma.reward) == (AdapterPhase.DONE, 4, None)
     assert (alpha.steps_done, alpha.share) == (8, 1.0)
+
+
+def test_a_run_that_failed_says_why(folder: RunFolder) -> None:
+    [plain] = [look(folder, config(folder))]
+    assert plain.failure is None
+    assert "recorded no cause" in plain.why
+    error = "UserCodeError: TypeError: x (mine.py:9) (fix: correct the code)"
+    end = EndEvent(at=now_utc(), code=64, who="trainer-0", how="exited with code 64", error=error)
+    write_event(folder, end)
+    failed = look(folder, config(folder))
+    assert (failed.state, failed.failure) == ("stopped", end)
+    assert failed.why == f"trainer-0 exited with code 64: {error} (then: areal-lora resume {folder} continues)"
+    assert f"Ended with exit code 64: trainer-0 exited with code 64: {error}" in write_report(folder).read_text()
+    assert load_run(folder.path).failure == end
+    write_event(folder, StartEvent(at=now_utc(), resumes=True))
+    assert look(folder, config(folder)).failure is None, "another start has other reasons"
 
 
 def test_a_run_with_a_failed_adapter_is_not_done(tmp_path: Path) -> None:

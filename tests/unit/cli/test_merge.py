@@ -18,7 +18,8 @@ def test_a_run_and_its_export_merge_alike(tmp_path: Path, capsys: pytest.Capture
     run, config = make_run(tmp_path)
     assert main(["merge", str(run), str(tmp_path / "of run"), "--version", "v2"]) == 0
     printed = capsys.readouterr().out
-    assert "gsm8k@v2 merged into " in printed
+    assert "gsm8k@v2 and the base " in printed
+    assert "; the base is not changed" in printed
     assert "% of the adapter survives" in printed
     chosen = pick_version(run, config, "2")
     chosen.export(tmp_path / "adapter")

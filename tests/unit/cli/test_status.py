@@ -35,6 +35,8 @@ SEEN = Status(
         ProcessStatus(name="trainer-0", node="n1", pid=12, alive=True, beat_s=0.5, doing="step 12: training gsm8k"),
         ProcessStatus(name="server-0", node="", pid=None, alive=None, beat_s=4.2, doing=""),
     ],
+    groups_equal=0.5,
+    faults=["scorer: 70 retried, 6 dropped, last: error: TypeError: x (reward.py:9)"],
 )
 
 
@@ -44,7 +46,8 @@ def test_the_text_has_every_figure_in_one_line_each() -> None:
         "state       waiting: the job waits: jobs of higher priority are before it",
         "job         7 PENDING (Priority)",
         "step        12/60   1.50 s a step   ETA 1:15",
-        "reward      0.500   accuracy 0.250 (v10)",
+        "reward      0.500   accuracy 0.250 (v10)   50% of groups equal",
+        "faults      scorer: 70 retried, 6 dropped, last: error: TypeError: x (reward.py:9)",
         "staleness   0:75% 1:25%   mean 0.25",
         "checkpoint  gsm8k@v12, 0:03 ago",
         "restarts    server-0 1, requeued 2, started 3",
@@ -77,7 +80,7 @@ def test_several_adapters_are_a_table_between_rows_and_processes() -> None:
     )
     new = msgspec.structs.replace(new, lag=None, share=0.0, checkpoint=None)
     text = render(msgspec.structs.replace(SEEN, reward=None, accuracy=None, adapters=[math, code, new]))
-    assert text.splitlines()[4:13] == [
+    assert text.splitlines()[5:14] == [
         "staleness   0:75% 1:25%   mean 0.25",
         "checkpoint  gsm8k@v12, 0:03 ago",
         "restarts    server-0 1, requeued 2, started 3",

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from areal_lora.config.adapter_run import adapter_named, adapter_run, adapter_runs, total_steps
+from areal_lora.config.adapter_run import adapter_named, adapter_run, adapter_runs, probe_tolerance, total_steps
 from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
@@ -41,6 +41,14 @@ def test_an_own_setting_counts_for_its_adapter_and_the_runs_for_the_others(name:
     assert {k: v for k, v in own.items() if k != name} == {k: v for k, v in other.items() if k != name}
     everyones = load(f"{of_run}={value}")
     assert asdict(adapter_run(everyones, everyones.adapters[0])) == own
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
+def test_wire_type_and_tolerance_are_those_of_the_base(dtype: str, tolerance: float) -> None:
+    config = load(f"model.dtype={dtype}")
+    assert (adapter_run(config, config.adapters[0]).wire_dtype, probe_tolerance(config)) == (dtype, tolerance)
+    other = load(f"model.dtype={dtype}", "weight_sync.wire_dtype=float32", "weight_sync.probe_tolerance=0.3")
+    assert (adapter_run(other, other.adapters[0]).wire_dtype, probe_tolerance(other)) == ("float32", 0.3)
 
 
 def test_steps_of_all_adapters() -> None:

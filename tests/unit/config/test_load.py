@@ -12,7 +12,7 @@ from areal_lora.config.algorithm import PRESETS
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.section import described
-from areal_lora.errors import ConfigError
+from areal_lora.errors import ConfigError, ConfigErrors
 from tests.support.paths import EXAMPLES
 
 MOE = EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml"
@@ -64,7 +64,7 @@ def test_the_cluster_job_is_what_was_asked_for() -> None:
     assert (adapter.rank, adapter.alpha) == (32, 32)
     assert (adapter.sampling.n_samples, adapter.sampling.max_new_tokens) == (4, 1024)
     assert adapter.target_modules == ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    assert (adapter.optimizer.lr, config.rollout.max_staleness, config.rollout.tp) == (3e-6, 2, 2)
+    assert (adapter.optimizer.lr, config.rollout.max_staleness, config.rollout.tp) == (2e-5, 2, 2)
     assert (config.cluster.kind, config.cluster.nodes, config.cluster.devices_per_node) == ("slurm", 3, 8)
 
 
@@ -185,7 +185,7 @@ def test_every_pattern_of_the_configuration_has_words() -> None:
 
 
 def test_an_overlay_alone_is_sent_to_the_file_below_it() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.kind: is required .*or give the file that this one overlays"):
+    with pytest.raises(ConfigErrors, match=r"reward\.kind: is required .*or give the file that this one overlays"):
         load_config([EMBEDDED])
 
 
@@ -218,3 +218,24 @@ def test_relative_path_falls_back_to_the_working_folder(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path / "cwd")
     assert load_config([MOE], ["model.path=model"]).model.path == str(tmp_path / "cwd" / "model")
     assert load_config([MOE], ["model.path=absent"]).model.path == "absent"
+
+
+def test_all_wrong_keys_are_reported_at_once(tmp_path: Path) -> None:
+    wrong = write(tmp_path, "wrong.yaml", "run: {nmae: x, steps: many}\nadapters:\n  - {rank: -1, alhpa: 3}\n")
+    with pytest.raises(ConfigErrors) as refused:
+        load_config([MOE, wrong])
+    found = {error.path: str(error) for error in refused.value.errors}
+    assert list(found) == ["run.nmae", "adapters.0.alhpa", "run.steps", "adapters.0.rank"]
+    assert all(f"{wrong}:{1 if 'run.' in path else 3}" in text for path, text in found.items())
+
+
+def test_a_misspelt_required_key_is_reported_once(tmp_path: Path) -> None:
+    text = MOE.read_text().replace("  path: Qwen", "  pth: Qwen", 1)
+    with pytest.raises(ConfigError, match=r"model.pth: unknown key .*use model.path"):
+        load_config([write(tmp_path, "wrong.yaml", text)])
+
+
+def test_one_source_does_not_name_an_adapter_twice(tmp_path: Path) -> None:
+    name = load_config([MOE]).adapters[0].name
+    with pytest.raises(ConfigError, match=f"the command line names '{name}' twice"):
+        load_config([MOE], [f"adapters=[{{name: {name}}}, {{name: {name}, rank: 4}}]"])

@@ -18,7 +18,7 @@ from areal_lora.errors import EnvironmentError_, ProcessFailed
 from areal_lora.launcher import supervise
 from areal_lora.launcher.plan import ProcessSpec
 from areal_lora.launcher.supervise import Supervisor
-from areal_lora.run_folder.events import count_restarts
+from areal_lora.run_folder.events import count_restarts, last_end
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.launcher.driven import Run
 
@@ -320,11 +320,16 @@ def test_all_trainer_ranks_end_with_one_and_start_together(
 
 
 def test_an_error_that_would_repeat_ends_the_run_with_its_code(begin: Callable[..., Run], tmp_path: Path) -> None:
-    run = begin(rank(tmp_path, "server", 0), rank(tmp_path, "trainer", 0, steps=5, last="sys.exit(65)"))
+    reason = "AlignmentError: the batch is shifted (fix: look at it)"
+    last = f"print('12:00:00.000 trainer-0 ERROR trainer.main: {reason}', flush=True); sys.exit(65)"
+    run = begin(rank(tmp_path, "server", 0), rank(tmp_path, "trainer", 0, steps=5, last=last))
     code, output = run.end()
     assert code == 65, output
-    assert "trainer-0 exited with code 65." in output
+    assert f"trainer-0 exited with code 65: {reason}." in output
     assert "restarted in" not in output
+    end = last_end(RunFolder(run.folder))
+    assert end is not None
+    assert (end.code, end.who, end.how, end.error) == (65, "trainer-0", "exited with code 65", reason)
 
 
 def test_restarts_run_out(begin: Callable[..., Run], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from areal_lora.errors import (
     StalenessError,
 )
 from areal_lora.launcher.ended import Ended
-from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, ProcessSpec
+from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, ProcessSpec
 from areal_lora.launcher.pulse import Pulse
 from areal_lora.launcher.restarts import HEALTHY_S, LAUNCHES, Restarts, to_blame
 
@@ -123,6 +123,25 @@ def test_long_healthy_work_refills_the_budget() -> None:
         assert (verdict.ends_run, verdict.times, verdict.wait_s) == (False, 1, 1.0)
         made.due(1.0)
     assert made.take(ended(role=TRAINER), 0.0, HEALTHY_S - 1).ends_run
+
+
+@pytest.mark.parametrize("code", [1, -9, 64, 74])
+def test_a_service_that_worked_is_restarted_for_as_long_as_the_run_trains(code: int) -> None:
+    made, now = Restarts([spec(SERVICE), spec(TRAINER)], {TRAINER: 1}), 0.0
+    waits = []
+    for _ in range(2000):
+        verdict = made.take(ended(code, SERVICE), now, 1.0)
+        assert not verdict.ends_run
+        assert verdict.wait_s is not None
+        waits.append(verdict.wait_s)
+        now += verdict.wait_s
+        assert names(made.due(now)) == [["service-0"]]
+    assert waits == [1, 4, 16, *[64] * 1997]
+    assert "it is restarted in 64 s" in str(verdict)
+
+
+def test_a_service_that_never_worked_ends_the_run_before_anything_trains() -> None:
+    assert Restarts([spec(SERVICE), spec(TRAINER)], {}).take(ended(64, SERVICE), 0.0, None).ends_run
 
 
 def test_a_server_that_was_asked_to_end_uses_up_nothing() -> None:

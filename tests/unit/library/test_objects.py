@@ -15,7 +15,7 @@ import pytest
 from areal_lora.config.load import load_config
 from areal_lora.config.reward import FunctionReward
 from areal_lora.errors import ConfigError
-from areal_lora.library.objects import user_code
+from areal_lora.library.objects import given_sections, user_code
 from areal_lora.tasks.word_problems import draw_problem
 from tests.support.paths import EXAMPLES
 
@@ -115,3 +115,30 @@ def test_an_object_without_a_name_is_refused(value: object, words: str) -> None:
 def test_two_kinds_of_workflow_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         user_code(load_config(FILES), {"agent": json.dumps, "workflow": json.dumps})
+
+
+@pytest.mark.parametrize(
+    ("what", "section", "kept"),
+    [
+        ("reward", {"reward": {"kind": "function"}}, ("reward", "timeout_s", 5.0)),
+        ("reward", {"reward": {"kind": "function", "timeout_s": 3}}, ("reward", "timeout_s", 3.0)),
+        ("reward", {"reward": {"timeout_s": 3}}, ("reward", "timeout_s", 3.0)),
+        ("environment", {"workflow": {"kind": "multi_turn", "max_turns": 2}}, ("workflow", "max_turns", 2)),
+        ("environment", {"workflow": {"max_turns": 2}}, ("workflow", "max_turns", 2)),
+        ("agent", {"workflow": {"kind": "agent", "conversations_mib": 1}}, ("workflow", "conversations_mib", 1)),
+        ("workflow", {"workflow": {"arguments": {"a": 1}}}, ("workflow", "arguments", {"a": 1})),
+    ],
+)
+def test_the_section_of_an_object_needs_no_path_and_its_other_keys_remain(
+    modules: Path, tmp_path: Path, what: str, section: dict[str, Any], kept: tuple[str, str, Any]
+) -> None:
+    objects = {what: importlib.import_module("own_rewards").reward}
+    try:
+        config = load_config([*FILES, {"adapters": [section]}], given=given_sections(objects))
+        [adapter] = user_code(config, objects).put_into(config, tmp_path).adapters
+    finally:
+        sys.modules.pop("own_rewards")
+    part, key, value = kept
+    found = getattr(adapter, part).model_dump()
+    assert found[key] == value
+    assert str(modules / "own_rewards.py:reward") in found.values()

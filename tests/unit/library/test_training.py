@@ -21,6 +21,7 @@ from areal_lora.obs.metrics.records import StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.obs.report.summary import write_summary
 from areal_lora.run_folder.paths import RunFolder
+from areal_lora.tasks.rewards import numeric_match
 from tests.support.obs.three_adapters import make_three
 
 EMBEDDED = ["gsm8k_grpo_megatron_lora_moe.yaml", "embedded.yaml"]
@@ -97,12 +98,12 @@ def test_an_object_is_in_the_run_folder_and_in_its_configuration(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     finish(monkeypatch)
-    reward = areal_lora.load_config  # of a package in a checkout, which other processes need not find
+    reward = numeric_match  # of a package in a checkout, which other processes need not find
     run = areal_lora.train(EMBEDDED, overrides=["run.name=x", "run.steps=1"], reward=reward)
     saved = run.config.adapters[0].reward
     assert isinstance(saved, FunctionReward)
-    assert saved.path == f"{run.folder}/code/reward.py:load_config"
-    assert "import load_config" in (run.folder / "code" / "reward.py").read_text()
+    assert saved.path == f"{run.folder}/code/reward.py:numeric_match"
+    assert "import numeric_match" in (run.folder / "code" / "reward.py").read_text()
     areal_lora.train(EMBEDDED, overrides=["run.name=x", "run.steps=1"], reward=reward, fresh=True)
     assert (run.folder / "code" / "reward.py").is_file()
     assert (tmp_path / "runs" / "x.1" / "code" / "reward.py").is_file()

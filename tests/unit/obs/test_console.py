@@ -64,6 +64,33 @@ def test_one_line_per_step_eval_and_publish_problem(tmp_path: Path) -> None:
     assert lines[2].endswith("ETA 0:16")  # 8 steps left at 2 s
 
 
+def test_flat_rewards_are_named_in_place_of_their_consequence(tmp_path: Path) -> None:
+    """Without a gradient the servers score like the base at every publish: that is no fault of the servers."""
+    view, out, _ = plain(tmp_path)
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        for i in range(9):
+            moved = 0.1 if i == 5 else 0.0
+            writer.write(step(i, reward_mean=0.0, groups_equal=1.0, grad_norm=moved))
+            writer.write(PublishRecord(version=i + 1, total_ms=1.0, probe_mean_abs=0.0, differs_from_base=i >= 5))
+    view.stop()
+    found = [line.split("] ", 1)[1] for line in out.getvalue().splitlines() if "step " not in line[:14]]
+    last = "no gradient: all groups of the last"
+    assert found == [f"{last}{n} had equal rewards" for n in (" step", " 2 steps", " 4 steps", " step", " 2 steps")]
+
+
+def test_failures_of_rollouts_are_printed_when_they_have_doubled(tmp_path: Path) -> None:
+    view, out, _ = plain(tmp_path)
+    error = "error: TypeError: x (reward.py:9)"
+    with MetricsWriter(RunFolder(tmp_path)) as writer:
+        for i in range(8):
+            writer.write(
+                step(i, retried={"scorer": 2 * i}, dropped={"scorer": i}, faults={"scorer": error} if i else {})
+            )
+    view.stop()
+    found = [line.split("] ", 1)[1] for line in out.getvalue().splitlines() if "failed" in line]
+    assert found == [f"rollouts failed: scorer: {2 * i} retried, {i} dropped, last: {error}" for i in (1, 2, 4)]
+
+
 def test_a_resumed_run_does_not_print_its_past(tmp_path: Path) -> None:
     make_run(tmp_path, steps=5)
     view, out, _ = plain(tmp_path)

@@ -117,6 +117,19 @@ def test_a_request_on_a_server_that_is_given_up_fails_over_at_once() -> None:
     assert caught.value.retryable
 
 
+def test_a_deadline_of_the_client_says_nothing_about_the_server() -> None:
+    async def run() -> None:
+        async with FakeServer(models={str(V3)}, delay_s=lambda _: 30.0) as slow:
+            router = Router()
+            router.announce(V3, {"server-0": slow.url})
+            async with CompletionClient(router, "") as client:
+                with pytest.raises(GenerationFault, match="no answer within"):
+                    await client.sample(V3, [1], n=1, max_tokens=1, temperature=1, top_p=1, seed=0, timeout_s=0.3)
+            assert router.servers["server-0"].failures == 0
+
+    asyncio.run(run())
+
+
 def test_a_request_that_no_server_ever_got_says_nothing_about_the_answer() -> None:
     """All servers cool down until its deadline: a connection fault, after which the same answer is asked for."""
 

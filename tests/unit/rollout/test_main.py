@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.messages import Batch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, read_endpoint, read_secret, wait_endpoint
 from areal_lora.types import AdapterRef
 from tests.support.paths import TINY_MODEL
 from tests.support.rollout.helpers import NAME, config
+from tests.support.rollout.patient_client import PatientClient
 
 COMMAND = [sys.executable, "-m", "areal_lora.rollout.main", "--run-folder"]
 SERVER = """
@@ -47,7 +47,7 @@ def test_sigterm_ends_it_at_once_and_leaves_no_child(tmp_path: Path) -> None:
     try:
         assert fake.stdout is not None
         endpoint = wait_endpoint(RunFolder(tmp_path), "controller", 0, 120, lambda: process.poll() is None)
-        client = ControllerClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
+        client = PatientClient(lambda: endpoint, read_secret(RunFolder(tmp_path)))
         client.hello({NAME: 0}, {})
         url = f"http://127.0.0.1:{int(fake.stdout.readline())}"
         client.announce(AdapterRef(name=NAME, version=0), {"server-0": url})
@@ -95,7 +95,7 @@ def test_a_killed_controller_is_waited_for_and_goes_on(tmp_path: Path) -> None:
     assert fake.stdout is not None
     servers = {"server-0": f"http://127.0.0.1:{int(fake.stdout.readline())}"}
     process = subprocess.Popen([*COMMAND, str(tmp_path)], env=env)
-    client = ControllerClient(
+    client = PatientClient(
         lambda: read_endpoint(RunFolder(tmp_path), "controller", 0), read_secret(RunFolder(tmp_path))
     )
     ref = AdapterRef(name=NAME, version=0)

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -306,3 +306,15 @@ def test_a_blocking_environment_does_not_hold_up_the_event_loop() -> None:
         return ticks
 
     assert asyncio.run(main()) > 20
+
+
+def test_the_text_of_a_chat_marks_who_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the special tokens of the chat template, which a plain text does not have."""
+    replies = [Reply(text="more"), Reply(done=True, reward=1.0)]
+    [plain, _] = run(lambda: Scripted(list(replies))).texts
+    message = {"role": "user", "content": "1+1="}
+    monkeypatch.setitem(globals(), "PROMPT", replace(PROMPT, sample=replace(PROMPT.sample, messages=(message,))))
+    [chat, _] = run(lambda: Scripted(list(replies))).texts
+    assert chr(EOS) not in plain
+    assert chat.replace(chr(EOS), "") == plain
+    assert chat.count(chr(EOS)) == 2

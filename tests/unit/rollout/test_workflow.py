@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -89,3 +90,15 @@ def test_derived_seeds_differ_and_repeat() -> None:
     assert len(set(seeds)) == 400
     assert seeds == [derived_seed(seed, index) for seed in range(20) for index in range(20)]
     assert max(seeds) < 2**31
+
+
+def test_an_answer_may_take_longer_than_an_episode() -> None:
+    async def main() -> Episode:
+        server = FakeServer(models={str(V1)}, delay_s=lambda _: 0.5)
+        async with served(server, Graded(lambda _: Score(reward=1.0, outcome=Outcome.OK))) as context:
+            short = replace(context, sampling=context.sampling.model_copy(update={"timeout_s": 0.1}))
+            episode = await SingleTurnWorkflow(context=short).run(prompt_of("1+1="), V1, seed=1)
+            assert not any(each.failures for each in context.client.router.servers.values())
+            return episode
+
+    assert len(asyncio.run(main()).texts) == 2

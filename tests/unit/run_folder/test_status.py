@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from areal_lora.processes.log import ROOT, setup_logging
+from areal_lora.run_folder import status
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.run_folder.status import read_statuses, set_status
+from areal_lora.run_folder.status import LOADING, STALE_S, LoadingServers, read_statuses, renewed_status, set_status
+from tests.support.clocks import wait_until
 
 
 @pytest.fixture
@@ -82,3 +85,35 @@ def test_a_status_that_is_replaced_while_it_is_read_is_left_out(
 
     monkeypatch.setattr(Path, "read_text", stale)
     assert read_statuses(RunFolder(tmp_path)) == {"trainer-0": "step 3"}
+
+
+def test_a_server_loads_for_as_long_as_it_renews_its_status(tmp_path: Path) -> None:
+    folder, now = RunFolder(tmp_path), 0.0
+    servers = LoadingServers(folder, lambda: now)
+    assert servers.names() == ()
+    set_status(folder, "server", 0, LOADING)
+    set_status(folder, "server", 1, "serving")
+    set_status(folder, "trainer", 0, LOADING)
+    for renewal in range(1, 100):
+        os.utime(folder.status("server-0"), ns=(renewal, renewal))  # the clock of the file system is another one
+        assert servers.names() == ("server-0",)
+        now += STALE_S - 1
+        assert servers.names() == ("server-0",)
+    now += 1
+    assert servers.names() == (), "its process has ended"
+    set_status(folder, "server", 0, LOADING)
+    assert servers.names() == ("server-0",), "it was restarted"
+    set_status(folder, "server", 0, "serving")
+    assert servers.names() == ()
+
+
+def test_a_renewed_status_is_written_until_its_block_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "RENEW_S", 0.01)
+    folder = RunFolder(tmp_path)
+    with renewed_status(folder, "server", 0, LOADING):
+        for _ in range(2):
+            wait_until(lambda: folder.status("server-0").is_file())
+            folder.status("server-0").unlink()
+        wait_until(lambda: read_statuses(folder) == {"server-0": LOADING})
+    set_status(folder, "server", 0, "serving")
+    assert read_statuses(folder) == {"server-0": "serving"}

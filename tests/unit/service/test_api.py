@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import os
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from aiohttp import web
 from safetensors.numpy import load
 
 from areal_lora.checkpoint.store import versions_in
-from areal_lora.run_folder.desired import read_desired
+from areal_lora.network.http_server import HttpServer
+from areal_lora.run_folder.desired import read_desired, write_desired
 from areal_lora.run_folder.rendezvous import publish_endpoint
-from areal_lora.service import requests
+from areal_lora.service import requests, streams, writer
+from areal_lora.service.main import bound
 from areal_lora.service.refused import ErrorBody
 from areal_lora.service.rows import Quota
 from tests.support.checkpoint import trained_run
-from tests.support.service.running import Running, running, section, service_config
+from tests.support.service.running import Running, data_plane, running, section, service_config
 
 Scene = Callable[[Running], Awaitable[None]]
 
@@ -225,6 +228,77 @@ def test_without_a_valid_key_nothing_is_answered(header: str | None, tmp_path: P
     play(tmp_path, scene)
 
 
+def test_integers_beyond_64_bits_are_refused(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        for n in (2**63, 10**24):
+            refused(await it.ask("acme", "POST", "/v1/adapters", json=section(seed=n)), 422)
+        quota = {"tenant": "t", "quota": {"rank": 10**24}}
+        refused(await it.ask("operator", "POST", "/v1/tenants", json=quota), 422)
+        session = (await it.ask("acme", "POST", "/api/v1/create_session", json={})).json()["session_id"]
+        wanted = {"session_id": session, "model_seq_id": 0, "base_model": "tiny_model"}
+        for lora in ({"rank": 8, "seed": 10**24}, {"rank": 10**24}):
+            refused(await it.ask("acme", "POST", "/api/v1/create_model", json=wanted | {"lora_config": lora}), 422)
+        assert (await it.ask("acme", "POST", "/v1/adapters", json=section(seed=2**63 - 1))).status_code == 201
+
+    play(tmp_path, scene)
+
+
+def test_an_unexpected_exception_is_one_callers_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the writer, where it is rolled back, and in a handler."""
+
+    def fails(*_: object) -> None:
+        raise OverflowError("it is too large")
+
+    async def scene(it: Running) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(it.writer._store, "answered", fails)
+            asked = {"json": section(), "headers": {"Idempotency-Key": "k"}}
+            refused(await it.ask("acme", "POST", "/v1/adapters", **asked), 500, "service")
+        with monkeypatch.context() as patch:
+            patch.setattr(it.observed, "of", fails)
+            await it.ask("acme", "POST", "/v1/adapters", json=section())
+            refused(await it.ask("acme", "GET", "/v1/adapters/sums/metrics"), 500, "service")
+        assert (await it.ask("bolt", "POST", "/v1/adapters", json=section())).status_code == 201
+
+    play(tmp_path, scene)
+
+
+def test_a_full_disk_refuses_until_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the service's file, then of the desired state, which is written after the commit: then later."""
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def scene(it: Running) -> None:
+        db = it.writer._store._db
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+        db.execute(f"PRAGMA max_page_count = {pages}")
+        big = {
+            "json": section(name="big", sampling=section()["sampling"] | {"stop": [f"{n:0256}" for n in range(64)]}),
+            "headers": {"Idempotency-Key": "big"},
+        }
+        refused(await it.ask("acme", "POST", "/v1/adapters", **big), 507, "service")
+        await it.desk.keep()
+        db.execute("PRAGMA max_page_count = 1073741823")
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_desired", no_space)
+            for _ in range(2):
+                assert (await it.ask("acme", "POST", "/v1/adapters", **big)).status_code == 201
+            await it.writer.settle()
+            assert not desired(it)
+            assert (await it.ask("acme", "POST", "/v1/adapters", json=section(name="plain"))).status_code == 201
+        await it.writer.settle()
+        assert desired(it) == {"acme-big.1": "active", "acme-plain.1": "active"}
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write_desired", lambda *parts: (write_desired(*parts), no_space()))
+            assert (await it.ask("bolt", "POST", "/v1/adapters", json=section())).status_code == 201
+        await it.writer.settle()
+        assert (await it.ask("operator", "POST", "/v1/adapters", json=section())).status_code == 201
+        assert (await it.ask("acme", "POST", "/v1/adapters", **big)).status_code == 201
+
+    play(tmp_path, scene)
+
+
 def test_metrics_come_in_pages(tmp_path: Path) -> None:
     async def scene(it: Running) -> None:
         await it.ask("acme", "POST", "/v1/adapters", json=section())
@@ -281,30 +355,8 @@ def tensors(content: bytes) -> dict[str, Any]:
         return load(model.read())
 
 
-@asynccontextmanager
-async def data_plane(it: Running, index: int, answer: Callable[[dict[str, Any]], web.StreamResponse]) -> Any:
-    """A server of the run that answers completions as told."""
-    asked: list[dict[str, Any]] = []
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        asked.append(await request.json())
-        return answer(asked[-1])
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", handle)
-    app.router.add_post("/v1/chat/completions", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    publish_endpoint(it.folder, "server", index, {"data": runner.addresses[0][1]})
-    try:
-        yield asked
-    finally:
-        await runner.cleanup()
-
-
 def test_inference_has_the_tenants_name_outside_and_the_runs_name_inside(tmp_path: Path) -> None:
-    def reply(body: dict[str, Any]) -> web.Response:
+    async def reply(body: dict[str, Any]) -> web.Response:
         if body.get("stream"):
             line = b'data: {"model":"acme-sums.1@v3","choices":[{"text":"a"}]}\n\n'
             return web.Response(body=line * 2 + b"data: [DONE]\n\n", content_type="text/event-stream")
@@ -317,7 +369,11 @@ def test_inference_has_the_tenants_name_outside_and_the_runs_name_inside(tmp_pat
         await it.ask("acme", "POST", "/v1/adapters", json=section())
         body = {"model": "sums", "prompt": "1 + 1 ="}
         refused(await it.ask("acme", "POST", "/v1/completions", json=body), 503)
-        async with data_plane(it, 0, lambda body: web.Response(status=404)) as empty:
+
+        async def missing(body: dict[str, Any]) -> web.Response:
+            return web.Response(status=404)
+
+        async with data_plane(it, 0, missing) as empty:
             refused(await it.ask("acme", "POST", "/v1/completions", json=body), 404, "model")
             async with data_plane(it, 1, reply) as asked:
                 answers = [
@@ -346,6 +402,132 @@ def test_inference_has_the_tenants_name_outside_and_the_runs_name_inside(tmp_pat
         assert (await it.ask("bolt", "GET", "/v1/models")).json()["data"] == []
 
     play(tmp_path, scene)
+
+
+def test_a_request_that_ends_its_server_reaches_no_other_one(tmp_path: Path) -> None:
+    """One that fails without an answer, one that answers that it failed, and one that only loses the connection."""
+
+    async def scene(it: Running) -> None:
+        await it.ask("acme", "POST", "/v1/adapters", json=section())
+        asked: list[int] = []
+        fate = "dies"
+
+        async def serve(index: int) -> asyncio.Server:
+            async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                status = "200 OK"
+                if head.startswith("POST"):
+                    asked.append(index)
+                    status = "500 Internal Server Error" if fate == "fails" else status
+                    if fate == "dies" or (fate == "loses it" and len(asked) == 1):
+                        if fate == "dies":
+                            servers[index].close()
+                        writer.close()
+                        return
+                body = b'{"model":"acme-sums.1@v3","choices":[]}'
+                writer.write(
+                    f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                    "Connection: close\r\n\r\n".encode()
+                    + body
+                )
+                writer.close()
+
+            server = await asyncio.start_server(handle, "127.0.0.1", 0)
+            publish_endpoint(it.folder, "server", index, {"data": server.sockets[0].getsockname()[1]})
+            return server
+
+        body = {"model": "sums", "prompt": "1 + 1 ="}
+        for fate, n_asked, status in (("fails", 1, 502), ("loses it", 2, 200), ("dies", 1, 502)):
+            servers = [await serve(index) for index in range(3)]
+            asked.clear()
+            answer = await it.ask("acme", "POST", "/v1/completions", json=body)
+            assert (answer.status_code, len(asked), len(set(asked))) == (status, n_asked, 1), fate
+            if fate == "dies":
+                fate = "serves"
+                after = await it.ask("acme", "POST", "/v1/completions", json=body)
+                assert (after.status_code, len(set(asked))) == (200, 2), "a server without a listener is passed over"
+            for server in servers:
+                server.close()
+
+    play(tmp_path, scene)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [[5]] * 60_000, "n": 16_384},
+        {"prompt": ["a"] * 1025},
+        {"prompt": "a", "n": 10**30},
+        {"prompt": "a", "n": 1024, "max_tokens": 10**30},
+        {"prompt": "a", "n": 1024, "max_tokens": 1000, "logprobs": 20},
+        {"messages": [], "n": 1024, "logprobs": True, "top_logprobs": 200},
+        {"prompt": [5, "a", [5]], "n": -1},
+        {"prompt": 5},
+    ],
+)
+def test_a_request_too_large_for_a_server_reaches_none(tmp_path: Path, body: dict[str, Any]) -> None:
+    async def reply(body: dict[str, Any]) -> web.Response:
+        return web.json_response({})
+
+    async def scene(it: Running) -> None:
+        await it.ask("acme", "POST", "/v1/adapters", json=section())
+        async with data_plane(it, 0, reply) as asked:
+            refused(await it.ask("acme", "POST", "/v1/completions", json=body | {"model": "sums"}), 422)
+            assert asked == []
+
+    play(tmp_path, scene, quota={"body_kib": 1024})
+
+
+def test_a_client_that_stops_reading_holds_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's request ends, and with it the lease on the version; so do the tenant's tokens in progress."""
+    monkeypatch.setattr(streams, "STALL_S", 0.5)
+    ended = asyncio.Event()
+
+    async def scene(it: Running) -> None:
+        await it.ask("acme", "POST", "/v1/adapters", json=section())
+
+        async def endless(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            try:
+                while True:
+                    await response.write(b'data: {"choices":"' + b"x" * 4096 + b'"}\n\n')
+            finally:
+                ended.set()
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", endless)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        publish_endpoint(it.folder, "server", 0, {"data": runner.addresses[0][1]})
+        http = HttpServer(it.api.app(), sock := bound(0), None)
+        serving = asyncio.create_task(http.serve())
+        reader, writer = await asyncio.open_connection(*sock.getsockname()[:2], limit=4096)
+        body = b'{"model":"sums","prompt":"a","stream":true}'
+        key = it.keys["acme"]
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        assert b"200" in await reader.readline()
+        await asyncio.wait_for(ended.wait(), 20.0)
+        assert it.api._meter._tokens == {}
+        writer.close()
+        http.should_exit = True
+        await serving
+        await runner.cleanup()
+
+    play(tmp_path, scene)
+
+
+def test_requests_a_minute_are_a_quota(tmp_path: Path) -> None:
+    async def scene(it: Running) -> None:
+        answers = [await it.ask("acme", "GET", "/v1/models") for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        refused(answers[-1], 429, "requests")
+        assert 15 <= int(answers[-1].headers["Retry-After"]) <= 20, "a third of a minute is one request"
+        assert (await it.ask("bolt", "GET", "/v1/models")).status_code == 200
+
+    play(tmp_path, scene, quota={"requests": 3})
 
 
 def test_a_body_that_does_not_come_is_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

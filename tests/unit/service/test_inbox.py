@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_lora.service.inbox import Inbox
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import Refused, Unavailable
 
 
 class Taken:
@@ -92,3 +92,18 @@ def test_links_are_not_followed(inbox: Inbox, taken: Taken, tmp_path: Path) -> N
     (tmp_path / "an inbox" / "one.yaml").symlink_to(tmp_path / "elsewhere.yaml")
     looks(inbox, 3)
     assert not taken.requests
+
+
+def test_a_file_waits_while_the_service_cannot_write(inbox: Inbox, tmp_path: Path) -> None:
+    (tmp_path / "an inbox" / "one.yaml").write_text("name: one\n")
+    outcomes = [Unavailable(507, "the disk is full"), None]
+
+    async def take_in(section: dict[str, Any], request: str) -> None:
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+
+    waiting = Inbox(tmp_path / "an inbox", take_in)
+    looks(waiting)
+    assert not list((tmp_path / "an inbox").glob("*.error"))
+    looks(waiting, 1)
+    assert [path.name for path in (tmp_path / "an inbox" / "accepted").iterdir()] == ["one.yaml"]

@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from areal_lora.obs.metrics.records import AdapterStateRecord, CheckpointRecord, PublishRecord, ResumeRecord, StepRecord
+from areal_lora.obs.metrics.records import (
+    AdapterStateRecord,
+    CheckpointRecord,
+    EvalRecord,
+    PublishRecord,
+    ResumeRecord,
+    StepRecord,
+)
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.observed import Observed
+from areal_lora.service.observed import PAGE, Observed, Seen
 from areal_lora.types import AdapterPhase
 
 
@@ -37,6 +44,35 @@ def test_each_adapter_has_its_own_records(tmp_path: Path) -> None:
     assert [r["state"] for r in observed.states("bolt-a.1")] == ["active", "failed"]
     text = json.dumps([observed.records(name, 0) for name in ("acme-a.1", "bolt-a.1")])
     assert "acme" not in text, "the name that the run has is not shown"
+
+
+def test_a_base_evaluation_does_not_name_the_adapter_that_it_was_made_with(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a run")
+    with MetricsWriter(folder) as writer:
+        writer.write(EvalRecord(adapter="bolt-a.1", version=0, step=0, n=8, accuracy=0.5, measured_with="acme-a.1"))
+    observed = Observed(folder)
+    observed.look()
+    (record,) = observed.records("bolt-a.1", 0)
+    assert record["accuracy"] == 0.5
+    assert "acme" not in json.dumps(record)
+
+
+def test_an_adapter_that_left_is_forgotten(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a run")
+    observed = Observed(folder)
+    with MetricsWriter(folder) as writer:
+        for name in ("acme-a.1", "acme-b.1"):
+            for _ in range(PAGE + 5):
+                writer.write(AdapterStateRecord(adapter=name, state=AdapterPhase.ACTIVE, version=0))
+    while observed.look():
+        pass
+    observed.forget(but={"acme-a.1"})
+    assert observed.phases() == {"acme-a.1": AdapterPhase.ACTIVE}
+    assert observed.of("acme-b.1") == Seen()
+    seen = observed.of("acme-a.1")
+    assert (seen.places.itemsize * len(seen.places), len(seen.states)) == (8 * (PAGE + 5), PAGE), "bytes of the index"
+    assert len(observed.states("acme-a.1")) == len(observed.records("acme-a.1", 0)) == PAGE
+    assert len(observed.records("acme-a.1", PAGE)) == 5
 
 
 def test_a_resume_takes_back_what_comes_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sqlite3
@@ -13,7 +14,7 @@ import pytest
 from areal_lora.errors import ConfigError, RecordError
 from areal_lora.run_folder.desired import DesiredPhase
 from areal_lora.service.plan import Asked, change, create
-from areal_lora.service.refused import Refused
+from areal_lora.service.refused import Refused, Unavailable
 from areal_lora.service.rows import AdapterRow, Key, Operation, Quota, Tables, Verb, digest_of
 from areal_lora.service.store import Store
 
@@ -51,12 +52,14 @@ def new(tables: Tables, name: str = "math", tenant: str = "acme") -> AdapterRow:
 
 
 def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
-    """Random operations; the file is opened again now and then."""
+    """At least 120 random operations, and as many as change each name once; the file is opened again now and then."""
     seed = int(os.environ.get("AREAL_LORA_SEED", random.randrange(10**6)))
     print(f"AREAL_LORA_SEED={seed}")
     draw, store = random.Random(seed), opened(tmp_path)
     tables = store.load()
-    for n in range(120):
+    for n in itertools.count():
+        if n >= 120 and len(tables.highest) == 6:
+            break
         tenant, name, verb = draw.choice(["acme", "bolt"]), draw.choice("abc"), draw.choice(list(Verb))
         try:
             row = new(tables, name, tenant) if verb is Verb.CREATE else change(tables, {}, tenant, name, verb)
@@ -69,7 +72,6 @@ def test_what_was_loaded_is_what_the_operations_made(tmp_path: Path) -> None:
             store = opened(tmp_path)
         assert store.load() == tables
         assert store.load().desired() == tables.desired()
-    assert len(tables.highest) == 6, "the walk has been everywhere"
     store.close()
 
 
@@ -88,7 +90,7 @@ def test_a_name_has_one_bearer_and_a_request_one_operation(store: Store) -> None
     second = AdapterRow(
         tenant="acme", name="math", incarnation=2, wanted=DesiredPhase.ACTIVE, settings={}, created_s=0.0
     )
-    with pytest.raises(RecordError, match="UNIQUE"):
+    with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
         store.record(second, operation(second, Verb.CREATE, "another"))
 
 
@@ -126,7 +128,8 @@ def test_a_file_of_an_earlier_schema_is_taken_over(tmp_path: Path, version: int)
     store.close()
     path = tmp_path / "a service.sqlite"
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("DROP TABLE samples")
+        for table in ("samples", "forgotten"):
+            db.execute(f"DROP TABLE {table}")
         for table in ("models", "saved_states"):
             db.execute(f"ALTER TABLE {table} DROP COLUMN notes")
         for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
@@ -143,6 +146,67 @@ def test_a_file_of_an_earlier_schema_is_taken_over(tmp_path: Path, version: int)
         for table in ("requests", "samples", "models WHERE notes = ''"):
             assert store.change(lambda db, table=table: db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()) == (0,)
         store.close()
+
+
+def test_deleted_adapters_and_their_operations_stay_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_lora.service.store.MOST_DELETED", 8)
+    monkeypatch.setattr("areal_lora.service.store.MOST_OPERATIONS", 16)
+    sizes, keys, tables = [], set[str](), store.load()
+    kept = new(tables, "kept", "bolt")
+    store.record(kept, operation(kept, Verb.CREATE, "kept"))
+    for n in range(3):
+        for k in range(40):
+            for verb in (Verb.CREATE, Verb.DELETE):
+                tables = store.load()
+                name = f"name{k}-{n if k else 0}"  # one of them is used again and again
+                row = new(tables, name) if verb is Verb.CREATE else change(tables, {}, "acme", name, verb)
+                if verb is Verb.CREATE:
+                    assert row.key not in keys, "what the run knows by this name has it for ever"
+                    keys.add(row.key)
+                number = store.record(row, operation(row, verb, f"{n} {k} {verb}" if k % 2 else ""))
+                store.carried_out([number])
+        store.prune()
+        sizes.append([*store.change(_counts), len(store.load().highest)])
+    assert sizes == [[9, 17, 9]] * 3
+    tables = store.load()
+    assert list(tables.adapters.values()) == [kept], "another tenant's, and what is there, stays"
+    assert store.answered("bolt", "kept") == ("f", b"answer kept")
+    assert store.answered("acme", "2 39 delete") is not None
+
+
+def _counts(db: sqlite3.Connection) -> list[int]:
+    return [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in ("adapters", "operations")]
+
+
+def test_any_exception_rolls_back_and_the_file_is_used_again(store: Store) -> None:
+    before = store.load()
+    row = new(before)
+
+    def fails(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO tenants VALUES ('third', '{}')")
+        raise OverflowError("too large")
+
+    with pytest.raises(OverflowError):
+        store.change(fails)
+    with pytest.raises(OverflowError):
+        store.record(row, operation(row, Verb.CREATE), fails)
+    assert store.load() == before
+    store.record(row, operation(row, Verb.CREATE))
+    assert [each.name for each in store.load().adapters.values()] == ["math"]
+
+
+def test_a_full_disk_passes(store: Store) -> None:
+    before = store.load()
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    big = Key(digest="d" * (1 << 16), tenant="acme", label="laptop")
+    with pytest.raises(Unavailable, match="full") as refused:
+        store.put_key(big)
+    assert refused.value.status == 507
+    assert store.load() == before
+    store._db.execute("PRAGMA max_page_count = 1073741823")
+    store.put_key(big)
+    assert list(store.load().keys) == [big.digest]
 
 
 def test_the_file_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:

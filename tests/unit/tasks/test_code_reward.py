@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from areal_lora.config.reward import CodeReward
+from areal_lora.errors import EnvironmentError_
 from areal_lora.tasks.code_reward import CodeSettings, extract_program, row_tests
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.types import Outcome
@@ -105,6 +106,36 @@ def test_hostile_programs_end_with_a_verdict_and_harm_nothing(fence, tmp_path):
     assert set(tmp_path.iterdir()) == before
     assert precious.read_text() == "p"
     assert time.monotonic() - began < 120
+
+
+def test_tests_of_one_tenant_read_no_file_of_another(fence, tmp_path):
+    """Bit by bit through rewards. A test is a program too, from the tenant's own rows."""
+    secret = tmp_path / "bolt" / "secret.txt"
+    secret.parent.mkdir(mode=0o700)
+    secret.write_text("key")
+    secret.chmod(0o600)
+    bits = [f"assert (open({str(secret)!r}, 'rb').read()[{i // 8}] >> {i % 8}) & 1" for i in range(8)]
+    others = [f"open({name!r}).read(1)" for name in (__file__, "/etc/passwd", "/proc/1/status", "/proc/self/environ")]
+    others += [f"__import__('os').listdir({str(tmp_path)!r})"]
+    reward = CodeReward(asserts="checks", credit="partial", timeout_s=120)
+    for run in (None, tmp_path / "run"):  # the run folder hides nothing of others
+        [found] = score(reward, answer("pass", checks=bits + others), hidden=run)
+        assert dict(found.components) == {"passed": 0.0, "crashed": 1.0}
+
+
+def test_a_program_has_the_standard_library_and_its_input_by_name(fence):
+    """Modules with shared libraries of their own among them."""
+    program = (
+        "import ctypes, decimal, hashlib, json, os, random, sqlite3, ssl, unicodedata, zlib, zoneinfo\n"
+        "zoneinfo.ZoneInfo('UTC'), os.urandom(1), sqlite3.connect(':memory:'), ctypes.CDLL(None)\n"
+        "print(sum(map(int, open('/dev/stdin').read().split())))"
+    )
+    assert score(code(), answer(program))[0].reward == 1.0
+
+
+def test_an_interpreter_that_cannot_start_is_no_wrong_answer():
+    with pytest.raises(EnvironmentError_, match="an empty program ends with"):
+        score(code(test_memory_mib=1), answer(ADD))
 
 
 def test_a_programs_folder_is_empty_and_its_own(fence):

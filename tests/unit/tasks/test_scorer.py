@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import http.server
 import math
 import os
@@ -22,7 +23,7 @@ from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.tasks.tally import tally
-from areal_lora.types import Outcome, Sample
+from areal_lora.types import Cause, Outcome, Sample
 from tests.support.paths import ROOT, SUPPORT
 
 FAULTY = f"{SUPPORT / 'tasks' / 'faulty_reward.py'}:reward"
@@ -33,7 +34,12 @@ def item(completion: str, gold: str = "#### 7") -> ScoreItem:
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "scorer_child" in " ".join(p.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):  # of the lane: other files' processes end meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "scorer_child" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def faulty(**settings) -> FunctionReward:
@@ -420,11 +426,14 @@ def test_a_cancelled_call_leaves_no_replies_for_the_next_one():
     assert children() == []
 
 
-def test_close_ends_a_call_in_progress_and_refuses_later_ones():
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.5])
+def test_close_ends_a_call_in_progress_and_refuses_later_ones(after_s):
+    """Also while the call starts its child."""
+
     async def run():
         pool = ScorerPool(faulty(timeout_s=60))
         call = asyncio.create_task(pool.score([item("sleep")]))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(after_s)
         await pool.close()
         with pytest.raises(RolloutError, match="closed"):
             await call
@@ -474,7 +483,8 @@ RETURNED = {
     "right": True, "wrong": False, "number": 0.5, "whole": 2, "dict": {"reward": -0.25, "correct": True},
     "unsure": {"reward": 0.75}, "none": {"reward": 0.1, "correct": None}, "bool": {"reward": True},
     "zero": {"reward": 0.9, "correct": 0}, "empty": {}, "typo": {"reward": 1.0, "corect": True},
-    "maybe": {"reward": 1.0, "correct": 0.5}, "list": [1.0], "text": {"reward": "much", "correct": True},
+    "maybe": {"reward": 1.0, "correct": 0.5}, "list": [1.0], "text": {"reward": "1.0", "correct": True},
+    "nothing": None, "words": "1.0", "part": {"a": None},
     "nan": {"reward": float("nan"), "correct": True},
 }
 
@@ -491,8 +501,11 @@ def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not
         "empty": "this one has neither",
         "typo": "'corect'",
         "maybe": "neither true nor false",
-        "list": "TypeError",
-        "text": "could not convert",
+        "list": "the reward returned a list, not a number",
+        "text": "the reward returned a str, not a number",
+        "nothing": "the reward returned None, not a number",
+        "words": "the reward returned a str, not a number",
+        "part": "component 'a' is None, not a number",
         "nan": "not a finite number",
     }
     reward = FunctionReward(path=f"{path}:reward")
@@ -502,6 +515,8 @@ def test_a_reward_may_say_what_is_correct_and_a_threshold_does_where_it_does_not
     for scored, words in zip(scores[9:], bad.values(), strict=True):
         assert (scored.outcome, scored.correct) == (Outcome.ERROR, None)
         assert words in scored.detail
+        assert scored.detail.endswith(f"({path}:11)"), "where the function is defined"
+        assert scored.cause is Cause.CODE
     [scores] = score([item(x) for x in good], reward=reward.model_copy(update={"correct_threshold": 0.75}))
     assert [s.correct for s in scores] == [True, False, False, True, True, True, False, True, False]
 
@@ -683,3 +698,31 @@ def test_512_scores_are_quick():
     best_s, total = asyncio.run(run())
     assert total == 46
     assert best_s < 0.15, f"{best_s:.3f} s"  # 0.02 s on an idle core; machines that run tests are busy
+
+
+@pytest.mark.parametrize("lasts", [2, 9])
+def test_a_start_that_fails_is_tried_again(lasts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer, "START_PAUSES_S", (0.0, 0.0, 0.0))
+    spawn, failures = scorer._Child.spawn, iter([BlockingIOError(11, "no more processes"), OSError(12, "memory")] * 5)
+
+    async def run() -> list[Score]:
+        async with ScorerPool(faulty()) as pool:
+            await pool._discard(await pool._idle.get())
+            pool._idle.put_nowait(None)
+            left = lasts
+
+            async def refused(*arguments):
+                nonlocal left
+                left -= 1
+                if left >= 0:
+                    raise next(failures)
+                return await spawn(*arguments)
+
+            monkeypatch.setattr(scorer._Child, "spawn", refused)
+            return await pool.score([ScoreItem(completion="7", columns={})])
+
+    if lasts == 2:
+        assert len(asyncio.run(run())) == 1
+    else:
+        with pytest.raises(EnvironmentError_, match="no process can be started"):
+            asyncio.run(run())

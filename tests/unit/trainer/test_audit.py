@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -211,12 +212,51 @@ def test_a_batch_is_compared_beside_the_step_and_another_server_is_asked_where_o
         assert second.tokens > 60
         assert not second.error
         auditor.begin("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
-        auditor.begin("math", batch(4, "finish"), 4, 1.0)  # what was found meanwhile is not lost
         third = auditor.collect("math", wait=True)
         assert third is not None
         assert "shifted by one token" in third.error
         assert auditor.collect("math") is None
         auditor.close()
+
+
+def test_a_step_never_waits_for_a_server_and_what_was_found_meanwhile_is_not_lost() -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def slow(ref: AdapterRef, rows: list[list[int]]) -> list[list[float]]:
+        asked.set()
+        assert answers.wait(60.0)
+        return server(1e-6)(ref, rows)
+
+    with served(slow) as one:
+        auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
+        auditor.servers = (one.endpoint,)
+        auditor.begin("math", logprobs_rolled_within(batch(3, "finish"), 1), 3, 1.0)
+        assert asked.wait(60.0)
+        auditor.begin("math", batch(4, "finish"), 4, 1.0)
+        skipped = auditor.collect("math")
+        assert skipped is not None
+        assert (skipped.tokens, skipped.silent_steps) == (0, 1)
+        assert skipped.missing == "the audit of an earlier batch is still running"
+        answers.set()
+        found = auditor.collect("math", wait=True)
+        assert found is not None
+        assert "shifted by one token" in found.error
+        assert found.silent_steps == 0
+        auditor.close()
+
+
+def test_an_answer_that_no_comparison_expects_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that scores one sequence too few."""
+    with served(lambda ref, rows: server(1e-6)(ref, rows)[1:]) as one:
+        auditor = Auditor(SECRET, FP32[0], timeout_s=60.0, max_model_len=128)
+        auditor.servers = (one.endpoint,)
+        auditor.begin("math", batch(1, "finish"), 1, 1.0)
+        found = auditor.collect("math", wait=True)
+        auditor.close()
+    assert found is not None
+    assert (found.tokens, found.silent_steps, found.error) == (0, 1, "")
+    assert found.missing.startswith("ValueError: ")
+    assert "the audit of a batch of math" in caplog.text
 
 
 def test_a_run_in_which_nothing_can_be_compared_says_so(caplog: pytest.LogCaptureFixture) -> None:

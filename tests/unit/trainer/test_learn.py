@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,55 @@ def test_three_steps_in_a_row_without_a_finite_gradient_end_the_run(monkeypatch:
     with pytest.raises(NonFiniteError, match="3 training steps in a row") as e:
         _run(monkeypatch, state, engine, 1)
     assert e.value.exit_code == 65
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_forward_pass_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """It is no shift of the batch: that would end the run at once."""
+    state = TrainingState(adapter=make_adapter(), version=4)
+    engine = RecordedEngine(make_batch().rollout_logprobs)
+    outlier = engine.answer.clone()
+    outlier[1] = value
+    for answers in (outlier, engine.answer, outlier, outlier):
+        engine.dropped = answers
+        _run(monkeypatch, state, engine, 1)
+        assert (state.skipped_steps > 0) == (answers is outlier)
+    engine.dropped = outlier
+    with pytest.raises(NonFiniteError, match=r"3 training steps in a row were not finite .*fresh_gap"):
+        _run(monkeypatch, state, engine, 1)
+
+
+def test_dropout_moves_neither_the_weights_of_stale_tokens_nor_the_ratio() -> None:
+    """w = proximal / behaviour of the clean pass; the ratio of one minibatch is 1. A float64 loop over the tokens."""
+    batch = replace(make_batch(), versions=torch.where(make_batch().loss_mask, 3, -1))
+    draw = torch.Generator().manual_seed(5)
+    drift, noise = (scale * torch.randn(batch.n_tokens, generator=draw) for scale in (0.3, 2.0))
+    engine = RecordedEngine((batch.rollout_logprobs + drift) * batch.loss_mask)
+    engine.dropped = engine.answer + noise * batch.loss_mask
+    adapter = make_adapter()
+    adapter = replace(adapter, config=adapter.config.model_copy(update={"dropout": 0.1}))
+    report = _learn(engine, adapter, batch)
+    spread = 2**0.5 / 2  # (1 - 0.5) / std of [1, 0], unbiased; the second group's rewards are equal
+    gaps, expected = [], 0.0
+    for sequence, (begin, end) in enumerate(pairwise(batch.cu_seqlens.tolist())):
+        for t in range(begin, end):
+            if batch.loss_mask[t]:
+                gaps.append(float(drift[t]))
+                expected -= math.exp(gaps[-1]) * (spread, -spread, 0.0, 0.0)[sequence]
+    assert report.sums["loss"] == pytest.approx(expected, rel=1e-4)
+    assert report.per_sampled_token("behaviour_abs") == pytest.approx(sum(map(abs, gaps)) / len(gaps), rel=1e-5)
+
+
+def test_given_answers_do_not_dilute_what_is_said_of_sampled_ones() -> None:
+    """The controller of the KL coefficient gets the divergence of the tokens that have one."""
+    batch = replace(make_batch(), given=torch.tensor([False, False, True, True]))
+    engine, gap = RecordedEngine(batch.rollout_logprobs), 0.8
+    engine.base = (engine.answer - gap) * batch.loss_mask
+    report = _learn(engine, make_adapter(kl_coef=0.1, kl_estimator="k2"), batch)
+    assert report.per_sampled_token("kl") == pytest.approx(gap**2 / 2, rel=1e-5)
+    assert report.sums["sampled_tokens"] < report.sums["tokens"]
 
 
 def test_one_minibatch_that_is_skipped_is_not_a_step_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,9 @@ from areal_lora.trainer.waits import batch_of, catch_up, collect_audit, join_che
 from areal_lora.trainer.work import Drained, Faulted, Leaves, Pauses, TrainOn, Unpublished, Work
 from areal_lora.types import AdapterPhase
 from tests.support.checkpoint.helpers import ThreadExchange, on_ranks
-from tests.support.rollout.helpers import config, episode, stream
+from tests.support.distributed.spawn import run_ranks
+from tests.support.rollout.helpers import NAME, config, episode, stream
+from tests.support.trainer.control_ranks import wait_for_rollouts
 
 GROUPS = [episode(stream().at(p), version=3).group for p in range(4)]
 
@@ -127,6 +130,12 @@ def test_a_service_waits_without_adapters_until_no_more_will_come() -> None:
     assert trainer.log == ["want "]
     trainer.rank_0.newcomers.closed = True
     assert next_work(trainer) is None
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_rollouts_longer_than_their_exchange_does(tmp_path: Path) -> None:
+    """Those of a step, or of a service without requests: rank 0 renews the time-out of the others."""
+    assert run_ranks(wait_for_rollouts, 2, tmp_path, (), timeout_s=60.0) == [Faulted(adapter=NAME, reason="late")] * 2
 
 
 def test_a_paused_adapter_gets_no_turn_and_keeps_the_run() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from areal_lora.data.collate import collate
 from areal_lora.obs.metrics.reader import read_metrics
@@ -35,9 +36,15 @@ def test_rewards_are_averaged_over_samples_and_not_over_their_trajectories(tmp_p
     spans = Spans()
     phases = "wait_batch annotate train checkpoint_join checkpoint_copy publish_join publish_pack"
     spans.seconds.update(dict.fromkeys(phases.split(), 0.0))
-    recorder.step(AdapterRef(name=NAME, version=1), collate([group]), report, {0: 8}, spans)
+    batch = collate([group])
+    recorder.step(AdapterRef(name=NAME, version=1), batch, report, {0: 8}, spans)
     [step] = read_metrics(tmp_path).steps
     assert (step.reward_mean, step.reward_std, step.n_sequences) == (0.5, 0.5, 4)
+    sampled = [-p for t in group.trajectories for p, on in zip(t.rollout_logprobs, t.loss_mask, strict=True) if on]
+    assert step.sampled_nll == pytest.approx(sum(sampled) / len(sampled))
+    given = replace(batch, given=torch.ones_like(batch.given))
+    recorder.step(AdapterRef(name=NAME, version=2), given, report, {0: 8}, spans)
+    assert read_metrics(tmp_path).steps[-1].sampled_nll is None
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])

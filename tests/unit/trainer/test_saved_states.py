@@ -19,11 +19,13 @@ from areal_lora.checkpoint.store import Store
 from areal_lora.checkpoint.testing import FaultyDisk
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
-from areal_lora.operations.messages import Kept, LoadState
+from areal_lora.operations.messages import Failed, Kept, LoadState
 from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.saved_states import leftovers, load_saved, loadable, named, tidy_states
 from tests.support.checkpoint.helpers import SPEC, snapshot_of, state_of
+from tests.support.distributed.spawn import run_ranks
+from tests.support.trainer.control_ranks import load
 
 BASE = "base"
 ASKED = LoadState(adapter=SPEC.name, label="one", optimizer=True)
@@ -51,7 +53,9 @@ def step_of(folder: RunFolder, label: str = "one") -> int:
     engine: Any = Engine()
     asked = LoadState(adapter=SPEC.name, label=label, optimizer=True)
     assert loadable(folder, asked, adapter(), BASE) == ""
-    return load_saved(engine, folder, asked, "b").step
+    loaded = load_saved(engine, folder, asked, "b", SoloExchange())
+    assert isinstance(loaded, Kept)
+    return loaded.step
 
 
 def adapter(**changes: Any) -> Any:
@@ -72,7 +76,7 @@ def test_a_state_is_loaded_with_moments_and_clock_or_without(folder: RunFolder) 
     n_bytes = save(folder)
     engine: Any = Engine()
     own = (folder.saved_state(SPEC.name, "one") / "rank-0000.safetensors").stat().st_size
-    assert load_saved(engine, folder, ASKED, "b") == Kept(step=3, n_bytes=own)
+    assert load_saved(engine, folder, ASKED, "b", SoloExchange()) == Kept(step=3, n_bytes=own)
     assert own < n_bytes, "its companion's file is none of it"
     name, parts, step = engine.found
     assert (name, step) == ("b", 3)
@@ -81,7 +85,7 @@ def test_a_state_is_loaded_with_moments_and_clock_or_without(folder: RunFolder) 
         for key, values in expected[part].items():
             np.testing.assert_array_equal(parts[part][key], values)
     bare = LoadState(adapter=SPEC.name, label="one", optimizer=False)
-    assert load_saved(engine, folder, bare, "b").step == 0
+    assert load_saved(engine, folder, bare, "b", SoloExchange()).step == 0
     _, parts, step = engine.found
     assert step == 0
     np.testing.assert_array_equal(
@@ -105,6 +109,32 @@ def test_what_cannot_be_loaded_is_said_before(folder: RunFolder) -> None:
     assert "cannot be read: rank-0000.safetensors is damaged" in loadable(folder, ASKED, adapter(), BASE)
     (file.parent / MANIFEST_FILE).write_bytes(b"{}")
     assert "cannot be read: the manifest" in loadable(folder, ASKED, adapter(), BASE)
+
+
+@pytest.mark.slow
+def test_a_state_that_one_rank_cannot_read_fails_on_every_rank(tmp_path: Path) -> None:
+    """And no rank loads it, nor waits for another: rank 1 sees no folder, half of a file, an empty one, all of it."""
+    folders = [tmp_path / name for name in ("absent", "half", "empty", "whole")]
+    for folder in folders:
+        for rank in range(2):
+            (seen := RunFolder(folder / f"rank-{rank}")).path.mkdir(parents=True)
+            save(seen)
+        file = seen.saved_state(SPEC.name, "one") / "rank-0000.safetensors"
+        match folder.name:
+            case "absent":
+                shutil.rmtree(file.parent)
+            case "half":
+                os.truncate(file, file.stat().st_size // 2)
+            case "empty":
+                os.truncate(file, 0)
+    mine, others = run_ranks(load, 2, tmp_path, (folders,), timeout_s=60.0)
+    assert mine == others
+    for outcome, loaded in mine[:3]:
+        assert isinstance(outcome, Failed)
+        assert outcome.reason.startswith("trainer rank 1 cannot read the saved state 'one': ")
+        assert not loaded
+    assert isinstance(mine[3][0], Kept)
+    assert mine[3][1] == [3]
 
 
 KILLS = {"files_written": (3, 3), "manifest_written": (6, 3), "replacing": (6, None), "renamed": (6, 6)}

@@ -79,32 +79,53 @@ def plus(*terms):
 class Case:
     """A trainer and a right server whose kernels disagree by ``kernels``, an adapter whose effect is ``effect``.
 
-    ``jitter`` is what the server's batching adds to every score it gives, ``wobble`` the trainer's own.
+    ``jitter`` is what the server's batching adds to every score it gives, ``wobble`` the trainer's own. ``rounding``
+    is that of each version on each side, always the same, as in bfloat16; the probe holds every context four times.
+    ``first``: the version before is version 0, which is the base. Without ``parent`` it is not known.
     """
 
-    def __init__(self, seed, *, effect=1e-3, kernels=1e-2, jitter=0.0, wobble=0.0, step=1.0):
+    def __init__(
+        self,
+        seed,
+        *,
+        effect=1e-3,
+        kernels=1e-2,
+        jitter=0.0,
+        wobble=0.0,
+        step=1.0,
+        rounding=0.0,
+        first=False,
+        parent=True,
+    ):
         self.rng = random.Random(seed)
-        self.jitter, self.wobble = jitter, wobble
+        self.jitter, self.wobble, self.rounding, self.rounded = jitter, wobble, rounding, {}
+        self.first, self.parent = first, parent
         truth, self.moved = [[0.0] + [-1.5] * 31] * 4, drawn(self.rng, effect)
         self.older = [[x * (1 - step) for x in row] for row in self.moved] if step < 1 else drawn(self.rng, effect)
         self.trainer, self.server = truth, plus(truth, drawn(self.rng, kernels))
 
-    def check(self, serves="v", parent=True, tolerance=0.05):
+    def check(self, serves="v", tolerance=0.05):
         """What the server says when it really serves ``v``, the ``base`` or the version ``before``."""
         shifts = {"v": self.moved, "base": drawn(self.rng, 0.0), "before": self.older}
+        if self.first:
+            shifts["before"] = shifts["base"]
+
+        def rounded(side, what):
+            what = "base" if what == "before" and self.first else what
+            return self.rounded.setdefault((side, what), drawn(self.rng, self.rounding, n=1) * 4)
 
         def trainer(what):
-            return plus(self.trainer, shifts[what], drawn(self.rng, self.wobble))
+            return plus(self.trainer, shifts[what], drawn(self.rng, self.wobble), rounded("trainer", what))
 
         def server(what):
-            return plus(self.server, shifts[what], drawn(self.rng, self.jitter))
+            return plus(self.server, shifts[what], drawn(self.rng, self.jitter), rounded("server", what))
 
         expected = ProbeExpectation(
             token_ids=[[1] * 32] * 4,
             logprobs=trainer("v"),
             base=trainer("base"),
-            parent=ref(2) if parent else None,
-            before=trainer("before") if parent else None,
+            parent=ref(2) if self.parent else None,
+            before=trainer("before") if self.parent else None,
             noise=3 * self.wobble,
         )
         return check_probe(ref(3), "s:1", expected, server(serves), server("base"), tolerance, server("before"))
@@ -138,6 +159,10 @@ def test_an_adapter_far_below_the_tolerance_that_does_not_arrive_is_found_at_onc
         {"step": 0.01},
         {"step": 0.01, "jitter": 1e-5},
         {"step": 0.01, "jitter": 1e-3, "wobble": 1e-3},
+        {"step": 0.1, "rounding": 2e-2},
+        {"effect": 2e-2, "step": 0.1, "rounding": 2e-2},
+        {"effect": 2e-2, "step": 0.1, "rounding": 2e-2, "parent": False},
+        {"first": True, "step": 0.1, "rounding": 2e-2},
     ],
     ids=str,
 )
@@ -146,8 +171,18 @@ def test_a_right_server_is_never_called_wrong(options):
         assert Case(seed, **options).check("v").mean_abs < 0.05, f"seed {seed}"
 
 
+@pytest.mark.parametrize(("serves", "word"), [("base", "its base"), ("before", "a@v2")])
+def test_a_version_that_does_not_arrive_is_found_in_bfloat16_too(serves, word):
+    """The same scores to the last bit are proof at any effect; with jitter, an effect above the rounding is found."""
+    for seed in range(30):
+        with pytest.raises(ParityError, match=f"still answers like {word}"):
+            Case(seed, rounding=2e-2).check(serves)
+        with pytest.raises(ParityError, match=f"still answers like {word}"):
+            Case(seed, effect=0.5, rounding=2e-2, jitter=1e-2).check(serves, tolerance=9.0)
+
+
 def test_where_nothing_is_known_of_the_version_before_only_the_base_counts():
-    assert Case(1).check("before", parent=False).differs
+    assert Case(1, parent=False).check("before").differs
 
 
 TIE = 0.496  # nats by which one token differed in a real run

@@ -6,6 +6,7 @@ module           what                           why
 ``cpu_kernels``  ``CpuLoraExperts``             with LoRA vLLM picks its Triton experts, which need a GPU
                  ``PackedExperts``              torch's matmul of a few rows is slow; vLLM's linear
                                                 layers use the same oneDNN kernels
+                 ``PlainExperts``               oneDNN has no bfloat16 on CPUs with AVX2 only
                  ``CpuLoraLinear`` (punica)     vLLM's CPU path is slow, and base tokens (-1) read the
                                                 last slot
                  ``rms_norm``                   vLLM keeps its C++ norms for GPUs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import llvmlite.binding.ffi
@@ -19,8 +21,11 @@ from vllm.platforms.cpu import CpuPlatform
 
 from areal_lora.engine.vllm_ext.cpu.cells import ExpertRuns
 from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, moe_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, moe_lora
 from areal_lora.errors import AdapterError
+from areal_lora.processes.log import get_logger
+
+log = get_logger(__name__)
 
 
 class CpuLoraLinear(PunicaWrapperCPU):
@@ -50,7 +55,10 @@ class CpuLoraLinear(PunicaWrapperCPU):
 
 
 class PackedExperts:
-    """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K]."""
+    """An ``ExpertProduct`` through vLLM's oneDNN kernels, with a packed copy of W [E, N, K].
+
+    Raises RuntimeError if oneDNN has no kernel for this type and CPU.
+    """
 
     MAX_ROWS = 128  # oneDNN builds one kernel per number of rows in about 0.3 ms, and caches this many
 
@@ -69,6 +77,36 @@ class PackedExperts:
                 product(y_part, x_part, None, self._pointers[expert])
 
 
+@dataclass(frozen=True, slots=True)
+class PlainExperts:
+    """An ``ExpertProduct`` in float32 through torch, whose bfloat16 is slower on the same CPUs."""
+
+    weight: torch.Tensor  # [E, N, K]
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, expert_runs: ExpertRuns) -> None:
+        for expert, xs, ys in zip(expert_runs.experts, expert_runs.of(x), expert_runs.of(out), strict=True):
+            ys.copy_(xs.float() @ self.weight[expert].float().t())
+
+
+def expert_product(weight: torch.Tensor) -> ExpertProduct:
+    """Multiply by ``weight`` [E, N, K], through oneDNN if it has a kernel for this type on this CPU."""
+    try:
+        return PackedExperts(weight)
+    except RuntimeError as e:
+        _warn_of_plain_experts(str(weight.dtype).removeprefix("torch."), str(e))
+        return PlainExperts(weight.detach())
+
+
+@cache
+def _warn_of_plain_experts(dtype: str, why: str) -> None:
+    log.warning(
+        "oneDNN has no products of %s on this CPU (%s); experts take 1.3 to 3.5 times as long as with "
+        "model.dtype=float32, and linear layers longer, too",
+        dtype,
+        why,
+    )
+
+
 NO_GROUPS = np.array([-1])  # of tokens without an adapter
 
 
@@ -79,11 +117,11 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     """
 
     _adapters: ExpertAdapters
-    _w1: PackedExperts
-    _w2: PackedExperts
+    _w1: ExpertProduct
+    _w2: ExpertProduct
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        self._w1, self._w2 = PackedExperts(layer.w13_weight), PackedExperts(layer.w2_weight)
+        self._w1, self._w2 = expert_product(layer.w13_weight), expert_product(layer.w2_weight)
         self._adapters = ExpertAdapters.none(layer.w2_weight)
         for name in ("w13_weight", "w2_weight"):
             # vLLM reads the shapes at every step; one element is enough for that, the packed copy has the rest.

@@ -1,7 +1,9 @@
 """Compiled loops: LoRA in float32, and the order of a batch's pairs (token, expert).
 
 LoRA matrices are so small that a call of a BLAS costs more than its arithmetic. The loops take rows of any number and
-place: no copies, no padding, no call for every adapter and expert.
+place: no copies, no padding, no call for every adapter and expert. They compute one row at a time: what LLVM makes of
+a block of rows sums in another order than what it makes of one row, on CPUs without AVX-512, and then an answer would
+depend on the others of its batch.
 
 A cell is a run of entries of ``rows`` with one adapter slot and one expert: int64 (slot, expert, first, end).
 """
@@ -25,52 +27,26 @@ _MATRIX = "float32[:, ::1]"
 def _shrink(low: Any, x: Any, rows: Any, first: int, end: int, a: Any) -> None:
     """``low[i] = a x[rows[i]]`` for ``first <= i < end``."""
     rank, width = a.shape
-    i = first
-    while i + 4 <= end:
-        x0, x1, x2, x3 = x[rows[i]], x[rows[i + 1]], x[rows[i + 2]], x[rows[i + 3]]
+    for i in range(first, end):
+        xi = x[rows[i]]
         for j in range(rank):
             aj = a[j]
-            s0 = s1 = s2 = s3 = np.float32(0)
+            total = np.float32(0)
             for h in range(width):
-                s0 += x0[h] * aj[h]
-                s1 += x1[h] * aj[h]
-                s2 += x2[h] * aj[h]
-                s3 += x3[h] * aj[h]
-            low[i, j], low[i + 1, j], low[i + 2, j], low[i + 3, j] = s0, s1, s2, s3
-        i += 4
-    while i < end:
-        x0 = x[rows[i]]
-        for j in range(rank):
-            aj = a[j]
-            s0 = np.float32(0)
-            for h in range(width):
-                s0 += x0[h] * aj[h]
-            low[i, j] = s0
-        i += 1
+                total += xi[h] * aj[h]
+            low[i, j] = total
 
 
 @numba.njit(nogil=True, cache=True, fastmath=_MATH)
 def _expand(y: Any, begin: int, low: Any, rows: Any, first: int, end: int, bt: Any, n: int) -> None:
-    """``y[rows[i], begin : begin + n] += low[i] bt[:, :n]``, two rows at a time; a multiple of four ranks."""
-    i = first
-    while i + 2 <= end:
-        y0, y1 = y[rows[i], begin : begin + n], y[rows[i + 1], begin : begin + n]
-        p, q = low[i], low[i + 1]
-        for j in range(0, len(p), 4):
-            p0, p1, p2, p3 = p[j], p[j + 1], p[j + 2], p[j + 3]
-            q0, q1, q2, q3 = q[j], q[j + 1], q[j + 2], q[j + 3]
-            b0, b1, b2, b3 = bt[j], bt[j + 1], bt[j + 2], bt[j + 3]
-            for o in range(n):
-                y0[o] += (p0 * b0[o] + p1 * b1[o]) + (p2 * b2[o] + p3 * b3[o])
-                y1[o] += (q0 * b0[o] + q1 * b1[o]) + (q2 * b2[o] + q3 * b3[o])
-        i += 2
-    if i < end:
-        y0, p = y[rows[i], begin : begin + n], low[i]
+    """``y[rows[i], begin : begin + n] += low[i] bt[:, :n]``; a multiple of four ranks."""
+    for i in range(first, end):
+        yi, p = y[rows[i], begin : begin + n], low[i]
         for j in range(0, len(p), 4):
             p0, p1, p2, p3 = p[j], p[j + 1], p[j + 2], p[j + 3]
             b0, b1, b2, b3 = bt[j], bt[j + 1], bt[j + 2], bt[j + 3]
             for o in range(n):
-                y0[o] += (p0 * b0[o] + p1 * b1[o]) + (p2 * b2[o] + p3 * b3[o])
+                yi[o] += (p0 * b0[o] + p1 * b1[o]) + (p2 * b2[o] + p3 * b3[o])
 
 
 @numba.njit(nogil=True, cache=True)

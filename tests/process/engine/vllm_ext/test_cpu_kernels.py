@@ -1,9 +1,12 @@
-"""Draws and norms that take the place of vLLM's on a CPU."""
+"""Draws, norms and experts that take the place of vLLM's on a CPU."""
 
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -12,6 +15,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from areal_lora.engine.vllm_ext.compat.cpu_kernels import rms_norm
 from areal_lora.engine.vllm_ext.compat.cpu_sampler import AHEAD, CpuDraw, Numbers
+from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU, OLDER_SERVER
+from tests.support.engine.vllm_ext.serving import PROMPT, connect, largest, make_model, start
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -90,3 +95,26 @@ def test_norm_of_a_sum(norm: RMSNorm, apart: bool) -> None:
     out, kept = rms_norm(norm, x, residual)
     assert torch.allclose(kept.double(), total, atol=1e-6)
     assert torch.allclose(out.double(), normed(total, norm), atol=1e-5)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")
+def test_a_mixture_in_bfloat16_on_a_cpu_with_avx2_only(tmp_path: Path) -> None:
+    """Two workers without shared memory, and no product in bfloat16: slower, and served."""
+    model, folder = make_model(tmp_path / "model", "qwen2_moe"), tmp_path / "server" / "run"
+    process = start(folder, model, OLDER_SERVER, OLDER_CPU, dtype="bfloat16", tp=2)
+    try:
+        running = connect(folder, model, process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        mapped = {Path(m.path).name for p in workers for m in p.memory_maps()}
+        assert "_C_AVX2.abi3.so" in mapped
+        tensors = running.adapter(1)
+        base = running.score(None)
+        got = running.score(running.publish(tensors))
+        running.source.close()
+    finally:
+        process.terminate()
+        process.wait(20)
+    assert largest(base, running.logprobs(None, PROMPT)) < 0.1
+    assert largest(got, running.logprobs(tensors, PROMPT)) < 0.2
+    assert largest(got, base) > 0.5, "the adapter must show"
+    assert (folder / "log").read_text().count("oneDNN has no products of bfloat16 on this CPU") == 2, "once a worker"

@@ -330,6 +330,7 @@ def start(
     env: Mapping[str, str] | None = None,
     further: Sequence[Mapping[str, Any]] = (),
     differing: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
     **rollout: Any,
 ) -> Fork | subprocess.Popen[bytes]:
     """Write the run folder and start a server in it; ``wait_endpoint`` tells when it serves.
@@ -340,7 +341,7 @@ def start(
     config = Config.model_validate(
         {
             "run": {"name": "test", "steps": 1, "root": str(folder.parent)},
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": dtype},
             "adapters": [ADAPTER | dict(differing or {}), *(ADAPTER | dict(other) for other in further)],
             "trainer": {"world_size": 1},
             "rollout": {"max_lora_rank": RANK, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gib": 0.1} | rollout,

@@ -112,6 +112,7 @@ TABLE: list[tuple[str, list[str], dict, str, list[str]]] = [
     ("embedded", ["adapters.0.alpha_pattern={'o_(': 4}"], {}, "adapters.0.alpha_pattern", ["no regular expression"]),
     ("embedded", ["rollout.max_lora_rank=12"], {}, "rollout.max_lora_rank", ["8, 16"]),
     ("embedded", ["adapters.0.sampling.max_new_tokens=256"], {}, "adapters.0.sampling.max_new_tokens", ["no room for a prompt"]),
+    ("embedded", ["adapters.0.sampling.n_samples=1025", "adapters.0.sampling.prompts_per_step=1"], {}, "adapters.0.sampling.n_samples", ["1024 sequences"]),
     ("embedded", ["rollout.max_model_len=1024"], {}, "rollout.max_model_len", ["512 positions"]),
     ("embedded", ["trainer.max_tokens_per_microbatch=128"], {}, "trainer.max_tokens_per_microbatch", ["256"]),
     ("embedded", ["weight_sync.probe_tokens=300"], {}, "weight_sync.probe_tokens", ["256"]),

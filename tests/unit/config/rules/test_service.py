@@ -54,7 +54,7 @@ def test_what_a_service_refuses(overrides: tuple[str, ...], api: dict[str, Any],
 
 def test_what_the_operator_offers_exists(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(completion, answer): ...\n")
-    assert findings(serving(data=str(tmp_path), code=[f"{tmp_path}/mine.py:reward", "json:loads"])) == []
+    assert findings(serving(data=str(tmp_path), code=[f"{tmp_path}/mine.py:reward", "json:loads", "code"])) == []
 
 
 def test_the_switch() -> None:

@@ -102,3 +102,9 @@ def test_recomputation_finds_the_plan_of_its_micro_batch() -> None:
     numbers = packing.add(first, keys[0]), packing.add(second, keys[1])
     assert packing.plan(numbers[0]) is first
     assert packing.plan(numbers[1]) is second
+    packing.keep(1)
+    assert packing.plan(numbers[1]) is second
+    with pytest.raises(KeyError):
+        packing.plan(numbers[0])
+    third = packing.add(first, keys[0])
+    assert (packing.plan(numbers[1]), packing.plan(third)) == (second, first), "numbers are not given out again"

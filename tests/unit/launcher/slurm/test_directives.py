@@ -100,7 +100,12 @@ def test_a_component_asks_for_its_own_nodes() -> None:
 
 def test_a_server_has_cpus_for_its_engine_and_planes() -> None:
     config, plan = job("rollout.threads=2")
-    assert step_options(config, plan, "server") == ["--cpus-per-task=6", "--mem=0", "--gpu-bind=none"]
+    assert step_options(config, plan, "server") == [
+        "--cpus-per-task=6",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--gpu-bind=none",
+    ]
     assert step_options(config, plan, "trainer")[0] == "--cpus-per-task=8"
     assert step_options(config, plan, "controller")[0] == "--cpus-per-task=9"
 

@@ -45,6 +45,21 @@ def test_tensorboard_has_the_state_of_each_adapter_as_a_number(tmp_path: Path) -
     assert seen == {"a/state": [(0, 1.0), (8, 3.0)], "b/state": [(0, 1.0), (3, 4.0)]}
 
 
+@pytest.mark.parametrize(("earlier", "tag"), [(False, "train/reward_mean"), (True, "toy/train/reward_mean")])
+def test_tags_of_the_only_adapter_have_no_name_and_an_older_folder_keeps_its_own(
+    tmp_path: Path, earlier: bool, tag: str
+) -> None:
+    """``earlier``: a session that wrote names, as those of several adapters and of older releases do."""
+    folder = RunFolder(tmp_path)
+    for only in (*([None] if earlier else []), "toy", "toy"):
+        with MetricsWriter(folder, only) as writer:
+            writer.write(STEP)
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    tags = [found for found in events.Tags()["scalars"] if found.endswith("train/reward_mean")]
+    assert tags == [tag]
+
+
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     hard = {"name": "hard", "order": 1, "accuracy": 0.1, "pass_at": {1: 0.1, 4: 0.5}}
     with MetricsWriter(RunFolder(tmp_path)) as writer:

@@ -39,7 +39,7 @@ def test_the_tables_have_no_groups_of_it(tmp_path: Path) -> None:
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
     overview, groups = [row for row in rows if row[:1] == [CLIENT]][:2]
     assert overview[:5] == [CLIENT, "active", "3", "2", "33%"]
-    assert groups[:8] == [CLIENT, *["-"] * 6, "1.0 MiB"]
+    assert groups[:9] == [CLIENT, *["-"] * 7, "1.0 MiB"]
 
 
 def test_a_figure_has_a_point_for_each_step() -> None:

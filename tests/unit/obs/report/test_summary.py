@@ -12,11 +12,12 @@ from rich.console import Console
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import EvalRecord, PublishRecord, SampleRecord, StepRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
-from areal_lora.obs.report.closing import detail_lines, print_closing
+from areal_lora.obs.report.closing import closing_lines, detail_lines, print_closing
 from areal_lora.obs.report.summary import read_summary, write_summary
 from areal_lora.run_folder.events import RequeueEvent, RestartEvent, now_utc, write_event
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.obs.fake_run import make_config
+from tests.support.obs.three_adapters import make_three
 
 
 def small_run(folder: Path) -> Path:
@@ -144,3 +145,25 @@ def test_commands_name_the_interpreters_of_the_roles_and_existing_files(tmp_path
     assert (python, Path(script).is_file(), run) == (trainer, True, str(folder))
     [load] = [line for line in lines if line.startswith("model = ")]
     assert "'/hub/snapshots/abc'" in load
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_moved_folder_names_the_place_where_it_is(tmp_path: Path, several: bool) -> None:
+    old, new = tmp_path / "old place" / "run", tmp_path / "new"
+    folder = make_three(old) if several else RunFolder(small_run(old))
+    names = ("alpha", "gamma") if several else ("toy",)
+    elsewhere = {"beta": tmp_path / "elsewhere"} if several else {}
+    adapters = {name: folder.adapter_export(name) for name in names} | elsewhere
+    write_summary(folder, wall_s=1.0, adapters=adapters, report_path=folder.report)
+    old.rename(new)
+    moved = RunFolder(new)
+    found = read_summary(moved)
+    assert found.report_path == str(moved.report)
+    if several:
+        paths = {name: part.path for name, part in found.adapters.items()}
+        assert paths == {name: str(moved.adapter_export(name)) for name in names} | {"beta": str(elsewhere["beta"])}
+    else:
+        assert found.adapter_path == str(moved.adapter_export("toy"))
+    text = "\n".join([*closing_lines(moved), *detail_lines(moved)])
+    assert "old place" not in text
+    assert str(moved.report) in text

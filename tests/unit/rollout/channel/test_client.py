@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -106,10 +107,11 @@ def test_a_batch_arrives_as_it_was_sent(connect: Callable[[Handler], ControllerC
 
     client = connect(handler)
     client._session.reminders.requested(m.Evaluate(adapter=NAME, version=3, tag="during"))
-    batch = client.next_batch(NAME, step=4, version=4)
+    batch = client.poll((m.Wanted(adapter=NAME, step=4, version=4),))
+    assert isinstance(batch, m.Batch)
     assert batch.groups == groups
     assert batch.stats == STATS
-    assert batch.events == (result(3, "during"),)
+    assert client.take_events() == (result(3, "during"),)
 
 
 NOT_READY = m.NotReady(
@@ -132,8 +134,10 @@ def test_waiting_is_said_and_ends(
             return NOT_READY
         return m.Batch(adapter=NAME, step=12, groups=(), stats=STATS, samples=(), events=(), snapshot=b"")
 
+    client, lines = connect(handler), verbs.WaitingLines()
     with caplog.at_level(logging.INFO, "areal_lora"):
-        connect(handler).next_batch(NAME, step=12, version=12)
+        while isinstance(reply := client.poll((m.Wanted(adapter=NAME, step=12, version=12),)), m.NotReady):
+            lines.say(reply.lacking)
     assert asked == 3
     assert "waiting for rollouts since 0 s: " in caplog.text
     assert f"{NAME} 40/64 groups ready, 90 running, 1 dropped; last fault: connection: refused" in caplog.text
@@ -143,11 +147,8 @@ def test_adapters_whose_rollouts_have_failed_are_named(connect: Callable[[Handle
     async def handler(request: m.Request) -> m.Reply:
         return m.AdapterFailed(adapter=NAME, reason="the reward is broken")
 
-    client = connect(handler)
     wanted = [m.Wanted(adapter=NAME, step=0, version=0)]
-    assert client.poll(wanted) == m.AdapterFailed(adapter=NAME, reason="the reward is broken")
-    with pytest.raises(RolloutError, match=f"{NAME}: the reward is broken"):
-        client.next_batch(NAME, step=0, version=0)
+    assert connect(handler).poll(wanted) == m.AdapterFailed(adapter=NAME, reason="the reward is broken")
 
 
 def test_a_new_controller_hears_of_an_ended_adapter_and_of_nothing_else_of_it() -> None:
@@ -186,15 +187,16 @@ def test_each_evaluation_is_given_out_once(connect: Callable[[Handler], Controll
         return m.NotReady(lacking=(), events=replies.pop(0)) if isinstance(request, m.GetBatch) else m.Accepted()
 
     client = connect(handler)
-    ref = AdapterRef(name=NAME, version=2)
-    client.request_eval(ref, "after")
+    client.request_eval(AdapterRef(name=NAME, version=2), "after")
     for version in (1, 3):
         client.request_eval(AdapterRef(name=NAME, version=version), "during")
-    assert client.wait_eval(ref, "after") == result(2, "after")
-    for version in (3, 1):
-        ref = AdapterRef(name=NAME, version=version)
-        assert client.wait_eval(ref, "during") == result(version, "during")
-    assert not replies
+    assert client.take_events() == ()
+    client.poll(())
+    client.poll(())
+    assert client.take_events() == (result(1, "during"), result(2, "after"))
+    client.poll(())
+    assert client.take_events() == (result(3, "during"),)
+    assert client.take_events() == ()
 
 
 def test_a_result_whose_reply_is_lost_is_asked_for_again(
@@ -218,11 +220,11 @@ def test_a_result_whose_reply_is_lost_is_asked_for_again(
     client.request_eval(ref, "after")
     monkeypatch.setattr(sessions, "ANSWER_S", 0.2)
     monkeypatch.setattr(verbs, "SHORT_POLL_S", 0.0)
-    found: list[m.EvalResult] = []
-    waiting = threading.Thread(target=lambda: found.append(client.wait_eval(ref, "after")), daemon=True)
-    waiting.start()
-    waiting.join(5)
-    assert found == [result(2, "after")]
+    deadline, found = time.monotonic() + 5, tuple[m.EvalResult, ...]()
+    while not found and time.monotonic() < deadline:
+        client.poll(())
+        found = client.take_events()
+    assert found == (result(2, "after"),)
     assert len(asked) == 2
 
 
@@ -230,25 +232,25 @@ def test_a_refusal_is_raised_with_its_reason(connect: Callable[[Handler], Contro
     async def handler(request: m.Request) -> m.Reply:
         raise RolloutError("no such adapter")
 
-    with pytest.raises(RolloutError, match="refused GetStats: no such adapter"):
-        connect(handler).stats(NAME)
+    with pytest.raises(RolloutError, match="refused CommitStep: no such adapter"):
+        connect(handler).commit(NAME, 0)
 
 
 def test_a_silent_controller_is_an_error(
     connect: Callable[[Handler], ControllerClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def handler(request: m.Request) -> m.Reply:
-        if isinstance(request, m.GetStats):
+        if isinstance(request, m.GetBatch):
             await asyncio.sleep(0.4)
-            return STATS
+            return NOT_READY
         await asyncio.sleep(0.6)
         return m.Accepted()
 
     client = connect(handler)
     monkeypatch.setattr(sessions, "ANSWER_S", 0.2)
     monkeypatch.setattr(client._session, "_patience_s", 0.3)
-    with pytest.raises(RolloutError, match=r"not there for GetStats .* did not answer within 0 s"):
-        client.stats(NAME)
+    with pytest.raises(RolloutError, match=r"not there for GetBatch .* did not answer within 0 s"):
+        client.poll((), 0.0)
     monkeypatch.setattr(sessions, "ANSWER_S", 5.0)
     client.announce(AdapterRef(name=NAME, version=0), {})  # the late answer is not taken for this one's
 
@@ -266,7 +268,7 @@ def test_a_long_poll_of_one_thread_holds_up_no_other(connect: Callable[[Handler]
     client = connect(handler)
     timer = threading.Timer(0.2, client.announce, [AdapterRef(name=NAME, version=0), {}])
     timer.start()
-    assert client.next_batch(NAME, step=0, version=0).step == 0
+    assert isinstance(client.poll((m.Wanted(adapter=NAME, step=0, version=0),)), m.Batch)
     timer.join()
 
 
@@ -333,8 +335,8 @@ def test_a_restarted_controller_gets_the_reminders_and_the_request_again() -> No
     ref = AdapterRef(name=NAME, version=0)
     client.announce(ref, {"server-0": "http://one"}, ["server-1"])
     client.request_eval(ref, "owed")
-    client.next_batch(NAME, step=0, version=0)
-    asking = threading.Thread(target=client.next_batch, args=[NAME], kwargs={"step": 1, "version": 1})
+    client.poll((m.Wanted(adapter=NAME, step=0, version=0),))
+    asking = threading.Thread(target=client.poll, args=[(m.Wanted(adapter=NAME, step=1, version=1),)])
     asking.start()
     assert polled.wait(5)
     endpoint = None

@@ -13,7 +13,6 @@ from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.reward import FunctionReward
 from areal_lora.config.task import WordProblemsTask
-from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.controller.base_evals import BaseEvals
 from areal_lora.rollout.eval_record import eval_record
@@ -23,6 +22,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
+from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running
 
 A, B = (AdapterRef(name=name, version=0) for name in ("a", "b"))
@@ -199,7 +199,7 @@ def asked_problems(server: FakeServer) -> int:
     return sum(len(r["prompt"]) for r in server.requests if r.get("pin_version"))
 
 
-def evaluated(run: Running, *names: str, client: ControllerClient | None = None) -> dict[str, EvalResult]:
+def evaluated(run: Running, *names: str, client: PatientClient | None = None) -> dict[str, EvalResult]:
     client = client or run.client
     for name in names:
         client.request_eval(AdapterRef(name=name, version=0), "e")
@@ -261,7 +261,7 @@ def test_another_trainer_gets_the_result_of_a_version_that_no_server_has_any_mor
         run.activate(0, name)
     first = evaluated(run, NAME)[NAME].sets[0]
     server.models.clear()
-    resumed = ControllerClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
+    resumed = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
         resumed.hello({NAME: 0, "twin": 0}, {})
         for name in (NAME, "twin"):

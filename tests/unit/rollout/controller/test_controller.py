@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.server
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +16,9 @@ import pytest
 from areal_lora.config.models import AgentWorkflowConfig, MultiTurnWorkflowConfig
 from areal_lora.config.reward import FunctionReward
 from areal_lora.data.collate import collate
-from areal_lora.errors import RolloutError
-from areal_lora.rollout.channel.client import ControllerClient
+from areal_lora.errors import ExitCode, RolloutError
+from areal_lora.rollout.channel import messages as m
+from areal_lora.rollout.controller.retries import CODE_TRIES, MIN_LOST_IN_A_ROW
 from areal_lora.rollout.main import adapter_data
 from areal_lora.rollout.testing import FakeServer, Fault
 from areal_lora.run_folder.paths import RunFolder
@@ -24,6 +27,7 @@ from areal_lora.tasks.datasets import load_samples
 from areal_lora.types import AdapterRef, Outcome, Sample
 from tests.support.clocks import wait_until
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
+from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running
 
 
@@ -100,7 +104,7 @@ def test_evaluations_belong_to_the_trainer_that_asked(controller: Callable[..., 
     while not any(isinstance(request["prompt"][0], list) for request in server.requests):
         time.sleep(0.01)
     before = len(server.requests)
-    other = ControllerClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
+    other = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
         other.hello({NAME: 0}, {})
         other.announce(ref, {"server-0": server.url})
@@ -178,7 +182,7 @@ def test_a_wrong_secret_is_an_error_not_a_hang(controller: Callable[..., Running
     run = controller(FakeServer())
     start = time.monotonic()
     with pytest.raises(RolloutError, match="another run secret"):
-        ControllerClient(lambda: run.endpoint, "0" * 64).hello({NAME: 0}, {})
+        PatientClient(lambda: run.endpoint, "0" * 64).hello({NAME: 0}, {})
     assert time.monotonic() - start < 5
     run.activate(0)
     assert run.batch(0).groups
@@ -210,7 +214,28 @@ def test_a_prompt_whose_reward_always_fails_is_dropped_with_a_reason_and_the_run
         assert all(t.reward > 0 for group in batch.groups for t in group.trajectories)
     assert "scorer" in batch.stats.dropped
     assert set(batch.stats.dropped) <= {"scorer", "stale"}  # all its tries may take longer than a step
-    assert batch.stats.retried["scorer"] >= 7 * batch.stats.dropped["scorer"] > 0
+    assert batch.stats.retried["scorer"] >= (CODE_TRIES - 1) * batch.stats.dropped["scorer"] > 0
+
+
+def test_a_reward_that_fails_on_everything_ends_the_adapter_with_the_users_line(
+    controller: Callable[..., Running], tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path_factory.mktemp("code") / "rewards.py"
+    file.write_text("def reward(completion, answer):\n    found = None\n    return len(found)\n")
+    caplog.set_level("INFO")
+    run = controller(FakeServer(), reward=FunctionReward(path=f"{file}:reward"), eta=0, b=4, steps=1)
+    began_s = time.monotonic()
+    run.activate(0)
+    reply: object = None
+    while not isinstance(reply, m.AdapterFailed):
+        reply = run.client.poll((m.Wanted(adapter=NAME, step=0, version=0),))
+    assert time.monotonic() - began_s < 10
+    assert reply.exit_code == ExitCode.WRONG_INPUT, "a restart of the trainer would fail alike"
+    assert f"TypeError: object of type 'NoneType' has no len() ({file}:3)" in reply.reason
+    stats = run.client.stats(NAME)
+    assert 0 <= stats.retried["scorer"] - (CODE_TRIES - 1) * MIN_LOST_IN_A_ROW <= 2 * 4, "those that still run"
+    traces = [r.getMessage() for r in caplog.records if "return len(found)" in r.getMessage()]
+    assert len(traces) == 1, "the traceback is logged once"
 
 
 ENVIRONMENT = """
@@ -265,6 +290,30 @@ def test_a_run_with_agents_whose_samples_are_several_trajectories(
         assert batch.sample_ids.tolist() == [i // 2 for i in range(16)]
         assert batch.group_ids.tolist() == [i // 4 for i in range(16)]
         assert batch.rewards.tolist() == [0.25] * 16
+
+
+def test_an_agents_server_that_starts_late_costs_no_group(
+    controller: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_lora.rollout.controller.retries.MAX_BACK_OFF_S", 0.05)  # 8 tries are over in 0.4 s
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    asks = f"    import urllib.request\n    urllib.request.urlopen('http://127.0.0.1:{port}', timeout=5)\n"
+    head, _, body = AGENT.partition("):\n")
+    (tmp_path / "agent.py").write_text(f"{head}):\n{asks}{body}")
+    run = controller(FakeServer(), workflow=AgentWorkflowConfig(path=f"{tmp_path}/agent.py:agent"), eta=0)
+    run.activate(0)
+    wait_until(lambda: run.client.stats(NAME).retried.get("agent", 0) > 16 * 4)
+    assert run.client.stats(NAME).dropped == {}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), http.server.SimpleHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        batch = run.batch(0)
+        server.shutdown()
+        thread.join()
+    assert batch.stats.dropped == {}
+    assert "Connection refused" in batch.stats.faults["agent"]
 
 
 def test_what_runs_at_once_follows_the_announced_servers(controller: Callable[..., Running]) -> None:

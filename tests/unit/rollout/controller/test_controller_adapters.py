@@ -15,11 +15,10 @@ from areal_lora.config.models import MultiTurnWorkflowConfig
 from areal_lora.errors import RolloutError
 from areal_lora.rollout import main as rollout_main
 from areal_lora.rollout.channel import messages as m
-from areal_lora.rollout.channel.client import ControllerClient
 from areal_lora.rollout.controller import controller as controller_module
 from areal_lora.rollout.controller import retries
 from areal_lora.rollout.controller.admission import Claim
-from areal_lora.rollout.controller.controller import Controller
+from areal_lora.rollout.controller.controller import Controller, Opened
 from areal_lora.rollout.controller.groups import Tally
 from areal_lora.rollout.ledger.file import LedgerError
 from areal_lora.rollout.testing import FakeServer
@@ -28,6 +27,7 @@ from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
 from tests.support.clocks import wait_until
 from tests.support.rollout.helpers import NAME, CharTokenizer
+from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running
 
 BROKEN = """
@@ -93,7 +93,7 @@ def test_a_workflow_that_breaks_ends_its_adapter_only(
         assert len(run.batch(step).groups) == 4
     stats = run.client.stats("broken")
     assert (stats.running, stats.consumed) == (0, 0)
-    other = ControllerClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
+    other = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
         other.hello({NAME: 3, "broken": 0}, {})
         assert isinstance(other.poll(wanted("broken")), m.NotReady), "another trainer tries it again"
@@ -186,7 +186,7 @@ def test_another_trainer_finds_none_that_joined_and_lets_it_resume(controller: C
     run.activate(0, "new.1")
     first = run.client.next_batch("new.1", step=0, version=0)
     run.client.commit("new.1", 0)
-    other = ControllerClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
+    other = PatientClient(lambda: run.endpoint, read_secret(RunFolder(run.folder)))
     try:
         other.hello({NAME: 0}, {})
         with pytest.raises(RolloutError, match="is not in this run"):
@@ -218,3 +218,67 @@ def test_a_ledger_that_cannot_be_written_is_no_fault_of_the_adapter_whose_lease_
     watching = Controller({NAME: runtime}, unused, weights={NAME: 1.0}, tasks=unused, stop=unused)
     with pytest.raises(LedgerError, match="disk is full"):
         asyncio.run(watching.watch_leases())
+
+
+def test_adapters_that_join_and_leave_slowly_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One opens its data for ever, another's rollout cannot be cut off; a third joins, ends, and a trainer greets."""
+    monkeypatch.setattr(controller_module, "CUT_OFF_S", 0.5)
+
+    def runtime(name: str) -> Any:
+        tasks: dict[int, asyncio.Task[None]] = {}
+        groups = SimpleNamespace(tally=Tally(), running=())
+        feed = SimpleNamespace(name=name, newest=-1, groups=groups, end=lambda: None)
+        places = SimpleNamespace(trainer_waits=lambda waits: None)
+        return SimpleNamespace(
+            feed=feed,
+            tasks=tasks,
+            paused=False,
+            failure=None,
+            evaluator=SimpleNamespace(places=places),
+            hello=lambda *_, **__: None,
+            claim=lambda weight: Claim(sequences=1, groups=1, weight=weight),
+        )
+
+    async def run() -> None:
+        stuck, closed = asyncio.Event(), list[str]()
+
+        async def open_adapter(raw: bytes) -> Opened:
+            name = raw.decode()
+            if name == "slow":
+                await stuck.wait()
+            made = runtime(name)
+            if name == "busy":
+                made.tasks[0] = asyncio.create_task(asyncio.sleep(30))
+
+            async def close() -> None:
+                closed.append(name)
+
+            return Opened(runtime=made, weight=1.0, close=close)
+
+        async with asyncio.TaskGroup() as tasks:
+            router: Any = SimpleNamespace(servers=())
+            one = Controller({}, router, weights={}, tasks=tasks, stop=asyncio.Event(), open_adapter=open_adapter)
+            session = (await one.handle(m.Hello(trainer="t", versions={}, snapshots={}))).session  # type: ignore[union-attr]
+
+            async def join(name: str) -> m.Reply:
+                return await one.handle(m.JoinAdapter(session=session, adapter=name, config=name.encode(), version=0))
+
+            slow = asyncio.create_task(join("slow"))
+            async with asyncio.timeout(0.4):
+                assert await join("busy") == m.Accepted()
+                leaving = asyncio.create_task(one.handle(m.EndAdapter(session=session, adapter="busy")))
+                await asyncio.sleep(0)
+                assert await join("third") == m.Accepted()
+                assert await one.handle(m.EndAdapter(session=session, adapter="third")) == m.Accepted()
+                assert closed == ["third"]
+                again = asyncio.create_task(join("busy"))
+            assert await again == m.Accepted()
+            assert await leaving == m.Accepted()
+            assert closed == ["third", "busy"], "one that joins again waits until its scorers are closed"
+            async with asyncio.timeout(0.4):
+                await one.handle(m.Hello(trainer="another", versions={}, snapshots={}))
+            stuck.set()
+            assert await slow == m.StaleSession()
+        assert closed == ["third", "busy", "slow", "busy"]
+
+    asyncio.run(run())

@@ -5,10 +5,18 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import RolloutError
+from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.pool import MAX_STALE
-from areal_lora.rollout.controller.retries import MAX_TRIES, UNSERVED_S, UNSERVED_WAIT_S, RequestFailure
+from areal_lora.rollout.controller.retries import (
+    MAX_TRIES,
+    UNSERVED_S,
+    UNSERVED_WAIT_S,
+    RequestFailure,
+    generation_failure,
+)
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.records import GroupState
+from areal_lora.types import Cause
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import NAME, admit_all, episode, feed, stream
 
@@ -158,7 +166,7 @@ def test_retries_back_off_then_drop() -> None:
     assert delays[-1] is None
     assert ledger.drop_reasons == {"server_error": 1}
     assert made.stats().retried == {"server_error": MAX_TRIES - 1}
-    assert "HTTP 500" in made.failures.last
+    assert made.note == f"server_error: {MAX_TRIES - 1} retried, 1 dropped, last: HTTP 500"
 
 
 def test_a_rollout_plane_that_only_fails_ends_the_run() -> None:
@@ -230,22 +238,19 @@ def test_versions_do_not_go_back() -> None:
         made.announce(2)
 
 
-def test_requests_to_a_server_that_is_gone_do_not_count_until_it_is_gone_for_too_long() -> None:
+@pytest.mark.parametrize("kind", [FaultKind.CONNECTION, FaultKind.RETIRED])
+def test_no_prompt_is_lost_while_the_only_server_restarts(kind: FaultKind) -> None:
+    """Under the same URL it refuses connections, then answers 404 until it has rejoined: here after five hours."""
     clock = Clock()
     made, ledger, _ = feed(clock=clock)
     made.announce(0)
     [ticket, *_] = admit_all(made)
-    for _ in range(5 * MAX_TRIES):
-        assert made.retry(ticket, RequestFailure("connection", "refused", served=False)) == UNSERVED_WAIT_S
+    while clock.now < 5 * 3600:
+        assert made.retry(ticket, generation_failure(GenerationFault(kind, "gone"))) == UNSERVED_WAIT_S
         made.begin(ticket)
-        clock.now += UNSERVED_S / (5 * MAX_TRIES + 1)
-    clock.now += UNSERVED_S
-    waits = []
-    while (wait := made.retry(ticket, RequestFailure("connection", "refused", served=False))) is not None:
-        waits.append(wait)
-        made.begin(ticket)
-    assert len(waits) == MAX_TRIES - 1
-    assert ledger.drop_reasons == {"connection": 1}
+        clock.now += 60.0
+    assert made.finish(ticket, episode(ticket.prompt, 0))
+    assert (ledger.drop_reasons, ticket.failed, ticket.resampled) == ({}, 0, 0)
 
 
 def test_groups_without_variance_are_dropped_and_further_prompts_issued() -> None:
@@ -275,7 +280,31 @@ def test_a_time_without_servers_ends_when_one_answers() -> None:
         assert made.retry(one, RequestFailure("connection", "refused", served=False)) == UNSERVED_WAIT_S
     assert one.failed == 0
     assert ledger.drop_reasons == {}
-    assert made.note == "last fault: connection: refused"
+    assert "connection: 17 retried, 0 dropped, last: refused" in made.note
+
+
+def test_groups_wait_for_an_agents_server_that_starts_late() -> None:
+    """16 groups of an agent whose tools refuse connections for 25 s: none is dropped, and the pauses grow."""
+    clock = Clock()
+    made, ledger, _ = feed(eta=3, b=4, clock=clock)
+    made.announce(0)
+    due = dict.fromkeys((ticket.seq for ticket in admit_all(made)), 0.0)
+    refused = RequestFailure("agent", "ConnectionRefusedError", cause=Cause.UNREACHABLE, resample=True)
+    tickets, tries = dict(made.groups.running), 0
+    assert len(tickets) == 16
+    while (now := min(due.values())) < 25.0:
+        clock.now = now
+        seq = min(due, key=lambda seq: due[seq])
+        if tries >= 16:
+            made.begin(tickets[seq])
+        wait_s = made.retry(tickets[seq], refused)
+        assert wait_s is not None, ledger.drop_reasons
+        due[seq], tries = now + wait_s, tries + 1
+    assert tries < 16 * 20
+    for ticket in tickets.values():
+        made.begin(ticket)
+        assert made.finish(ticket, episode(ticket.prompt, 0))
+    assert (made.stats().ready, ledger.drop_reasons) == (16, {})
 
 
 def test_a_second_answer_is_counted_and_ignored() -> None:
@@ -287,6 +316,29 @@ def test_a_second_answer_is_counted_and_ignored() -> None:
     assert made.retry(ticket, RequestFailure("connection", "too late")) is None
     stats = made.stats()
     assert (stats.late, stats.ready) == (2, 1)
+
+
+def test_an_answer_from_before_a_rebuilt_ledger_is_refused() -> None:
+    """The snapshot issues the same prompts under the same numbers; a workflow may ignore that it was cancelled."""
+    other, _, _ = feed(eta=1, b=2)
+    other.announce(0)
+    for ticket in admit_all(other)[:2]:
+        other.finish(ticket, episode(ticket.prompt, 0))
+    lease = other.take(0, 0)
+    assert lease is not None
+    made, _, _ = feed(eta=1, b=2)
+    made.announce(0)
+    old = admit_all(made)
+    made.hello(1, trainer="second", snapshot=lease.snapshot)
+    made.announce(1)
+    new = {ticket.seq: ticket for ticket in admit_all(made)}
+    late = [ticket for ticket in old if ticket.seq in new]
+    assert [(t.prompt.uid, t.issue) for t in late] == [(new[t.seq].prompt.uid, new[t.seq].issue) for t in late]
+    assert late
+    for ticket in late:
+        assert not made.finish(ticket, episode(ticket.prompt, 0))
+        assert made.finish(new[ticket.seq], episode(ticket.prompt, 1))
+    assert made.stats().late == len(late)
 
 
 def test_a_request_that_outlives_its_lease_is_asked_again() -> None:

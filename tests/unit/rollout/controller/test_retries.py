@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from areal_lora.errors import RolloutError
+from areal_lora.errors import RolloutError, UserCodeError
 from areal_lora.rollout.client import FaultKind, GenerationFault
 from areal_lora.rollout.controller.retries import (
+    CODE_TRIES,
     MAX_BACK_OFF_S,
     MAX_TRIES,
     MIN_LOST_IN_A_ROW,
@@ -18,7 +21,7 @@ from areal_lora.rollout.controller.retries import (
     generation_failure,
     scoring_failure,
 )
-from areal_lora.types import Outcome
+from areal_lora.types import Cause, Outcome
 from tests.support.rollout.helpers import stream, trajectory
 
 K = FaultKind
@@ -27,9 +30,9 @@ K = FaultKind
 @pytest.mark.parametrize(
     ("kinds", "retryable", "served", "resample"),
     [
-        ((K.CONNECTION,), True, False, False),
-        ((K.RETIRED, K.SERVER_ERROR, K.ABORTED), True, True, False),
-        ((K.TIMEOUT, K.PROTOCOL, K.SCORER, K.ENVIRONMENT, K.AGENT, K.WORKFLOW), True, True, True),
+        ((K.CONNECTION, K.RETIRED), True, False, False),
+        ((K.SERVER_ERROR, K.ABORTED), True, True, False),
+        ((K.PROTOCOL, K.TIMEOUT, K.SCORER, K.ENVIRONMENT, K.AGENT, K.WORKFLOW), True, True, True),
         ((K.REJECTED,), False, True, True),
     ],
 )
@@ -56,9 +59,14 @@ def test_an_answer_that_could_not_be_scored_is_sampled_again() -> None:
         (RequestFailure("server_error", ""), MAX_TRIES - 1, 0.0, Retry(failed=MAX_TRIES, wait_s=None)),
         (RequestFailure("rejected", "", retryable=False), 0, 0.0, Retry(failed=1, wait_s=None)),
         (RequestFailure("connection", "", served=False), 3, 0.0, Retry(failed=3, wait_s=UNSERVED_WAIT_S)),
-        (RequestFailure("connection", "", served=False), 3, UNSERVED_S, Retry(failed=3, wait_s=UNSERVED_WAIT_S)),
-        (RequestFailure("connection", "", served=False), 3, UNSERVED_S + 1, Retry(failed=4, wait_s=0.8)),
-        (RequestFailure("connection", "", served=False), 7, UNSERVED_S + 1, Retry(failed=8, wait_s=None)),
+        (RequestFailure("connection", "", served=False), 7, 7200.0, Retry(failed=7, wait_s=UNSERVED_WAIT_S)),
+        (RequestFailure("version_retired", "", served=False), 7, 7200.0, Retry(failed=7, wait_s=UNSERVED_WAIT_S)),
+        (RequestFailure("scorer", "", cause=Cause.CODE), 0, 0.0, Retry(failed=1, wait_s=0.1)),
+        (RequestFailure("scorer", "", cause=Cause.CODE), CODE_TRIES - 2, 0.0, Retry(failed=CODE_TRIES - 1, wait_s=0.1)),
+        (RequestFailure("scorer", "", cause=Cause.CODE), CODE_TRIES - 1, 0.0, Retry(failed=CODE_TRIES, wait_s=None)),
+        (RequestFailure("agent", "", cause=Cause.UNREACHABLE), 5, 0.0, Retry(failed=5, wait_s=UNSERVED_WAIT_S)),
+        (RequestFailure("agent", "", cause=Cause.UNREACHABLE), 5, 25.0, Retry(failed=5, wait_s=MAX_BACK_OFF_S)),
+        (RequestFailure("agent", "", cause=Cause.UNREACHABLE), 0, UNSERVED_S + 1, Retry(failed=1, wait_s=0.1)),
     ],
 )
 def test_what_is_retried_and_when(failure: RequestFailure, failed: int, unserved_s: float, expected: Retry) -> None:
@@ -77,7 +85,7 @@ def test_an_outage_ends_with_an_answer_or_an_error_of_a_server() -> None:
     assert [streak.failed(gone, now) for now in (9.0, 10.0)] == [0.0, 1.0]
     streak.answered()
     assert streak.failed(gone, 20.0) == 0.0
-    assert streak.last == "connection: refused"
+    assert streak.details == {"connection": "refused", "server_error": "HTTP 503"}
 
 
 @pytest.mark.parametrize(("prompts_per_step", "most"), [(4, MIN_LOST_IN_A_ROW), (100, 200)])
@@ -90,3 +98,23 @@ def test_groups_lost_in_a_row_end_the_run(prompts_per_step: int, most: int) -> N
         streak.lost("math", prompts_per_step)
     with pytest.raises(RolloutError, match=f"math: {most} groups in a row"):
         streak.lost("math", prompts_per_step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "error", "fix"),
+    [
+        ("scorer", Cause.CODE, UserCodeError, "correct the code"),
+        ("agent", Cause.UNREACHABLE, RolloutError, "start what the code connects to"),
+        ("scorer", Cause.OTHER, RolloutError, "controller's log"),
+        ("server_error", Cause.OTHER, RolloutError, "rollout servers' logs"),
+    ],
+)
+def test_the_end_names_what_to_correct(kind: str, cause: Cause, error: type[RolloutError], fix: str) -> None:
+    streak = FailureStreak()
+    streak.failed(RequestFailure(kind, "KeyError: 'b' (mine.py:9)", cause=cause), 0.0)
+    for _ in range(MIN_LOST_IN_A_ROW - 1):
+        streak.lost("math", 4)
+    with pytest.raises(RolloutError, match=re.escape("last: " + kind + ": KeyError: 'b' (mine.py:9)")) as raised:
+        streak.lost("math", 4)
+    assert type(raised.value) is error
+    assert fix in str(raised.value)

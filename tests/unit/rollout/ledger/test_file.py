@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.errors import ConfigError
-from areal_lora.rollout.ledger.file import LedgerFile
+from areal_lora.errors import NON_RETRYABLE, ConfigError, ExitCode
+from areal_lora.rollout.ledger.file import LedgerError, LedgerFile
 from tests.support.paths import SUPPORT
 from tests.support.rollout.helpers import open_ledger
 
@@ -30,6 +30,22 @@ def killed_after(write: Callable[[], None]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_a_full_disk_is_an_error_that_no_restart_repeats(tmp_path: Path) -> None:
+    file, book = open_ledger(tmp_path / "ledger.sqlite")
+    pages = file.execute("PRAGMA page_count").fetchone()[0]
+    file.execute(f"PRAGMA max_page_count = {pages}")  # SQLite reports it as a disk without room
+
+    def fill() -> None:
+        for position in range(10_000):
+            book.issue(position, 1)
+        book.flush()
+
+    with pytest.raises(LedgerError, match="database or disk is full") as full:
+        fill()
+    assert full.value.exit_code == ExitCode.DISK
+    assert ExitCode.DISK in NON_RETRYABLE
 
 
 def write_and_forget(path: Path) -> None:
@@ -65,8 +81,9 @@ def test_another_machine_finds_all_of_it_in_files(tmp_path: Path) -> None:
 SECOND = """
 import sys
 from areal_lora.rollout.ledger import file as files
+from areal_lora.run_folder import sqlite
 from areal_lora.rollout.ledger.ledger import Ledger
-files.LOCK_S = files.LOCK_WAIT_S = 0.3
+sqlite.LOCK_S = sqlite.LOCK_WAIT_S = 0.3
 try:
     file = files.LedgerFile(sys.argv[1], "r")
 except files.LedgerError as error:

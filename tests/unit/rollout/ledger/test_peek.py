@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from areal_lora.errors import RolloutError
 from areal_lora.rollout.ledger.file import LedgerFile
 from areal_lora.rollout.ledger.ledger import Ledger
-from areal_lora.rollout.ledger.peek import reconciliations
+from areal_lora.rollout.ledger.peek import group_counts, reconciliations
 from areal_lora.rollout.ledger.snapshot import take_snapshot
 from areal_lora.run_folder.paths import RunFolder
 
@@ -63,6 +65,23 @@ def test_groups_are_counted_and_nothing_is_touched(tmp_path: Path) -> None:
     assert [row.position for row in made.again] == [4, 5], "step 2 was leased to a trainer that is gone"
     assert [row.position for row in made.reissued] == [7], "it runs on a version that is gone"
     assert [row.position for row in made.continuing] == [6, 8]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_groups_by_state_are_read_while_the_file_is_open(tmp_path: Path) -> None:
+    assert group_counts(RunFolder(tmp_path)) == []
+    write_ledger(tmp_path)
+    file = KEPT[-1]
+    ledger = Ledger(file, "math", "the prompts")
+    ledger.drop(ledger.issue(9, 1), "scorer")
+    file.flush()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(sqlite3.OperationalError, match="locked"), closing(sqlite3.connect(file.path, timeout=0)) as db:
+        db.execute("SELECT * FROM groups").fetchall()
+    [counts] = group_counts(RunFolder(tmp_path))
+    states = {state.name.lower(): n for state, n in counts.states.items()}
+    assert states == {"issued": 1, "running": 1, "done": 1, "leased": 4, "consumed": 2, "dropped": 1}
+    assert (counts.adapter, counts.dropped) == ("math", {"scorer": 1})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

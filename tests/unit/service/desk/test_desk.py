@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -23,10 +26,16 @@ from areal_lora.service.desk.asks import (
     Stored,
     Train,
 )
-from areal_lora.service.desk.keeping import SILENT_S
+from areal_lora.service.desk.books import Books
+from areal_lora.service.desk.desk import SHARED_S
+from areal_lora.service.desk.keeping import UNUSED_S
 from areal_lora.service.desk.order import GAP_S
+from areal_lora.service.desk.signs import DEAD_S, SILENT_S
 from areal_lora.service.refused import Refused
-from tests.support.service.desk import LORA, STEP, Town, tokens, town, until
+from areal_lora.service.rows import Tables
+from tests.support.service.desk import LORA, QUOTA, STEP, Town, tokens, town, until
+
+T = TypeVar("T")
 
 
 def test_requests_arrive_in_any_order_and_are_carried_out_in_theirs(tmp_path: Path) -> None:
@@ -122,6 +131,7 @@ def test_sampling_sessions(tmp_path: Path) -> None:
             flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
             assert isinstance(flying, Opened)
             assert await it.desk.serve("acme", flying.sampler) == Serve(model=adapter)
+            await asyncio.sleep(2 * SHARED_S)
             first = await it.desk.serve("acme", opened.sampler)
             assert isinstance(first, Pending)
             assert first.capacity
@@ -159,6 +169,8 @@ def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> No
             waits = await it.desk.outcome("bolt", other, 0.0)
             assert isinstance(waits, Pending)
             it.now_s += 100.0  # the snapshot is not in use
+            await it.desk.heartbeat("acme", session)
+            await it.desk.heartbeat("bolt", other.partition(":")[0])
             await it.answer("bolt", other)
             found = await it.desk.serve("acme", sampler)
             assert found == Pending(reason="no server has a place for the weights at present", capacity=True)
@@ -282,6 +294,140 @@ def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
             assert refused.value.status == 410
             again = await it.model(load=Load(path=stored.path, optimizer=True))
             assert isinstance(await it.asked(again, 1, tokens(1, 2)), Scored)
+
+    asyncio.run(run())
+
+
+def test_a_new_session_is_not_silent_however_old_the_service_is(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            it.now_s += SILENT_S + 10
+            session = await it.desk.open_session("acme")
+            await it.desk.keep()
+            await it.desk.heartbeat("acme", session)
+
+    asyncio.run(run())
+
+
+def test_a_silent_session_gives_its_place_to_a_client_that_waits_and_only_then(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=2) as it:
+            first, second = await it.model(), await it.model(tenant="bolt")
+            it.now_s += DEAD_S + 1
+            await it.desk.keep()
+            await it.desk.heartbeat("acme", first.partition(":")[0])
+            await it.desk.heartbeat("bolt", second.partition(":")[0])  # no one waits, so both are there
+            it.now_s += DEAD_S - 5
+            await it.desk.heartbeat("bolt", second.partition(":")[0])
+            third = await it.desk.create_model(
+                "bolt", await it.desk.open_session("bolt"), 0, "p", CreateModel(lora=LORA)
+            )
+            name = second.replace(":train:", "-")
+            reason = f"waits for a place; yours are {name} (fix: close their clients, or areal-lora adapters delete RUN"
+
+            async def is_told() -> bool:
+                waits = await it.desk.outcome("bolt", third, 0.0)
+                return isinstance(waits, Pending) and waits.capacity and waits.reason == f"{reason} {name})"
+
+            await until(is_told)
+            it.now_s += 10
+            await it.desk.heartbeat("bolt", second.partition(":")[0])
+            await it.desk.heartbeat("bolt", third.partition(":")[0])
+            await it.answer("bolt", third)
+            with pytest.raises(Refused) as refused:
+                await it.desk.heartbeat("acme", first.partition(":")[0])
+            assert refused.value.status == 410
+            await it.desk.heartbeat("bolt", second.partition(":")[0])
+
+    asyncio.run(run())
+
+
+def test_a_full_quota_of_silent_sessions_takes_a_new_model_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=9) as it:
+            models = [await it.model() for _ in range(QUOTA.adapters)]
+            with pytest.raises(Refused) as refused:
+                await it.model()
+            assert refused.value.status == 429
+            it.now_s += DEAD_S + 1
+            for model in models[1:]:
+                await it.desk.heartbeat("acme", model.partition(":")[0])
+            await it.model()
+            with pytest.raises(Refused):
+                await it.desk.heartbeat("acme", models[0].partition(":")[0])
+
+    asyncio.run(run())
+
+
+def test_a_session_does_not_wait_for_its_own_models(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=2) as it:
+            session = (await it.model()).partition(":")[0]
+            assert await it.desk.crowded("acme") == ""
+            await it.desk.open_session("acme")
+            it.now_s += DEAD_S + 1
+            await it.desk.heartbeat("acme", session)
+            await it.model(session=session, seq=1)
+            assert await it.desk.crowded("bolt") == "all 2 places of the servers are taken", "no names of other tenants"
+            assert f"; yours are {session}-0, {session}-1 (fix: " in await it.desk.crowded("acme")
+            with pytest.raises(Refused, match=f"the 2 models of this session .* delete RUN {session}-0") as refused:
+                await it.model(session=session, seq=2)
+            assert refused.value.status == 422
+            await it.desk.unload("acme", f"{session}:train:0")
+            await it.model(session=session, seq=2)
+
+    asyncio.run(run())
+
+
+def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_lora.service.desk.keeping.MOST_ENDED", 4)
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+
+            def rows(books: Books) -> list[int]:
+                tables = ("sessions", "models", "samplers", "samples", "saved_states", "dropped_states")
+                return [books.rows(f"SELECT COUNT(*) FROM {table}")[0][0] for table in tables]
+
+            found = []
+            for n in range(12):
+                model = await it.model()
+                session = model.partition(":")[0]
+                opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+                assert isinstance(opened, Opened)
+                await it.desk.serve("acme", opened.sampler)
+                await it.desk.end_session("acme", session)
+                if n % 4 == 3:
+                    it.now_s += UNUSED_S + 1  # the state that only the sampling session had
+                    await it.desk.keep()
+                    found.append([*await it.desk.look_up(rows), len(it.desk._used_s), len(it.desk._signs.silent(-1.0))])
+            assert found == [[4, 4, 0, 0, 0, 0, 0, 0]] * 3
+
+    asyncio.run(run())
+
+
+def test_samples_that_wait_share_one_look_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=1) as it:
+            model = await it.model()
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            sampler = await it.desk.open_sampler("acme", model.partition(":")[0], 0, stored.path)
+            jobs, change = 0, it.writer.change
+
+            async def counted(work: Callable[[sqlite3.Connection, Tables], T]) -> T:
+                nonlocal jobs
+                jobs += 1
+                return await change(work)
+
+            it.writer.change = counted  # type: ignore[method-assign]
+            waits = await asyncio.gather(*(it.desk.serve("acme", sampler) for _ in range(256)))
+            assert set(waits) == {Pending(reason="no server has a place for the weights at present", capacity=True)}
+            assert jobs < 16, "of 256 samples; the desk's own work is among them"
+            jobs = 0
+            for _ in range(100):
+                await it.desk.heartbeat("acme", model.partition(":")[0])
+            assert jobs < 16, "a heartbeat is no transaction"
 
     asyncio.run(run())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lora.service.desk.places import OTHERS_IDLE_S, OWN_IDLE_S, Places, Snapshot, evicted, fits
+from areal_lora.service.desk.places import OTHERS_IDLE_S, OWN_IDLE_S, Places, Snapshot, abandoned, evicted, fits
 
 NOW = 1000.0
 
@@ -37,6 +37,15 @@ def test_on_full_servers_the_tenants_own_leaves_first_then_anothers_that_is_long
     assert evicted(places(taken=4), rows, "acme", NOW) == "a"
     assert evicted(places(taken=4), rows[1:], "acme", NOW) == "c"
     assert evicted(places(taken=4), [snapshot("c", "bolt", idle_s=OTHERS_IDLE_S - 1)], "acme", NOW) is None
+
+
+def test_a_silent_session_ends_where_its_place_helps() -> None:
+    sessions = [("a", "bolt"), ("b", "acme")]
+    assert abandoned(places(taken=3, mine=1), sessions, "acme") is None
+    assert abandoned(places(taken=4, mine=1), sessions, "acme") == "a"
+    assert abandoned(places(taken=4, mine=2), sessions, "acme") == "b", "of a full quota only the tenant's own helps"
+    assert abandoned(places(taken=4, mine=2), sessions[:1], "acme") is None
+    assert abandoned(places(taken=4, mine=1), [], "acme") is None
 
 
 SNAPSHOTS = st.lists(

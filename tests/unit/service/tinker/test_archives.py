@@ -8,6 +8,7 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -58,6 +59,52 @@ async def address(it: Running) -> str:
 async def opened(it: Running, url: str) -> httpx.Response:
     """Without a key, as programs open it."""
     return await it.http.get(urlsplit(url).path)
+
+
+def test_a_download_needs_no_model_and_deletes_nothing(tmp_path: Path) -> None:
+    """What SDK 0.38 and the cookbook send: a state loaded into a new model, saved as external weights, deleted."""
+    key = "age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p"
+
+    async def result(it: Running, verb: str, **body: object) -> dict[str, Any]:
+        answer = await it.ask("acme", "POST", f"/api/v1/{verb}", json=body)
+        assert answer.status_code == 200, answer.text
+        found = await it.ask("acme", "POST", "/api/v1/retrieve_future", json=answer.json())
+        return dict(found.json())
+
+    async def scene(it: Running, state: Path) -> None:
+        session = (await it.ask("acme", "POST", "/api/v1/create_session", json={})).json()["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "path": PATH, "optimizer": False}
+        model = f"{session}:train:0"
+        notes = {"created_by": "tinker_cookbook.weights.download"}
+        assert await result(it, "load_weights", **asked, user_metadata=notes) == {"model_id": model}
+        info = (await it.ask("acme", "POST", "/api/v1/get_info", json={"model_id": model})).json()
+        assert (info["model_id"], info["lora_rank"]) == (model, 2)
+        assert not it.writer.tables.of("acme"), "no adapter was made"
+        save = {"model_id": model, "seq_id": 1, "path": "download"}
+        plain = (await result(it, "save_weights_external", **save))["path"]
+        sealed = (await result(it, "save_weights_external", **save, age_encryption_recipients=[key]))["path"]
+        assert plain == f"tinker://{MODEL}/external_weights/one"
+        wrong = await it.ask(
+            "acme", "POST", "/api/v1/save_weights_external", json=save | {"age_encryption_recipients": ["x"]}
+        )
+        assert "age" in wrong.text
+
+        url = "/api/v1/training_runs/{}/checkpoints/{}"
+        for path, suffix in ((plain, ""), (sealed, ".age")):
+            run, _, name = path.removeprefix("tinker://").partition("/")
+            where = url.format(run, name)
+            answer = (await it.ask("acme", "GET", f"{where}/external_weights_urls")).json()
+            assert sorted(answer["urls"]) == [f"adapter_config.json{suffix}", f"adapter_model.safetensors{suffix}"]
+            found = (await opened(it, answer["urls"][f"adapter_config.json{suffix}"])).content
+            assert found.startswith(b"age-encryption.org/v1\n-> X25519 " if suffix else b"{"), found[:60]
+            assert (await it.ask("bolt", "GET", f"{where}/external_weights_urls")).status_code == 404
+            assert (await it.ask("acme", "PUT", f"{where}/ttl", json={"ttl_seconds": 3600})).status_code == 204
+            assert (await it.ask("acme", "DELETE", where)).status_code == 204
+        assert state.is_dir()
+        kept = (await it.ask("acme", "GET", "/api/v1/checkpoints")).json()["checkpoints"]
+        assert [(each["tinker_path"], each["expires_at"]) for each in kept] == [(PATH, None)]
+
+    play(tmp_path, scene)
 
 
 def test_whoever_has_the_address_reads_the_state_and_no_pickle(tmp_path: Path) -> None:

@@ -128,11 +128,38 @@ def test_we_read_the_passes_of_the_sdk(both_ways: Any) -> None:
     assert sparse.data[0].weights == weights.tobytes()
 
 
+def test_targets_that_do_not_count_may_be_anything(both_ways: Any) -> None:
+    """``[0] * k + sampled``, in every loss that a target without weight or advantage does not change."""
+    version, _, written = both_ways
+    weighted = written["padded, weights"].wanted
+    assert isinstance(weighted, Pass)
+    assert (weighted.data[0].tokens, weighted.data[0].weights) == (ids(1, 2, 3, 4), floats(0.0, 1.0, 1.0))
+    losses = {"padded": (Loss.IMPORTANCE_SAMPLING, LossSettings())}
+    if version != VERSIONS[0]:
+        losses |= {
+            "gspo": (Loss.GSPO, LossSettings(clip_high=1.5)),
+            "gspo, mask": (Loss.GSPO, LossSettings()),
+            "stable_reinforce": (Loss.STABLE_REINFORCE, LossSettings(beta=0.01)),
+        }
+        outside = written["gspo, outside"].wanted
+        assert isinstance(outside, Refused)
+        assert outside.path == "data[0].loss_fn_inputs.advantages"
+    for name, (loss, settings) in losses.items():
+        wanted = written[name].wanted
+        assert isinstance(wanted, Pass), f"{name}: {wanted}"
+        assert (wanted.loss, wanted.settings) == (loss, settings)
+        (found,) = wanted.data
+        assert (found.tokens, found.weights) == (ids(1, 2, 3, 4, 5), floats(0.0, 0.0, 1.0, 1.0)), name
+        assert (found.logprobs, found.advantages) == (floats(0.0, 0.0, -0.5, -1.25), floats(0.0, 0.0, 2.0, 2.0))
+
+
 @pytest.mark.parametrize(
     ("case", "path"),
     [
         ("mask", "data[0].loss_fn_inputs.mask"),
         ("not shifted", "data[0].loss_fn_inputs.target_tokens"),
+        ("padded, no weights", "data[0].loss_fn_inputs.target_tokens"),
+        ("padded, dro", "data[0].loss_fn_inputs.target_tokens"),
         ("not finite", "data[0].loss_fn_inputs.weights"),
         ("too few", "data[0].loss_fn_inputs.weights"),
         ("setting", "loss_fn_config.epsilon"),

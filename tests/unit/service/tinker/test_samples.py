@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from areal_lora.engine.vllm_ext.openai_api import CompletionBody
+from areal_lora.network.request_size import prompts_of
 from areal_lora.service.refused import Refused
 from areal_lora.service.tinker import protos
 from areal_lora.service.tinker.samples import completion, read_sample, sampled_body
@@ -31,17 +32,29 @@ def body(**changes: Any) -> CompletionBody:
 def test_settings_reach_the_server() -> None:
     settings = {"max_tokens": 7, "seed": 1 << 63, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "stop": [4, 5]}
     found = body(num_samples=3, sampling_params=settings)
-    assert found.prompts() == [[1, 2, 3]]
+    assert prompts_of(found.prompt) == [[1, 2, 3]]
     assert (found.model, found.n, found.max_tokens, found.temperature) == ("acme-m.1@v3", 3, 7, 0.5)
     assert (found.top_k, found.top_p, found.stop_token_ids, found.stop) == (3, 0.9, [4, 5], [])
     assert 0 <= (found.seed or 0) < 1 << 63
     assert (found.pin_version, found.return_token_ids, found.logprobs, found.echo) == (True, True, 0, False)
 
 
+def test_stability_info_is_accepted() -> None:
+    assert body(record_stability_info=True) == body()
+
+
 def test_defaults_are_those_of_the_sdk() -> None:
     found = body()
     assert (found.n, found.max_tokens, found.temperature, found.top_k, found.top_p) == (1, 61, 1.0, 0, 1.0)
     assert (found.seed, found.stop, found.stop_token_ids, found.ignore_eos) == (None, [], [], False)
+
+
+def test_scores_of_a_whole_context_need_no_answer() -> None:
+    """What ``compute_logprobs`` sends; a sample still has to fit."""
+    known = asked(prompt_logprobs=True, sampling_params={"max_tokens": 1})
+    assert [completion(read_sample(known), "base", n, pinned=False)["max_tokens"] for n in (3, 4)] == [0, 1]
+    without = asked(sampling_params={"max_tokens": 1})
+    assert completion(read_sample(without), "base", 3, pinned=False)["max_tokens"] == 1
 
 
 @pytest.mark.parametrize(
@@ -59,7 +72,6 @@ def test_forms_of_stop(stop: Any, texts: list[str], tokens: list[int], ignore_eo
         ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
         ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs"),
-        ({"record_stability_info": True}, "record_stability_info"),
         ({"num_samples": 0}, "num_samples"),
         ({"topk_sample_logprobs": 21}, "topk_sample_logprobs"),
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from areal_lora.engine.vllm_ext.compat.cpu_kernels import PackedExperts
+from areal_lora.engine.vllm_ext.compat import cpu_kernels
+from areal_lora.engine.vllm_ext.compat.cpu_kernels import PackedExperts, PlainExperts, expert_product
 from areal_lora.engine.vllm_ext.cpu import moe_lora as layer
 from areal_lora.engine.vllm_ext.cpu.cells import (
     CellBlock,
@@ -20,7 +26,8 @@ from areal_lora.engine.vllm_ext.cpu.cells import (
     block_cap,
     lay_out,
 )
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, moe_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, moe_lora
+from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU
 
 E, H, INTER, RANK, SLOTS = 6, 32, 24, 4, 3
 
@@ -136,13 +143,56 @@ def test_gate_and_up_with_one_lora_a(monkeypatch: pytest.MonkeyPatch, form: str)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_weights(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """vLLM's oneDNN kernels; some experts have more rows than one kernel takes."""
+    """vLLM's oneDNN kernels where the CPU has them; some experts have more rows than one kernel takes."""
     monkeypatch.setattr(PackedExperts, "MAX_ROWS", 16)
     args = make(17, dtype, 60, 2)
     slots = MIXTURES["all"](60)
     want = oracle(*args, slots)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    assert (run(*args, slots, PackedExperts).double() - want).abs().max() < tolerance * want.abs().max()
+    assert (run(*args, slots, expert_product).double() - want).abs().max() < tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_type_that_onednn_lacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    """One line states the cost, and the weights' own memory may be replaced, as vLLM's parameter is."""
+
+    def lacks(*_: object) -> None:
+        raise RuntimeError("could not create a primitive descriptor")
+
+    def product(weight: torch.Tensor) -> ExpertProduct:
+        parameter = torch.nn.Parameter(weight, requires_grad=False)
+        made = expert_product(parameter)
+        parameter.data = weight.new_zeros(1, 1, 1).expand(weight.shape)
+        assert isinstance(made, PlainExperts)
+        return made
+
+    monkeypatch.setattr(cpu_kernels._custom_ops, "create_onednn_mm", lacks)
+    cpu_kernels._warn_of_plain_experts.cache_clear()
+    args = make(17, dtype, 60, 2)
+    slots = MIXTURES["all"](60)
+    want = oracle(*args, slots)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert (run(*args, slots, product).double() - want).abs().max() < tolerance * want.abs().max()
+    [line] = caplog.messages
+    assert "model.dtype=float32" in line
+
+
+@pytest.mark.skipif(OLDER_CPU.items() <= os.environ.items(), reason="this is the older CPU")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")
+def test_all_of_it_on_a_cpu_with_avx2_only() -> None:
+    """The tests of this file and of the loops, in a process that finds such a CPU."""
+    here = Path(__file__)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, str(here), str(here.with_name("test_loops.py"))],
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | OLDER_CPU,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("form", FORMS)

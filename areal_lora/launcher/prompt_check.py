@@ -1,0 +1,54 @@
+"""Examine the training prompts before anything starts: whether one fits, and whether they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.rules.findings import Finding, Severity
+from areal_lora.data.formatting import Formatter
+from areal_lora.data.tokenizer import load_tokenizer
+from areal_lora.tasks.datasets import hub_sources, load_samples, prompt_format
+from areal_lora.types import Sample
+
+
+def prompt_findings(config: Config, *, online: bool) -> Iterator[Finding]:
+    """Warn of prompts that are all longer than the room beside an answer, and of few different ones.
+
+    Hub data sets are read only if ``online``. The tasks must have passed `task_problems`.
+    """
+    for i, adapter in enumerate(config.adapters):
+        if adapter.is_client or (hub_sources(adapter.task) and not online):
+            continue
+        samples = load_samples(adapter.task, "train")
+        different = len({sample.prompt for sample in samples})
+        if different <= len(samples) // 2:
+            yield Finding(
+                path=f"adapters.{i}.task",
+                reason=f"{len(samples)} training rows have {different} different prompt{'s' * (different != 1)}",
+                fix="check task.columns.prompt and the template",
+                severity=Severity.WARNING,
+            )
+        room = config.rollout.max_model_len - adapter.sampling.max_new_tokens
+        if not _one_fits(config, adapter, samples, room):
+            yield Finding(
+                path="rollout.max_model_len",
+                reason=f"all {len(samples)} prompts of {adapter.name} are longer than the {room} tokens left beside "
+                "the answer: the run would end at its start",
+                fix="raise it, or lower sampling.max_new_tokens",
+                severity=Severity.WARNING,
+            )
+
+
+def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample], room: int) -> bool:
+    """Whether one prompt has at most ``room`` tokens, as far as the files here show.
+
+    A text has no more tokens than bytes, so a tokenizer, whose import takes seconds, is rarely needed.
+    """
+    shortest = sorted(samples, key=lambda sample: len(sample.prompt.encode()))
+    if len(shortest[0].prompt.encode()) < room or not (Path(config.model.folder) / "tokenizer.json").is_file():
+        return True
+    # The process may be a notebook that uses transformers' models later.
+    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder, models=True), how=prompt_format(adapter.task))
+    return any(len(formatter.token_ids(sample)) <= room for sample in shortest)
