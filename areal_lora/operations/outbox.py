@@ -97,7 +97,7 @@ class Outbox:
             match await self._incoming.get():
                 case Completed(adapter=adapter, number=number, outcome=outcome):
                     await self._queue.completed(adapter, number, outcome)
-                    reached("desk.acknowledging")
+                    reached("queue.acknowledging")
                     await self._link.send(Acknowledged(adapter=adapter, number=number))
                     self._windows.completed(adapter, number)
                     self.moved(adapter)
@@ -118,5 +118,5 @@ class Outbox:
                     for operation in await self._queue.to_send(adapter, *window):
                         if not self._windows.sends(adapter, operation.number):
                             break
-                        reached("desk.sending")
+                        reached("queue.sending")
                         await self._link.send(operation)

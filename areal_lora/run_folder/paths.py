@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def service_tables(self) -> Path:
-        """Tenants, adapters and operations of the service, an SQLite file (``areal_lora.service.store``)."""
+        """Tenants, adapters and operations of the service, an SQLite file (``areal_lora.service.queue.store``)."""
         return self.path / "service.sqlite"
 
     @property

@@ -16,10 +16,10 @@ from areal_lora.config.service import ApiConfig
 from areal_lora.errors import ArealLoraError, ConfigError, ConfigErrors
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.service.allowed import allowed
-from areal_lora.service.desk.asks import Lora
-from areal_lora.service.plan import Asked, check_name
+from areal_lora.service.queue.lifecycle import AdapterRequest, check_name
+from areal_lora.service.queue.requests import Lora
+from areal_lora.service.queue.rows import Quota
 from areal_lora.service.refused import Refused
-from areal_lora.service.rows import Quota
 from areal_lora.tasks.check import task_problems
 
 
@@ -29,7 +29,7 @@ class Acceptance:
     def __init__(self, config: Config) -> None:
         self._config, self._offered = config, api_of(config)
 
-    def of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> Asked:
+    def of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> AdapterRequest:
         """A section that came over HTTP: code and files must be offered, relative paths are those of the tenant's.
 
         Raises Refused with a key of the section.
@@ -37,7 +37,7 @@ class Acceptance:
         _check_driver(section)
         return self._of_tenant(section, tenant, quota)
 
-    def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> Asked:
+    def of_client(self, name: str, tenant: str, lora: Lora, quota: Quota) -> AdapterRequest:
         """The adapter of an SDK client's model, or one that serves a saved state of it. Raises Refused."""
         section: dict[str, Any] = {
             "name": name,
@@ -48,7 +48,7 @@ class Acceptance:
         }
         return self._of_tenant(section | ({} if lora.seed is None else {"seed": lora.seed}), tenant, quota)
 
-    def _of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> Asked:
+    def _of_tenant(self, section: Mapping[str, Any], tenant: str, quota: Quota) -> AdapterRequest:
         name = _name(section)
         settings = {key: value for key, value in section.items() if key != "name"}
         try:
@@ -61,8 +61,8 @@ class Acceptance:
         named = adapter.model_copy(update={"name": name})
         return self._checked(allowed(named, self._offered, quota, tenant), name)
 
-    def of_operator(self, section: Mapping[str, Any]) -> Asked:
-        """A section of the operator's own, who may name any code and file. Raises Refused."""
+    def of_operator(self, section: Mapping[str, Any]) -> AdapterRequest:
+        """A section of the operator's own, caller may name any code and file. Raises Refused."""
         _check_driver(section)
         name = _name(section)
         base = self._config.model_dump(mode="json") | {"adapters": []}
@@ -74,7 +74,7 @@ class Acceptance:
             raise Refused.of(own_path(error)) from None
         return self._checked(adapter, name)
 
-    def _checked(self, adapter: AdapterConfig, name: str) -> Asked:
+    def _checked(self, adapter: AdapterConfig, name: str) -> AdapterRequest:
         config = alone(self._config, adapter)
         facts = gather_facts(config, runs_here=False)
         for finding in check(config, facts):
@@ -88,11 +88,11 @@ class Acceptance:
         except ConfigError as error:
             raise Refused.of(own_path(error)) from None
         except ArealLoraError as error:
-            raise Refused(422, "task", str(error), "ask the operator of the run") from None
+            raise Refused(422, "task", str(error), "turn to the operator of the run") from None
         if (lacking := unserved(self._config, resolved, facts)) is not None:
             raise Refused.of(own_path(lacking.error()))
         settings = resolved.model_dump(mode="json", exclude={"name"}, exclude_unset=True)
-        return Asked(name=name, rank=resolved.spec("").max_rank, weight=resolved.weight, settings=settings)
+        return AdapterRequest(name=name, rank=resolved.spec("").max_rank, weight=resolved.weight, settings=settings)
 
 
 def api_of(config: Config) -> ApiConfig:

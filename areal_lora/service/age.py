@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from areal_lora.service.refused import Refused
 
 SUFFIX = ".age"
-MOST_RECIPIENTS = 10
+MAX_RECIPIENTS = 10
 CHUNK_BYTES = 64 << 10
 _STANZA = b"age-encryption.org/v1/X25519"
 _LENGTH = 62

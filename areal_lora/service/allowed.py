@@ -17,13 +17,13 @@ from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, CustomW
 from areal_lora.config.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig, RewardsConfig, reward_keys
 from areal_lora.config.service import CODE_REWARD, ApiConfig
 from areal_lora.config.task import DatasetTask, Gsm8kTask, HeldOutTask, WordProblemsTask
+from areal_lora.service.queue.rows import Quota
 from areal_lora.service.refused import Refused
-from areal_lora.service.rows import Quota
 
 SHARED = "shared"
 """The folder below ``service.api.data`` whose files every tenant may name."""
 _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
-MOST_NAMES, LONGEST = 64, 256
+MAX_NAMES, MAX_LENGTH = 64, 256
 AnyTask: TypeAlias = WordProblemsTask | Gsm8kTask | DatasetTask
 
 
@@ -72,7 +72,7 @@ def _named_code(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
 
 
 def _judges(adapter: AdapterConfig, offered: ApiConfig) -> Iterator[Refused]:
-    """Addresses that scorers would ask, and keys that they would send there."""
+    """Addresses that scorers would action, and keys that they would send there."""
     for key, reward in _rewards(adapter.reward):
         if not isinstance(reward, JudgeReward):
             continue
@@ -102,8 +102,8 @@ def _sizes(adapter: AdapterConfig, quota: Quota) -> Iterator[Refused]:
         ("evals", [each.name for each in adapter.evals]),
         ("sampling.stop", adapter.sampling.stop),
     ):
-        if len(names) > MOST_NAMES or any(len(name) > LONGEST for name in names):
-            reason = f"more than {MOST_NAMES} entries, or one longer than {LONGEST} characters"
+        if len(names) > MAX_NAMES or any(len(name) > MAX_LENGTH for name in names):
+            reason = f"more than {MAX_NAMES} entries, or one longer than {MAX_LENGTH} characters"
             yield Refused(422, key, reason, "use fewer and shorter ones")
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         if wrong := next((pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)), None):
@@ -137,7 +137,7 @@ def _file(text: str, key: str, offered: ApiConfig, tenant: str) -> Path:
     refused = Refused(
         422,
         key,
-        f"{text[:LONGEST]!r} is neither one of your files nor an offered data set",
+        f"{text[:MAX_LENGTH]!r} is neither one of your files nor an offered data set",
         f"name a file of your folder, or one of {', '.join([f'{SHARED}/...', *offered.data_sets])}",
     )
     if offered.data is None or "\0" in text or not text.strip():

@@ -26,11 +26,7 @@ from areal_lora.service import bodies
 from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.download import downloaded, open_download
 from areal_lora.service.gateway import Gateway, Names, split
-from areal_lora.service.inference import Meter, n_tokens
-from areal_lora.service.observed import PAGE, Observed
-from areal_lora.service.plan import change, create
-from areal_lora.service.refused import Refused, unknown_adapter
-from areal_lora.service.requests import (
+from areal_lora.service.http import (
     Caller,
     Handler,
     as_object,
@@ -41,9 +37,13 @@ from areal_lora.service.requests import (
     number,
     read_body,
 )
-from areal_lora.service.rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
+from areal_lora.service.inference import Meter, n_tokens
+from areal_lora.service.observed import PAGE, Observed
+from areal_lora.service.queue.lifecycle import change, create
+from areal_lora.service.queue.rows import TENANT, AdapterRow, Key, Quota, Verb, digest_of, new_key
+from areal_lora.service.queue.writer import AdapterChange, Writer
+from areal_lora.service.refused import Refused, unknown_adapter
 from areal_lora.service.tinker.sdk import Sdk
-from areal_lora.service.writer import Order, Writer
 
 JSON = "application/json"
 CHECKS = 2
@@ -101,15 +101,15 @@ class Api:
     async def health(self, request: Request) -> Response:
         return _answer(bodies.Health(run=self._config.run.name))
 
-    async def create(self, request: Request, who: Caller) -> Response:
+    async def create(self, request: Request, caller: Caller) -> Response:
         """``POST /v1/adapters``: the body is an entry of ``adapters``."""
-        section = as_object(await read_body(request, who.quota.body_bytes))
-        answer = await self.take_in(section, who.tenant, idempotency_key(request), who.quota)
+        section = as_object(await read_body(request, caller.quota.body_bytes))
+        answer = await self.take_in(section, caller.tenant, idempotency_key(request), caller.quota)
         reached("service.answering")
         return Response(answer, 201, media_type=JSON)
 
     async def take_in(self, section: dict[str, Any], tenant: str, request: str, quota: Quota | None) -> bytes:
-        """Check and create an adapter. Without ``quota`` it is the operator's own, who may name any code and file.
+        """Check and create an adapter. Without ``quota`` it is the operator's own, caller may name any code and file.
 
         A repeated request is not checked again: its answer is the first one. Raises Refused.
         """
@@ -122,7 +122,7 @@ class Api:
             else:
                 asked = await asyncio.to_thread(self._acceptance.of_tenant, section, tenant, quota)
         return await self._writer.operate(
-            Order(
+            AdapterChange(
                 tenant=tenant,
                 verb=Verb.CREATE,
                 fingerprint=mark,
@@ -132,52 +132,52 @@ class Api:
             )
         )
 
-    async def overview(self, request: Request, who: Caller) -> Response:
-        rows = self._writer.tables.of(who.tenant)
+    async def overview(self, request: Request, caller: Caller) -> Response:
+        rows = self._writer.tables.of(caller.tenant)
         return _answer(bodies.Adapters(adapters=[bodies.shown(row, self._observed.of(row.key)) for row in rows]))
 
-    async def show(self, request: Request, who: Caller) -> Response:
-        row = self._row(request, who)
+    async def show(self, request: Request, caller: Caller) -> Response:
+        row = self._row(request, caller)
         return _answer(bodies.shown(row, self._observed.of(row.key)))
 
-    async def logs(self, request: Request, who: Caller) -> Response:
-        return _answer(bodies.Logs(states=self._observed.states(self._row(request, who).key)))
+    async def logs(self, request: Request, caller: Caller) -> Response:
+        return _answer(bodies.Logs(states=self._observed.states(self._row(request, caller).key)))
 
-    async def metrics(self, request: Request, who: Caller) -> Response:
+    async def metrics(self, request: Request, caller: Caller) -> Response:
         """``?after=N&limit=M``: the records from the N-th on."""
-        row, after = self._row(request, who), number(request, "after", 0, 10**15 - 1)
+        row, after = self._row(request, caller), number(request, "after", 0, 10**15 - 1)
         records = self._observed.records(row.key, after, number(request, "limit", PAGE, PAGE))
         return _answer(bodies.Records(records=records, next=after + len(records)))
 
-    async def download(self, request: Request, who: Caller) -> Response:
+    async def download(self, request: Request, caller: Caller) -> Response:
         """``?version=N``, ``newest`` or ``best``: a tar of the PEFT folder."""
-        row, version = self._row(request, who), request.query_params.get("version", "newest")
+        row, version = self._row(request, caller), request.query_params.get("version", "newest")
         async with self._heavy:
             opened = await asyncio.to_thread(open_download, self._folder, self._config, row.desired, row.name, version)
         headers = {"Content-Disposition": f'attachment; filename="{row.name}.tar"'}
         return downloaded(opened, opened.chunks(), "application/x-tar", headers)
 
-    async def models(self, request: Request, who: Caller) -> Response:
-        rows = self._writer.tables.of(who.tenant)
+    async def models(self, request: Request, caller: Caller) -> Response:
+        rows = self._writer.tables.of(caller.tenant)
         served = [row.name for row in rows if self._observed.of(row.key).version is not None]
         return _answer(bodies.Models(data=[bodies.Model(id=name) for name in served]))
 
-    async def complete(self, request: Request, who: Caller) -> Response:
+    async def complete(self, request: Request, caller: Caller) -> Response:
         """``POST /v1/completions`` and ``/v1/chat/completions``, as the data plane of a server has them."""
-        body = as_object(await read_body(request, who.quota.body_bytes))
+        body = as_object(await read_body(request, caller.quota.body_bytes))
         model = body.get("model")
         if not isinstance(model, str):
             raise Refused(422, "model", "it names no adapter", "set model to the name of one of your adapters")
-        row = self._writer.tables.adapters.get((who.tenant, split(model)))
+        row = self._writer.tables.adapters.get((caller.tenant, split(model)))
         if row is None:
             raise Refused(404, "model", f"there is no adapter {model[:64]!r}", "name one of your adapters")
         tokens = n_tokens(body, self._config.rollout.max_model_len)
         with ExitStack() as held:
-            held.enter_context(self._meter.running(who.tenant, tokens, who.quota))
+            held.enter_context(self._meter.running(caller.tenant, tokens, caller.quota))
             return await self._gateway.forward(request.url.path, body, Names(model, row.name, row.key), held)
 
-    async def tenants(self, request: Request, who: Caller) -> Response:
-        _check_operator(who)
+    async def tenants(self, request: Request, caller: Caller) -> Response:
+        _check_operator(caller)
         tables = self._writer.tables
         return _answer(
             bodies.Tenants(
@@ -190,9 +190,9 @@ class Api:
             )
         )
 
-    async def put_tenant(self, request: Request, who: Caller) -> Response:
-        _check_operator(who)
-        asked = decoded(await read_body(request, who.quota.body_bytes), bodies.TenantRequest)
+    async def put_tenant(self, request: Request, caller: Caller) -> Response:
+        _check_operator(caller)
+        asked = decoded(await read_body(request, caller.quota.body_bytes), bodies.TenantRequest)
         if not TENANT.fullmatch(asked.tenant):
             reason = f"{asked.tenant[:64]!r} is no name of a tenant"
             raise Refused(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
@@ -207,10 +207,10 @@ class Api:
         keys = [key.label for key in self._writer.tables.keys.values() if key.tenant == asked.tenant]
         return _answer(bodies.Tenant(tenant=asked.tenant, quota=quota, keys=keys), 201)
 
-    async def put_key(self, request: Request, who: Caller) -> Response:
-        _check_operator(who)
+    async def put_key(self, request: Request, caller: Caller) -> Response:
+        _check_operator(caller)
         tenant = self._tenant(request)
-        raw = await read_body(request, who.quota.body_bytes)
+        raw = await read_body(request, caller.quota.body_bytes)
         label = decoded(raw or b"{}", bodies.KeyRequest).label
         if not TENANT.fullmatch(label):
             raise Refused(
@@ -220,8 +220,8 @@ class Api:
         await self._writer.put_key(Key(digest=digest_of(key), tenant=tenant, label=label))
         return _answer(bodies.NewKey(tenant=tenant, label=label, key=key), 201)
 
-    async def drop_key(self, request: Request, who: Caller) -> Response:
-        _check_operator(who)
+    async def drop_key(self, request: Request, caller: Caller) -> Response:
+        _check_operator(caller)
         tenant, label = self._tenant(request), request.path_params["label"]
         mine = (key for key in self._writer.tables.keys.values() if (key.tenant, key.label) == (tenant, label))
         if (key := next(mine, None)) is None or key.operator:
@@ -230,15 +230,15 @@ class Api:
         return _answer(bodies.Removed(tenant=tenant, label=label))
 
     def _changes(self, verb: Verb) -> Handler:
-        async def handle(request: Request, who: Caller) -> Response:
+        async def handle(request: Request, caller: Caller) -> Response:
             name = request.path_params["name"]
-            await read_body(request, who.quota.body_bytes)
-            order = Order(
-                tenant=who.tenant,
+            await read_body(request, caller.quota.body_bytes)
+            order = AdapterChange(
+                tenant=caller.tenant,
                 verb=verb,
                 fingerprint=fingerprint(verb, name),
                 request=idempotency_key(request),
-                decide=lambda tables, phases: change(tables, phases, who.tenant, name, verb),
+                decide=lambda tables, phases: change(tables, phases, caller.tenant, name, verb),
                 answer=lambda row: _acknowledged(row, verb),
             )
             answer = await self._writer.operate(order)
@@ -247,9 +247,9 @@ class Api:
 
         return handle
 
-    def _row(self, request: Request, who: Caller) -> AdapterRow:
+    def _row(self, request: Request, caller: Caller) -> AdapterRow:
         name = request.path_params["name"]
-        if (row := self._writer.tables.adapters.get((who.tenant, name))) is None:
+        if (row := self._writer.tables.adapters.get((caller.tenant, name))) is None:
             raise unknown_adapter(name[:64])
         return row
 
@@ -260,8 +260,8 @@ class Api:
         return tenant
 
 
-def _check_operator(who: Caller) -> None:
-    if not who.key.operator:
+def _check_operator(caller: Caller) -> None:
+    if not caller.key.operator:
         raise Refused(404, "path", "there is no such path", "see the service page for the paths")
 
 

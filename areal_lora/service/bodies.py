@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.service.observed import Seen
-from areal_lora.service.rows import AdapterRow, Quota
+from areal_lora.service.queue.rows import AdapterRow, Quota
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,12 +22,12 @@ from areal_lora.errors import AdapterError, CheckpointError, ConfigError
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.service.age import encrypted
+from areal_lora.service.http import Stream
 from areal_lora.service.refused import Refused
-from areal_lora.service.streams import Stream
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 COMPLETE = "checkpoint_complete"
-"""An empty file at the end of an archive; the SDK's command line asks for it."""
+"""An empty file at the end of an archive; the SDK's command line requires it."""
 CHUNK_BYTES = 1 << 20
 
 

@@ -19,8 +19,8 @@ from areal_lora.network.tls import client_context
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint, read_secret
+from areal_lora.service.http import Stream
 from areal_lora.service.refused import Refused
-from areal_lora.service.streams import Stream
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)
@@ -66,7 +66,7 @@ class Gateway:
         return Stream(_events(response, names), held.pop_all(), EVENTS)
 
     async def answer(self, path: str, body: dict[str, Any], names: Names) -> bytes:
-        """The answer of a server to a ``body`` of the service's own, which asks for no stream. Raises Refused."""
+        """The answer of a server to a ``body`` of the service itself, which requests no stream. Raises Refused."""
         found = await self._asked(path, body, names)
         if isinstance(found, bytes):
             return found
@@ -98,7 +98,7 @@ class Gateway:
                 raise Refused(422, "body", names.reason(payload), "correct the request")
         if missing:
             reason = f"no server holds {names.asked!r}: there is no version yet, or it is no longer served"
-            raise Refused(404, "model", reason, "ask for the newest version by the adapter's name, or download it")
+            raise Refused(404, "model", reason, "request the newest version by the adapter's name, or download it")
         raise Refused(503, "model", "no server of the run can answer now", "try again")
 
     async def _exchange(self, url: str, path: str, data: bytes) -> tuple[aiohttp.ClientResponse, bytes | None]:

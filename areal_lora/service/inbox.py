@@ -25,7 +25,7 @@ from areal_lora.service.refused import Refused, Unavailable
 EVERY_S = 0.5
 SUFFIXES = (".yaml", ".yml")
 ACCEPTED, ERROR = "accepted", ".error"
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 Mark = tuple[int, int, int]
 """Inode, time of change and size of a file: equal while nothing changes it."""
@@ -67,8 +67,8 @@ class Inbox:
     async def _try(self, path: Path, mark: Mark) -> None:
         error = path.with_name(path.name + ERROR)
         try:
-            if mark[2] > MOST_BYTES:
-                raise Refused(413, path.name, f"it is longer than {MOST_BYTES} bytes", "an adapter's section is short")
+            if mark[2] > MAX_BYTES:
+                raise Refused(413, path.name, f"it is longer than {MAX_BYTES} bytes", "an adapter's section is short")
             section = read_source(path).data
             sign = hashlib.sha256(repr((path.name, mark)).encode()).hexdigest()
             await self._take_in(section, f"inbox {sign}")

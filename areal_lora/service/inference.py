@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import msgspec
 
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, Prompt, prompts_of, too_large
+from areal_lora.service.queue.rows import Quota
 from areal_lora.service.refused import Refused
-from areal_lora.service.rows import Quota
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 

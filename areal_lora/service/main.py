@@ -4,7 +4,7 @@
                                                                        |
     answers  <------------------- metrics.jsonl <----------------------'
 
-    SDK clients --> desk --> commit --> operations --> trainer rank 0 --> outcomes --> commit --> answers
+    SDK clients --> queue --> commit --> operations --> trainer rank 0 --> outcomes --> commit --> answers
 
 It can be killed at any moment: what was acknowledged is in its file, and a start writes the desired state again.
 """
@@ -36,17 +36,18 @@ from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.run_folder.status import set_status
 from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.api import Api
-from areal_lora.service.desk.desk import Desk, Surroundings
 from areal_lora.service.download import forget_exports
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.inbox import EVERY_S, Inbox
 from areal_lora.service.inference import Meter
 from areal_lora.service.observed import Observed
 from areal_lora.service.operator_key import admit_operator
-from areal_lora.service.rows import LOCAL, Quota
-from areal_lora.service.store import Store
+from areal_lora.service.queue.placement import Surroundings
+from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.rows import LOCAL, Quota
+from areal_lora.service.queue.store import Store
+from areal_lora.service.queue.writer import Writer
 from areal_lora.service.tinker.sdk import Sdk
-from areal_lora.service.writer import Writer
 
 ROLE = "service"
 PRUNE_S = 600.0
@@ -89,7 +90,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
         stack.callback(writer.close)
         acceptance = Acceptance(config)
         around = Surroundings.of(config, observed)
-        desk = await stack.enter_async_context(Desk(writer, run_folder, acceptance.of_client, around))
+        queue = await stack.enter_async_context(RequestQueue(writer, run_folder, acceptance.of_client, around))
         gateway, meter = await stack.enter_async_context(Gateway(run_folder)), Meter()
         api = Api(
             config=config,
@@ -99,7 +100,7 @@ async def serve(config: Config, run_folder: RunFolder) -> None:
             acceptance=acceptance,
             gateway=gateway,
             meter=meter,
-            sdk=await stack.enter_async_context(Sdk(config, run_folder, desk, gateway, meter)),
+            sdk=await stack.enter_async_context(Sdk(config, run_folder, queue, gateway, meter)),
         )
         http = HttpServer(api.app(), sock, None)
         plane = watched_task("http-plane", http.serve)

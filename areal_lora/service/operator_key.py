@@ -1,12 +1,12 @@
-"""The operator's own tenant and key. The key lies in the run folder: who can read the folder is the operator."""
+"""The operator's own tenant and key. The key lies in the run folder: caller can read the folder is the operator."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from areal_lora.service.rows import LOCAL, Key, Quota, digest_of, new_key
-from areal_lora.service.store import Store
+from areal_lora.service.queue.rows import LOCAL, Key, Quota, digest_of, new_key
+from areal_lora.service.queue.store import Store
 
 LABEL = "operator"
 

@@ -68,7 +68,7 @@ class Checkout:
         (output,) = [command.output for text, command in self.shown.items() if text.startswith(begin)]
         return output
 
-    def ask(self, who: str, method: str, path: str, **more: Any) -> httpx.Response:
+    def call(self, caller: str, method: str, path: str, **more: Any) -> httpx.Response:
         """One request to the service that is up now; after a kill it has another port."""
         answers: list[httpx.Response] = []
 
@@ -76,7 +76,7 @@ class Checkout:
             assert self.launcher.poll() is None, self.log()
             if (endpoint := read_endpoint(self.run, "service", 0)) is None:
                 return False
-            headers = {"Authorization": f"Bearer {self.keys[who]}"}
+            headers = {"Authorization": f"Bearer {self.keys[caller]}"}
             url = f"http://{endpoint.host}:{endpoint.ports['api']}{path}"
             try:
                 answers.append(httpx.request(method, url, headers=headers, timeout=60.0, **more))
@@ -87,11 +87,11 @@ class Checkout:
         wait_until(tried, WAIT_S, path)
         return answers[-1]
 
-    def phase(self, who: str, name: str) -> str:
-        return str(self.ask(who, "GET", f"/v1/adapters/{name}").json()["phase"])
+    def phase(self, caller: str, name: str) -> str:
+        return str(self.call(caller, "GET", f"/v1/adapters/{name}").json()["phase"])
 
-    def wait_phase(self, who: str, name: str, *phases: str) -> None:
-        wait_until(lambda: self.phase(who, name) in phases, WAIT_S, f"{name} is {phases}", pause_s=0.3)
+    def wait_phase(self, caller: str, name: str, *phases: str) -> None:
+        wait_until(lambda: self.phase(caller, name) in phases, WAIT_S, f"{name} is {phases}", pause_s=0.3)
 
     def log(self) -> str:
         self.output.seek(0)
@@ -115,17 +115,17 @@ def test_the_page_from_the_first_adapter_to_the_stop(checkout: Checkout) -> None
     it.keys["operator"] = it.run.service_key.read_text().strip()
     assert it.say("areal-lora adapters create") == it.shown_output("areal-lora adapters create")
     it.keys["acme"] = it.say("areal-lora adapters keys").strip()
-    created = it.ask("acme", "POST", "/v1/adapters", json=ADAPTER | {"steps": 500})
+    created = it.call("acme", "POST", "/v1/adapters", json=ADAPTER | {"steps": 500})
     assert created.status_code == 201, created.text
 
     # Paused it stays on the servers, and answers with the tenant's own name of it.
     wait_until(
-        lambda: it.ask("acme", "GET", "/v1/adapters/sums").json()["version"] is not None, WAIT_S, "v0", pause_s=0.3
+        lambda: it.call("acme", "GET", "/v1/adapters/sums").json()["version"] is not None, WAIT_S, "v0", pause_s=0.3
     )
-    assert it.ask("acme", "POST", "/v1/adapters/sums/pause").status_code == 200
+    assert it.call("acme", "POST", "/v1/adapters/sums/pause").status_code == 200
     it.wait_phase("acme", "sums", "paused")
     asked = {"model": "sums", "prompt": "1 + 1 =", "max_tokens": 4}
-    answer = it.ask("acme", "POST", "/v1/completions", json=asked)
+    answer = it.call("acme", "POST", "/v1/completions", json=asked)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"].startswith("sums@v")
 
@@ -139,24 +139,24 @@ def test_the_page_from_the_first_adapter_to_the_stop(checkout: Checkout) -> None
     dropped = it.run.inbox / "dropped.yaml"
     dropped.write_text((EXAMPLES / "adapters" / "sums.yaml").read_text().replace("name: sums", "name: dropped"))
     wait_until(lambda: (e := read_endpoint(it.run, "service", 0)) is not None and e.pid != endpoint.pid, WAIT_S)
-    assert it.ask("acme", "GET", "/v1/adapters/sums").json()["wanted"] == "paused"
-    before = it.ask("acme", "GET", "/v1/adapters/sums").json()["step"]
-    assert it.ask("acme", "POST", "/v1/adapters/sums/resume").status_code == 200
+    assert it.call("acme", "GET", "/v1/adapters/sums").json()["wanted"] == "paused"
+    before = it.call("acme", "GET", "/v1/adapters/sums").json()["step"]
+    assert it.call("acme", "POST", "/v1/adapters/sums/resume").status_code == 200
     wait_until(
-        lambda: it.ask("acme", "GET", "/v1/adapters/sums").json()["step"] > before,
+        lambda: it.call("acme", "GET", "/v1/adapters/sums").json()["step"] > before,
         WAIT_S,
         "a further step",
         pause_s=0.3,
     )
 
     # Deleted while it trains; its name is used again.
-    assert it.ask("acme", "DELETE", "/v1/adapters/sums").status_code == 200
-    again = it.ask("acme", "POST", "/v1/adapters", json=ADAPTER | {"steps": 2})
+    assert it.call("acme", "DELETE", "/v1/adapters/sums").status_code == 200
+    again = it.call("acme", "POST", "/v1/adapters", json=ADAPTER | {"steps": 2})
     assert again.json()["incarnation"] == 2
-    for who, name in (("operator", "sums"), ("operator", "dropped"), ("acme", "sums")):
-        it.wait_phase(who, name, "done", "failed")
-        shown = it.ask(who, "GET", f"/v1/adapters/{name}").json()
-        assert (shown["phase"], shown["step"]) == ("done", 2 if who == "acme" else 4), shown
+    for caller, name in (("operator", "sums"), ("operator", "dropped"), ("acme", "sums")):
+        it.wait_phase(caller, name, "done", "failed")
+        shown = it.call(caller, "GET", f"/v1/adapters/{name}").json()
+        assert (shown["phase"], shown["step"]) == ("done", 2 if caller == "acme" else 4), shown
     assert (it.run.inbox / "accepted" / "dropped.yaml").exists()
 
     listed = it.say("areal-lora adapters list").splitlines()
@@ -169,12 +169,12 @@ def test_the_page_from_the_first_adapter_to_the_stop(checkout: Checkout) -> None
         tensors = load(weights.read())
     assert tensors
     assert any((tensor != 0).any() for name, tensor in tensors.items() if "lora_B" in name), "it has been trained"
-    other = it.ask("acme", "GET", "/v1/adapters/sums/download")
+    other = it.call("acme", "GET", "/v1/adapters/sums/download")
     with tarfile.open(fileobj=io.BytesIO(other.content)) as tar:
         assert len(tar.getnames()) == 2
     assert other.content != (it.folder / "sums.tar").read_bytes()
 
     it.say("areal-lora adapters delete")
-    assert it.ask("operator", "GET", "/v1/adapters/sums").status_code == 404
+    assert it.call("operator", "GET", "/v1/adapters/sums").status_code == 404
     it.say("areal-lora stop")
     assert it.launcher.wait(60) == ExitCode.INTERRUPTED, it.log()

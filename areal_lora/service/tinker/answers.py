@@ -1,4 +1,4 @@
-"""Answers of ``retrieve_future``: what the desk has, in the SDK's words."""
+"""Answers of ``retrieve_future``: what the queue has, in the SDK's words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from areal_lora.operations.messages import Failed, Scored, Stepped
-from areal_lora.service.desk.asks import Answer, Created, Loaded, Opened, Pending, Stored, Unloaded
+from areal_lora.service.queue.requests import Answer, Created, Loaded, Opened, Pending, Stored, Unloaded
 from areal_lora.service.tinker.passes import scored_body
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"

@@ -1,4 +1,4 @@
-"""Saved states as archives: an address with a key asks for one, and whoever has that address may read it for a while.
+"""Saved states as archives: a request with a key returns an address, which anyone may read for a while.
 
     GET .../checkpoints/KIND/NAME/archive                with the tenant's key  --> {"url", "expires"}
     GET .../checkpoints/KIND/NAME/external_weights_urls  with the tenant's key  --> {"urls": {FILE: url}, "expires"}
@@ -26,18 +26,18 @@ from areal_lora.network.keys import derived_key
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.service.age import SUFFIX
-from areal_lora.service.desk.desk import Desk
-from areal_lora.service.desk.rows import Saved
 from areal_lora.service.download import FILES, downloaded, open_archive
+from areal_lora.service.http import Caller, Guard, unguarded
+from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.rows import Saved
 from areal_lora.service.refused import Refused
-from areal_lora.service.requests import Caller, Guard, unguarded
 from areal_lora.service.tinker.answers import answered
 from areal_lora.service.tinker.checkpoints import STATE, path_of_request
 from areal_lora.service.tinker.exports import keys_in, seen_through
 
 OPEN_S = 900.0
 AT_ONCE = 2
-MOST_TOKEN = 2048
+MAX_TOKEN = 2048
 
 
 class Permission(msgspec.Struct, frozen=True, array_like=True):
@@ -55,8 +55,8 @@ class Permission(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Archives:
-    def __init__(self, desk: Desk, config: Config, run_folder: RunFolder) -> None:
-        self._desk, self._config, self._folder = desk, config, run_folder
+    def __init__(self, queue: RequestQueue, config: Config, run_folder: RunFolder) -> None:
+        self._queue, self._config, self._folder = queue, config, run_folder
         self._key = derived_key(read_secret(run_folder), "archive addresses")
         self._heavy = asyncio.Semaphore(AT_ONCE)
 
@@ -67,16 +67,17 @@ class Archives:
             Route("/api/v1/archives/{token}", unguarded(self.send), methods=["GET"]),
         ]
 
-    async def address(self, request: Request, who: Caller) -> Response:
-        state, until_s = await self._desk.saved_at(who.tenant, path_of_request(request)), time.time() + OPEN_S
-        url = self._url(request, Permission(who.tenant, state.path, state.label, until_s))
+    async def address(self, request: Request, caller: Caller) -> Response:
+        path, until_s = path_of_request(request), time.time() + OPEN_S
+        state = await self._queue.change(lambda tx: tx.state(caller.tenant, path))
+        url = self._url(request, Permission(caller.tenant, state.path, state.label, until_s))
         return answered({"url": url, "expires": _time(until_s)})
 
-    async def addresses(self, request: Request, who: Caller) -> Response:
+    async def addresses(self, request: Request, caller: Caller) -> Response:
         path, keys = seen_through(**request.path_params)
-        state, until_s = await self._desk.saved_at(who.tenant, path), time.time() + OPEN_S
+        state, until_s = await self._queue.change(lambda tx: tx.state(caller.tenant, path)), time.time() + OPEN_S
         keys = keys or keys_in(state.notes)
-        may = Permission(who.tenant, state.path, state.label, until_s, keys=keys)
+        may = Permission(caller.tenant, state.path, state.label, until_s, keys=keys)
         urls = {
             f"{file}{SUFFIX if keys else ''}": self._url(request, msgspec.structs.replace(may, file=file))
             for file in FILES
@@ -102,8 +103,8 @@ class Archives:
 
     def _permitted(self, token: str) -> Permission:
         """Raises Refused: 404 for an address that this run has not given, 410 for one whose time is over."""
-        unknown = Refused(404, "token", "there is no such archive", "ask for its address again")
-        if len(token) > MOST_TOKEN or not token.isascii():
+        unknown = Refused(404, "token", "there is no such archive", "request its address again")
+        if len(token) > MAX_TOKEN or not token.isascii():
             raise unknown
         try:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True)
@@ -114,13 +115,13 @@ class Archives:
             raise unknown
         may = msgspec.msgpack.decode(data, type=Permission)
         if may.until_s < time.time():
-            raise Refused(410, "token", "the time of this address is over", "ask for it again")
+            raise Refused(410, "token", "the time of this address is over", "request it again")
         return may
 
     async def _still(self, may: Permission) -> Saved:
-        state = await self._desk.saved_at(may.tenant, may.path)
+        state = await self._queue.change(lambda tx: tx.state(may.tenant, may.path))
         if state.label != may.label:
-            raise Refused(410, "token", "another state was saved under this name since", "ask for its address again")
+            raise Refused(410, "token", "another state was saved under this name since", "request its address again")
         return state
 
     def _mac(self, data: bytes) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_lora.config.models import Config
 from areal_lora.config.slots import served_targets
 from areal_lora.families.family import ATTENTION_LINEARS
-from areal_lora.service.desk.asks import Lora
+from areal_lora.service.queue.requests import Lora
 from areal_lora.service.refused import Refused
 from areal_lora.service.tinker.bodies import LoraConfig, OptimizerConfig
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,29 +11,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.service.desk import listing
-from areal_lora.service.desk.desk import Desk
-from areal_lora.service.desk.rows import SCHEME, Kind, Model, Saved
-from areal_lora.service.requests import Caller, Guard, number
+from areal_lora.service.http import Caller, Guard, body_of, notes_of, number, sdk_decoded
+from areal_lora.service.queue import sessions
+from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.rows import SCHEME, Kind, Model, Saved
+from areal_lora.service.queue.sequencer import set_ttl
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import answered
 from areal_lora.service.tinker.base import Base
 from areal_lora.service.tinker.exports import EXTERNAL, seen_through
-from areal_lora.service.tinker.wire import body_of, decoded, notes_of
 
-MOST = 10**6
+MAX_OFFSET = 10**6
 PAGE = 100
 RUNS = "/api/v1/training_runs"
 STATE = f"{RUNS}/{{model}}/checkpoints/{{kind}}/{{name}}"
 
 
 class Checkpoints:
-    def __init__(self, desk: Desk, base: Base) -> None:
-        self._desk, self._base = desk, base
+    def __init__(self, queue: RequestQueue, base: Base) -> None:
+        self._queue, self._base = queue, base
 
     def routes(self, guard: Guard) -> list[Route]:
         return [
-            Route("/api/v1/sessions", guard(self.sessions), methods=["GET"]),
+            Route("/api/v1/sessions", guard(self.list_sessions), methods=["GET"]),
             Route("/api/v1/sessions/{session}", guard(self.session), methods=["GET"]),
             Route(RUNS, guard(self.runs), methods=["GET"]),
             Route(f"{RUNS}/{{model}}", guard(self.run), methods=["GET"]),
@@ -45,14 +44,14 @@ class Checkpoints:
             Route("/api/v1/weights_info", guard(self.weights_info), methods=["POST"]),
         ]
 
-    async def sessions(self, request: Request, who: Caller) -> Response:
-        page, _ = _page(request, await self._desk.look_up(partial(listing.sessions, tenant=who.tenant)))
+    async def list_sessions(self, request: Request, caller: Caller) -> Response:
+        page, _ = _page(request, await self._queue.change(lambda tx: sessions.sessions(tx, caller.tenant)))
         return answered({"sessions": page})
 
-    async def session(self, request: Request, who: Caller) -> Response:
+    async def session(self, request: Request, caller: Caller) -> Response:
         """Also one that has ended."""
         name = request.path_params["session"]
-        found = await self._desk.look_up(partial(listing.session, tenant=who.tenant, name=name))
+        found = await self._queue.change(lambda tx: sessions.session_view(tx, caller.tenant, name))
         about = msgspec.json.decode(found.session.about or b"{}", type=bodies.CreateSession)
         return answered(
             {
@@ -63,49 +62,51 @@ class Checkpoints:
             }
         )
 
-    async def runs(self, request: Request, who: Caller) -> Response:
-        """Also those that are gone, for as long as the desk has them."""
-        found = await self._desk.look_up(partial(listing.models, tenant=who.tenant))
-        saved = await self._desk.saved(who.tenant)
+    async def runs(self, request: Request, caller: Caller) -> Response:
+        """Also those that are gone, for as long as the queue has them."""
+        found = await self._queue.change(lambda tx: sessions.models(tx, caller.tenant))
+        saved = await self._saved(caller)
         page, cursor = _page(request, found)
-        return answered({"training_runs": [self._run(who, model, saved) for model in page], "cursor": cursor})
+        return answered({"training_runs": [self._run(caller, model, saved) for model in page], "cursor": cursor})
 
-    async def run(self, request: Request, who: Caller) -> Response:
+    async def run(self, request: Request, caller: Caller) -> Response:
         name = request.path_params["model"]
-        model = await self._desk.look_up(partial(listing.model, tenant=who.tenant, name=name))
-        return answered(self._run(who, model, await self._desk.saved(who.tenant, model.model)))
+        model = await self._queue.change(lambda tx: tx.model(caller.tenant, name, removed=True))
+        return answered(self._run(caller, model, await self._saved(caller, model.model)))
 
-    async def of_run(self, request: Request, who: Caller) -> Response:
+    async def of_run(self, request: Request, caller: Caller) -> Response:
         """Also of a model that is gone."""
-        saved = await self._desk.saved(who.tenant, request.path_params["model"])
+        saved = await self._saved(caller, request.path_params["model"])
         return answered({"checkpoints": [_checkpoint(each) for each in saved]})
 
-    async def all(self, request: Request, who: Caller) -> Response:
+    async def all(self, request: Request, caller: Caller) -> Response:
         """Newest first."""
-        page, cursor = _page(request, (await self._desk.saved(who.tenant))[::-1])
+        page, cursor = _page(request, (await self._saved(caller))[::-1])
         return answered({"checkpoints": [_checkpoint(each) for each in page], "cursor": cursor})
 
-    async def delete(self, request: Request, who: Caller) -> Response:
-        if not await self._external(request, who):
-            await self._desk.drop(who.tenant, path_of_request(request))
+    async def delete(self, request: Request, caller: Caller) -> Response:
+        if not await self._external(request, caller):
+            path = path_of_request(request)
+            await self._queue.change(lambda tx: sessions.expire(tx, tx.state(caller.tenant, path)))
         return Response(status_code=204)
 
-    async def expire(self, request: Request, who: Caller) -> Response:
-        asked = decoded(await body_of(request, who), bodies.Ttl)
-        if not await self._external(request, who):
-            await self._desk.set_ttl(who.tenant, path_of_request(request), asked.ttl_seconds)
+    async def expire(self, request: Request, caller: Caller) -> Response:
+        asked = sdk_decoded(await body_of(request, caller), bodies.Ttl)
+        if not await self._external(request, caller):
+            path = path_of_request(request)
+            await self._queue.change(lambda tx: set_ttl(tx, caller.tenant, path, asked.ttl_seconds))
         return Response(status_code=204)
 
-    async def _external(self, request: Request, who: Caller) -> bool:
+    async def _external(self, request: Request, caller: Caller) -> bool:
         """Whether the URL names external weights, which are nothing but another name of a state: that one stays."""
         if request.path_params["kind"] != EXTERNAL:
             return False
-        await self._desk.saved_at(who.tenant, seen_through(**request.path_params)[0])
+        await self._state(caller, seen_through(**request.path_params)[0])
         return True
 
-    async def weights_info(self, request: Request, who: Caller) -> Response:
-        asked = decoded(await body_of(request, who), bodies.Path)
-        lora = (await self._desk.saved_at(who.tenant, asked.tinker_path)).lora
+    async def weights_info(self, request: Request, caller: Caller) -> Response:
+        asked = sdk_decoded(await body_of(request, caller), bodies.Path)
+        lora = (await self._state(caller, asked.tinker_path)).lora
         attention, mlp = self._base.shown(lora)
         return answered(
             {
@@ -118,13 +119,19 @@ class Checkpoints:
             }
         )
 
-    def _run(self, who: Caller, model: Model, saved: Sequence[Saved]) -> dict[str, Any]:
+    async def _saved(self, caller: Caller, model: str | None = None) -> list[Saved]:
+        return await self._queue.change(lambda tx: sessions.saved(tx, caller.tenant, model))
+
+    async def _state(self, caller: Caller, path: str) -> Saved:
+        return await self._queue.change(lambda tx: tx.state(caller.tenant, path))
+
+    def _run(self, caller: Caller, model: Model, saved: Sequence[Saved]) -> dict[str, Any]:
         mine = [each for each in saved if each.model == model.model]
         newest = {kind: _checkpoint(max(of, key=_age)) for kind in Kind if (of := [s for s in mine if s.kind is kind])}
         return {
             "training_run_id": model.model,
             "base_model": self._base.name,
-            "model_owner": who.tenant,
+            "model_owner": caller.tenant,
             "is_lora": True,
             "lora_rank": model.lora.rank,
             "last_request_time": _time(max([model.created_s, *map(_age, mine)])),
@@ -148,7 +155,7 @@ def _checkpoint(saved: Saved) -> dict[str, Any]:
 
 
 def _page(request: Request, found: Sequence[Any]) -> tuple[Sequence[Any], dict[str, int]]:
-    limit, offset = number(request, "limit", PAGE, MOST), number(request, "offset", 0, MOST)
+    limit, offset = number(request, "limit", PAGE, MAX_OFFSET), number(request, "offset", 0, MAX_OFFSET)
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 

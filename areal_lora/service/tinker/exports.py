@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areal_lora.service.age import MOST_RECIPIENTS, recipient_key
-from areal_lora.service.desk.asks import Created, Stored
-from areal_lora.service.desk.rows import SCHEME, Kind, Saved, model_id
+from areal_lora.service.age import MAX_RECIPIENTS, recipient_key
+from areal_lora.service.queue.requests import Created, Stored
+from areal_lora.service.queue.rows import SCHEME, Kind, Saved, model_id
 from areal_lora.service.refused import Refused
 
 EXTERNAL = "external_weights"
@@ -22,7 +22,7 @@ KEYS = "age_encryption_recipients"
 """Of the notes of a state whose files are to be encrypted."""
 _BETWEEN = "~"  # in no name of a state, and in no key
 _CREATORS = {"tinker_cookbook.weights.download", "tinker checkpoint download"}
-MOST = 64
+MAX_DOWNLOADS = 64
 """Downloads of a tenant that are remembered."""
 
 
@@ -40,7 +40,7 @@ class Exports:
     def begin(self, tenant: str, session: str, seq: int, state: Saved) -> str:
         """The id of a request that is answered."""
         mine = [key for key in self._states if key[0] == tenant]
-        for key in mine[: len(mine) - MOST + 1]:
+        for key in mine[: len(mine) - MAX_DOWNLOADS + 1]:
             del self._states[key]
         self._states[tenant, model := model_id(session, seq)] = state
         return f"{model}:export"
@@ -65,8 +65,8 @@ class Exports:
 def keys_of(given: Sequence[str] | None) -> tuple[str, ...]:
     """Raises Refused for what is no key of age."""
     keys = tuple(given or ())
-    if len(keys) > MOST_RECIPIENTS:
-        raise Refused(422, KEYS, f"there are {len(keys)}", f"give up to {MOST_RECIPIENTS}")
+    if len(keys) > MAX_RECIPIENTS:
+        raise Refused(422, KEYS, f"there are {len(keys)}", f"give up to {MAX_RECIPIENTS}")
     for key in keys:
         recipient_key(key)
     return keys

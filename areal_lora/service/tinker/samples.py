@@ -1,4 +1,4 @@
-"""Bodies of samples: what a client asks for becomes a request of the data plane, and its answer the SDK's message."""
+"""Bodies of samples: a client's request becomes one of the data plane, and its answer the SDK's message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from areal_lora.service.refused import Refused
 from areal_lora.service.tinker import protos
 
-MOST_SAMPLES = 1024
-MOST_TOP = 20  # vLLM's own limit
+MAX_SAMPLES = 1024
+MAX_TOP = 20  # vLLM's own limit
 SEEDS = 1 << 62  # the engine counts samples of one request on from the seed, in 64 bits
 EMPTY_TOP = -99999.0
 
@@ -66,7 +66,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sample(body: dict[str, Any]) -> SampleRequest:
-    """Raises Refused; a field that nothing here serves is refused by its name, unless it asks for nothing."""
+    """Raises Refused; a field that nothing here serves is refused by its name, unless it is empty."""
     unknown = sorted(key for key in body.keys() - set(SampleRequest.__struct_fields__) if body[key])
     if unknown:
         raise Refused(422, unknown[0], "samples have no such field here", "leave it out")
@@ -76,11 +76,11 @@ def read_sample(body: dict[str, Any]) -> SampleRequest:
         raise Refused(422, "sample", str(error)[:200], "correct the request") from None
     if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
         raise Refused(422, "prompt", "images and sounds are not supported", "send text as tokens")
-    if not 1 <= request.num_samples <= MOST_SAMPLES:
-        raise Refused(422, "num_samples", f"it is not from 1 to {MOST_SAMPLES}", "correct it")
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise Refused(422, "num_samples", f"it is not from 1 to {MAX_SAMPLES}", "correct it")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(request, name) <= MOST_TOP:
-            raise Refused(422, name, f"it is not from 0 to {MOST_TOP}", "correct it")
+        if not 0 <= getattr(request, name) <= MAX_TOP:
+            raise Refused(422, name, f"it is not from 0 to {MAX_TOP}", "correct it")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
         reason = "it is not from 1 to the length of the prompt - 1, or no prompt_logprobs are asked for"

@@ -1,6 +1,6 @@
 """Sampling sessions and samples. A server of the run answers a sample; what comes of it is kept until it is fetched.
 
-    asample --> the desk keeps what is asked for --> its id     retrieve_future --> the outcome; the desk may forget
+    asample --> the queue keeps what is asked for --> its id     retrieve_future --> the outcome; the queue may forget
 
 What comes of samples is in memory: a service that starts samples again what no client has fetched.
 """
@@ -17,17 +17,17 @@ from starlette.routing import Route
 
 from areal_lora.operations.messages import Failed
 from areal_lora.processes.log import get_logger
-from areal_lora.service.desk.asks import Pending
-from areal_lora.service.desk.desk import Desk
 from areal_lora.service.gateway import Gateway, Names
+from areal_lora.service.http import Caller, Guard, as_object, body_of, fingerprint, sdk_decoded
 from areal_lora.service.inference import Meter, n_tokens
+from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.requests import Pending
+from areal_lora.service.queue.sessions import kept_samples, open_sampler
 from areal_lora.service.refused import Refused, Unavailable
-from areal_lora.service.requests import Caller, Guard, as_object, fingerprint
 from areal_lora.service.tinker import bodies
 from areal_lora.service.tinker.answers import PROTOBUF, answered, retrieved
 from areal_lora.service.tinker.base import Base
 from areal_lora.service.tinker.samples import SampleRequest, completion, read_sample, sampled_body
-from areal_lora.service.tinker.wire import body_of, decoded
 
 BASE = "base"
 PAUSE_S = 0.25
@@ -45,7 +45,7 @@ log = get_logger(__name__)
 class _Sample:
     """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not begun.
 
-    ``n_bytes`` are those of the request while the desk keeps it, and those of the answer. ``metered``: its tokens
+    ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``metered``: its tokens
     count as in progress.
     """
 
@@ -62,8 +62,8 @@ class _Sample:
 
 
 class Sampling:
-    def __init__(self, desk: Desk, base: Base, gateway: Gateway, meter: Meter) -> None:
-        self._desk, self._base, self._gateway, self._meter = desk, base, gateway, meter
+    def __init__(self, queue: RequestQueue, base: Base, gateway: Gateway, meter: Meter) -> None:
+        self._queue, self._base, self._gateway, self._meter = queue, base, gateway, meter
         self._samples: dict[str, _Sample] = {}
 
     def routes(self, guard: Guard) -> list[Route]:
@@ -75,14 +75,14 @@ class Sampling:
 
     async def begin(self) -> None:
         """Sample again what an earlier process has acknowledged."""
-        for each in await self._desk.kept_samples():
+        for each in await self._queue.change(kept_samples):
             try:
-                tokens = self._tokens(read_sample(as_object(each.ask)))
+                tokens = self._tokens(read_sample(as_object(each.body)))
             except Refused:  # an earlier release took it; it fails in its turn
                 tokens = 0
-            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.ask), tokens=tokens)
+            sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
             self._meter.begin(each.tenant, tokens)
-            self._start(each.sample, sample, each.ask)
+            self._start(each.sample, sample, each.body)
 
     async def close(self) -> None:
         tasks = [sample.task for sample in self._samples.values() if sample.task is not None]
@@ -90,36 +90,37 @@ class Sampling:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def create(self, request: Request, who: Caller) -> Response:
-        asked = decoded(await body_of(request, who), bodies.CreateSampler)
+    async def create(self, request: Request, caller: Caller) -> Response:
+        asked = sdk_decoded(await body_of(request, caller), bodies.CreateSampler)
         self._base.check(asked.base_model)
         if asked.base_model is None and asked.model_path is None:
             raise Refused(422, "model_path", "neither a state nor a base is named", "send model_path or base_model")
-        sampler = await self._desk.open_sampler(
-            who.tenant, asked.session_id, asked.sampling_session_seq_id, asked.model_path
-        )
+        session, seq, path = asked.session_id, asked.sampling_session_seq_id, asked.model_path
+        sampler = await self._queue.change(lambda tx: open_sampler(tx, caller.tenant, session, seq, path))
         return answered({"type": "create_sampling_session", "sampling_session_id": sampler})
 
-    async def show(self, request: Request, who: Caller) -> Response:
-        sampler = await self._desk.sampler(who.tenant, request.path_params["sampler"])
+    async def show(self, request: Request, caller: Caller) -> Response:
+        name = request.path_params["sampler"]
+        sampler = await self._queue.change(lambda tx: tx.sampler(caller.tenant, name))
         return answered({"sampler_id": sampler.sampler, "base_model": self._base.name, "model_path": sampler.path})
 
-    async def sample(self, request: Request, who: Caller) -> Response:
+    async def sample(self, request: Request, caller: Caller) -> Response:
         """The same request again has the id of the first one."""
-        body = await body_of(request, who, long=True)
+        body = await body_of(request, caller, long=True)
         asked, mark = read_sample(as_object(body)), fingerprint("sample", body)
-        sampler = (await self._desk.sampler(who.tenant, asked.sampling_session_id)).sampler
+        session = asked.sampling_session_id
+        sampler = (await self._queue.change(lambda tx: tx.sampler(caller.tenant, session))).sampler
         name = f"{sampler}:{asked.seq_id}"
         if (sample := self._samples.get(name)) is None:
             tokens = self._tokens(asked)
-            self._make_room(who, len(body))
-            self._meter.begin(who.tenant, tokens, who.quota)
-            sample = self._samples[name] = _Sample(tenant=who.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
+            self._make_room(caller, len(body))
+            self._meter.begin(caller.tenant, tokens, caller.quota)
+            sample = self._samples[name] = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
         if sample.mark != mark:
             raise Refused(422, "seq_id", "another request came under this number", "use a new number")
         if sample.task is None:
             try:
-                await self._desk.keep_sample(who.tenant, sampler, name, mark, body)
+                await self._queue.keep_sample(caller.tenant, sampler, name, mark, body)
                 if sample.task is None:  # the same request may have come twice meanwhile
                     self._start(name, sample, body)
             finally:
@@ -129,10 +130,10 @@ class Sampling:
         ids = [f"{name}:{k}" for k in range(asked.num_samples)]
         return answered({"request_id": name, "sample_sequence_ids": ids})
 
-    async def retrieve(self, request: Request, who: Caller, name: str, wait_s: float) -> Response | None:
+    async def retrieve(self, request: Request, caller: Caller, name: str, wait_s: float) -> Response | None:
         """The answer of a sample; None for the id of something else. Raises Refused."""
         sample = self._samples.get(name)
-        if sample is None or sample.tenant != who.tenant:
+        if sample is None or sample.tenant != caller.tenant:
             if ":sample:" in name:
                 raise Refused(410, "request_id", "this sample is no longer kept", "sample again")
             return None
@@ -140,7 +141,7 @@ class Sampling:
             await asyncio.wait({sample.task}, timeout=wait_s)
         if sample.found is not None and not sample.fetched and not await request.is_disconnected():
             sample.fetched, sample.n_bytes = True, _length(sample.found)
-            self._desk.drop_sample(name)
+            self._queue.drop_sample(name)
             self._keep(name, sample, GRACE_S)
         match sample.found:
             case bytes(body):
@@ -153,19 +154,19 @@ class Sampling:
     def _tokens(self, asked: SampleRequest) -> int:
         return n_tokens(completion(asked, BASE, self._base.context, pinned=False), self._base.context)
 
-    def _make_room(self, who: Caller, n_bytes: int) -> None:
+    def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, the oldest first, where they are many. Raises Refused (429)."""
-        mine = {name: sample for name, sample in self._samples.items() if sample.tenant == who.tenant}
+        mine = {name: sample for name, sample in self._samples.items() if sample.tenant == caller.tenant}
         in_progress = sum(sample.found is None for sample in mine.values())
         total, count = n_bytes + sum(sample.n_bytes for sample in mine.values()), len(mine)
-        most_bytes, most = who.quota.queued_mib << 20, KEPT * who.quota.queued
+        most_bytes, most = caller.quota.queued_mib << 20, KEPT * caller.quota.queued
         for name in [name for name, sample in mine.items() if sample.fetched]:
             if total <= most_bytes and count < most:
                 break
             total, count = total - mine[name].n_bytes, count - 1
             self._forget(name, mine[name])
-        if in_progress >= who.quota.queued or total > most_bytes or count >= most:
-            reason = f"{who.quota.queued} samples, or {who.quota.queued_mib} MiB of them, are the quota"
+        if in_progress >= caller.quota.queued or total > most_bytes or count >= most:
+            reason = f"{caller.quota.queued} samples, or {caller.quota.queued_mib} MiB of them, are the quota"
             raise Refused(429, "asample", reason, "fetch some, or wait for those in progress", retry_s=1)
 
     def _keep(self, name: str, sample: _Sample, for_s: float) -> None:
@@ -178,7 +179,7 @@ class Sampling:
             sample.leaves.cancel()
         if self._samples.get(name) is sample:
             del self._samples[name]
-            self._desk.drop_sample(name)
+            self._queue.drop_sample(name)
 
     def _start(self, name: str, sample: _Sample, body: bytes) -> None:
         self._samples[name] = sample
@@ -195,7 +196,7 @@ class Sampling:
         finally:
             self._unmeter(sample)
         if isinstance(sample.found, Failed):
-            self._desk.drop_sample(name)  # nor does a restart of the service repeat it
+            self._queue.drop_sample(name)  # nor does a restart of the service repeat it
             sample.n_bytes = 0
         sample.n_bytes += _length(sample.found)
         self._keep(name, sample, UNFETCHED_S)
@@ -210,7 +211,7 @@ class Sampling:
         until, missing = time.monotonic() + PATIENCE_S, None
         while True:
             try:
-                served = await self._desk.serve(sample.tenant, asked.sampling_session_id, missing)
+                served = await self._queue.serve(sample.tenant, asked.sampling_session_id, missing)
             except Unavailable as unavailable:
                 if time.monotonic() > until:
                     raise

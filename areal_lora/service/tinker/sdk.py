@@ -6,14 +6,14 @@ from starlette.routing import Route
 
 from areal_lora.config.models import Config
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.service.desk.desk import Desk
 from areal_lora.service.gateway import Gateway
+from areal_lora.service.http import Guard
 from areal_lora.service.inference import Meter
-from areal_lora.service.requests import Guard
+from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.tinker.archives import Archives
 from areal_lora.service.tinker.base import Base
 from areal_lora.service.tinker.checkpoints import Checkpoints
-from areal_lora.service.tinker.face import Face
+from areal_lora.service.tinker.routes import Routes
 from areal_lora.service.tinker.sampling import Sampling
 from areal_lora.service.tinker.unsupported import Unsupported
 
@@ -21,14 +21,16 @@ from areal_lora.service.tinker.unsupported import Unsupported
 class Sdk:
     """``async with Sdk(...)``; inside it samples that an earlier process has acknowledged are in progress."""
 
-    def __init__(self, config: Config, run_folder: RunFolder, desk: Desk, gateway: Gateway, meter: Meter) -> None:
+    def __init__(
+        self, config: Config, run_folder: RunFolder, queue: RequestQueue, gateway: Gateway, meter: Meter
+    ) -> None:
         base = Base.of(config)
-        self._sampling = Sampling(desk, base, gateway, meter)
+        self._sampling = Sampling(queue, base, gateway, meter)
         self._parts = (
-            Face(desk, base, self._sampling),
+            Routes(queue, base, self._sampling),
             self._sampling,
-            Checkpoints(desk, base),
-            Archives(desk, config, run_folder),
+            Checkpoints(queue, base),
+            Archives(queue, config, run_folder),
             Unsupported(),
         )
 

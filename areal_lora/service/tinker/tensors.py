@@ -10,7 +10,7 @@ import numpy.typing as npt
 from areal_lora.service.refused import Refused
 from areal_lora.service.tinker import protos
 
-MOST_ELEMENTS = 1 << 24
+MAX_ELEMENTS = 1 << 24
 """Of one tensor when it is dense: a sparse one may claim any shape."""
 _ELEMENTS = {protos.FLOAT32: "<f4", protos.INT64: "<i8", protos.INT32: "<i4"}
 Array = npt.NDArray[Any]
@@ -63,7 +63,7 @@ def _sparse(csr: Any, dtype: int, path: str, n: int) -> Array:
     values = _elements(csr.values, dtype, path)
     ends, columns = _elements(csr.crow_indices, protos.INT64, path), _elements(csr.col_indices, protos.INT64, path)
     counts = np.diff(ends)
-    sound = len(ends) == n + 1 <= MOST_ELEMENTS and ends[0] == 0 and ends[-1] == len(values) == len(columns)
+    sound = len(ends) == n + 1 <= MAX_ELEMENTS and ends[0] == 0 and ends[-1] == len(values) == len(columns)
     if not sound or ((counts < 0) | (counts > 1)).any() or columns.any():
         raise Refused(422, path, "it is no sparse tensor of this shape", "send what TensorData makes, or a dense one")
     dense = np.zeros(n, values.dtype)

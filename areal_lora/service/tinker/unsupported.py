@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from areal_lora.service.http import Caller, Guard, Handler, body_of
 from areal_lora.service.refused import Refused
-from areal_lora.service.requests import Caller, Guard, Handler
 from areal_lora.service.tinker.checkpoints import STATE
-from areal_lora.service.tinker.wire import body_of
 
 _NO_BILLS, _NO_PROJECTS = "this service keeps no accounts", "sessions of this service are in no projects"
 _AS_IT_IS = "keys are used as they are"
@@ -57,7 +56,7 @@ _CALLS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
         "use an SDK version that the service page names",
     ),
     "auth_token": ("/api/v1/auth/token", ("POST",), _AS_IT_IS, "send X-API-Key"),
-    "apikey": ("/api/v1/auth/apikey/me", ("GET", "DELETE"), _AS_IT_IS, "ask the operator of the run"),
+    "apikey": ("/api/v1/auth/apikey/me", ("GET", "DELETE"), _AS_IT_IS, "turn to the operator of the run"),
     "audit": ("/api/v1/audit", ("GET",), "there is no audit log", "use GET /v1/adapters"),
     "billing": ("/api/v1/billing/{what:path}", ("GET",), _NO_BILLS, "use the records of the run"),
 }
@@ -73,8 +72,8 @@ class Unsupported:
 
 
 def _refuses(name: str, reason: str, fix: str) -> Handler:
-    async def handle(request: Request, who: Caller) -> Response:
-        await body_of(request, who, long=True)
+    async def handle(request: Request, caller: Caller) -> Response:
+        await body_of(request, caller, long=True)
         raise Refused(422, name, reason, fix)
 
     return handle

@@ -60,7 +60,7 @@ class Life:
         assert self.process.poll() is None, (self.folder.path / "log").read_text()
         return read_endpoint(self.folder, "service", 0) is not None
 
-    def ask(self, method: str, path: str, request: str = "", **more: Any) -> httpx.Response | None:
+    def request(self, method: str, path: str, request: str = "", **more: Any) -> httpx.Response | None:
         """None where the service ended before it had answered."""
         headers = {"Idempotency-Key": request} if request else {}
         try:
@@ -69,7 +69,7 @@ class Life:
             return None
 
     def adapters(self) -> dict[str, str]:
-        answer = self.ask("GET", "/v1/adapters")
+        answer = self.request("GET", "/v1/adapters")
         assert answer is not None
         return {f"local-{a['name']}.{a['incarnation']}": a["wanted"] for a in answer.json()["adapters"]}
 
@@ -114,7 +114,7 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_half_there(folder: RunFolde
             after = pending[4]
             there = life.adapters()
             assert there == (after if last in DURABLE else known), f"killed at {last}: all of it or nothing"
-            again = life.ask(request[0], request[1], f"killed {number - 1}", **request[2])
+            again = life.request(request[0], request[1], f"killed {number - 1}", **request[2])
             assert again is not None
             if point and last not in DURABLE:  # it was this life's first operation
                 assert again.status_code in (200, 201)
@@ -127,13 +127,13 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_half_there(folder: RunFolde
         # An operation that succeeds comes first. A repeated request is none, but it is answered.
         if pending is None or (pending[0] in DURABLE and point != "service.answering"):
             name = f"first{number}"
-            created = life.ask("POST", "/v1/adapters", f"first {number}", json=section(name=name, task=small))
+            created = life.request("POST", "/v1/adapters", f"first {number}", json=section(name=name, task=small))
             assert created is not None
             assert created.status_code == 201
             known = known | {f"local-{name}.1": "active"}
         assert life.adapters() == known
         pending = (point, *killing(number, known, small))
-        assert life.ask(pending[1], pending[2], f"killed {number}", **pending[3]) is None, f"no answer at {point}"
+        assert life.request(pending[1], pending[2], f"killed {number}", **pending[3]) is None, f"no answer at {point}"
         life.killed()
     assert desired(folder) == known
     assert known

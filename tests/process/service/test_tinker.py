@@ -146,7 +146,7 @@ def test_tenants_do_not_reach_each_others_models(
     """Word for word the answer for what does not exist."""
     mine, other = VERSIONS
     model = tours[other]["model"]
-    asks: list[tuple[str, str, dict[str, Any] | None]] = [
+    actions: list[tuple[str, str, dict[str, Any] | None]] = [
         ("POST", "get_info", {"model_id": model}),
         ("POST", "optim_step", {"model_id": model, "seq_id": 99, "adam_params": {}}),
         ("POST", "save_weights", {"model_id": model, "seq_id": 99, "path": "x"}),
@@ -166,7 +166,7 @@ def test_tenants_do_not_reach_each_others_models(
     ]
     session = model.partition(":")[0]
     with httpx.Client(base_url=run.url, headers={"X-API-Key": keys[mine]}, timeout=60.0) as http:
-        for method, path, body in asks:
+        for method, path, body in actions:
             there = http.request(method, f"/api/v1/{path}", json=body)
             no_path, no_body = (json.loads(json.dumps(each).replace(session, NEVER)) for each in (path, body))
             unknown = http.request(method, f"/api/v1/{no_path}", json=no_body)

@@ -21,15 +21,16 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, publish_endpoint
 from areal_lora.service.acceptance import Acceptance, api_of
 from areal_lora.service.api import Api
-from areal_lora.service.desk.desk import Desk, Surroundings
 from areal_lora.service.gateway import Gateway
 from areal_lora.service.inference import Meter
 from areal_lora.service.observed import Observed
 from areal_lora.service.operator_key import admit_operator, read_key
-from areal_lora.service.rows import Key, Quota, digest_of, new_key
-from areal_lora.service.store import Store
+from areal_lora.service.queue.placement import Surroundings
+from areal_lora.service.queue.queue import RequestQueue
+from areal_lora.service.queue.rows import Key, Quota, digest_of, new_key
+from areal_lora.service.queue.store import Store
+from areal_lora.service.queue.writer import Writer
 from areal_lora.service.tinker.sdk import Sdk
-from areal_lora.service.writer import Writer
 from tests.support.paths import EXAMPLES
 
 
@@ -54,12 +55,12 @@ class Running:
     api: Api
     writer: Writer
     observed: Observed
-    desk: Desk
+    queue: RequestQueue
     http: httpx.AsyncClient
     keys: dict[str, str]
 
-    async def ask(self, who: str, method: str, path: str, **more: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.keys[who]}"} | more.pop("headers", {})
+    async def call(self, caller: str, method: str, path: str, **more: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.keys[caller]}"} | more.pop("headers", {})
         return await self.http.request(method, path, headers=headers, **more)
 
     def record(self, kind: str, key: str, **values: Any) -> None:
@@ -86,10 +87,10 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
         store.put_tenant(tenant, quota)
         store.put_key(Key(digest=digest_of(keys[tenant]), tenant=tenant, label="test"))
     writer, acceptance = Writer(store, folder, observed.phases), Acceptance(config)
-    desk = Desk(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
+    queue = RequestQueue(writer, folder, acceptance.of_client, Surroundings.of(config, observed))
     try:
         meter = Meter()
-        async with desk, Gateway(folder) as gateway, Sdk(config, folder, desk, gateway, meter) as sdk:
+        async with queue, Gateway(folder) as gateway, Sdk(config, folder, queue, gateway, meter) as sdk:
             api = Api(
                 config=config,
                 run_folder=folder,
@@ -102,7 +103,7 @@ async def running(config: Config, *, raises: bool = True) -> AsyncIterator[Runni
             )
             transport = httpx.ASGITransport(app=api.app(), raise_app_exceptions=raises)
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
-                yield Running(folder, api, writer, observed, desk, http, keys)
+                yield Running(folder, api, writer, observed, queue, http, keys)
     finally:
         writer.close()
 

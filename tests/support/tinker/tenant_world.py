@@ -89,7 +89,7 @@ def settle(run: ScriptedRun, tenant: str, mark: str, secret: str) -> World:
         opened = _post(http, "create_session", {"user_metadata": notes, "display_name": secret, "sdk_version": "0"})
         it.session = opened["session_id"]
         made = {"session_id": it.session, "model_seq_id": 0, "base_model": "tiny_model", "lora_config": {"rank": 4}}
-        asks: list[tuple[str, Any]] = [
+        actions: list[tuple[str, Any]] = [
             ("create_model", made | {"user_metadata": notes}),
             ("forward_backward", pass_body(it.model, 1)),
             ("optim_step", {"model_id": it.model, "seq_id": 2, "adam_params": {}}),
@@ -100,7 +100,7 @@ def settle(run: ScriptedRun, tenant: str, mark: str, secret: str) -> World:
             ("save_weights_for_sampler", {"model_id": it.model, "seq_id": 5, "path": mark}),
             ("save_weights_for_sampler", {"model_id": it.model, "seq_id": 6, "sampling_session_seq_id": 0}),
         ]
-        for path, body in asks:
+        for path, body in actions:
             _ask(http, it, path, body)
         _ask(http, it, "asample", sample_body(it.sampler, 0))
         it.seq = 6

@@ -10,8 +10,8 @@ import pytest
 from areal_lora.config.models import AdapterConfig
 from areal_lora.config.service import ApiConfig, QuotaConfig
 from areal_lora.service.allowed import allowed
+from areal_lora.service.queue.rows import Quota
 from areal_lora.service.refused import Refused
-from areal_lora.service.rows import Quota
 from tests.support.service.running import section
 
 CODE, FILTER = "my_rewards:exact", "/srv/filters.py:short"

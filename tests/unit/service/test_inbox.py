@@ -74,7 +74,7 @@ def test_a_refused_file_has_the_reason_beside_it_and_is_tried_once(
 
 
 def test_one_file_is_one_request_and_a_new_file_is_another(inbox: Inbox, taken: Taken, tmp_path: Path) -> None:
-    """After a crash the same file asks under the same key; a file that is dropped later does not."""
+    """After a crash the same file actions under the same key; a file that is dropped later does not."""
     folder = tmp_path / "an inbox"
     (folder / "one.yaml").write_text("name: bad\n")
     looks(inbox)

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 from safetensors.numpy import load, load_file
 
-from areal_lora.service.desk.asks import Lora, encode
+from areal_lora.service.queue.requests import Lora, encode
+from areal_lora.service.queue.sessions import expire
 from areal_lora.service.tinker import archives
 from areal_lora.service.tinker.archives import Archives, Permission
 from tests.support.checkpoint import trained_run
@@ -42,7 +43,7 @@ def play(tmp_path: Path, scene: Callable[[Running, Path], Awaitable[None]]) -> N
 
 
 async def note(it: Running, label: str) -> None:
-    """The desk's row of the state."""
+    """The queue's row of the state."""
     lora = encode(Lora(rank=2, alpha=4.0, target_modules=("linear_qkv",)))
     values = (MODEL, "acme", ADAPTER, "weights", "one", label, 1, None, 3, 9, lora, time.time(), None, "{}")
     await it.writer.change(
@@ -51,7 +52,7 @@ async def note(it: Running, label: str) -> None:
 
 
 async def address(it: Running) -> str:
-    answer = await it.ask("acme", "GET", ARCHIVE)
+    answer = await it.call("acme", "GET", ARCHIVE)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["url"])
 
@@ -66,25 +67,25 @@ def test_a_download_needs_no_model_and_deletes_nothing(tmp_path: Path) -> None:
     key = "age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p"
 
     async def result(it: Running, verb: str, **body: object) -> dict[str, Any]:
-        answer = await it.ask("acme", "POST", f"/api/v1/{verb}", json=body)
+        answer = await it.call("acme", "POST", f"/api/v1/{verb}", json=body)
         assert answer.status_code == 200, answer.text
-        found = await it.ask("acme", "POST", "/api/v1/retrieve_future", json=answer.json())
+        found = await it.call("acme", "POST", "/api/v1/retrieve_future", json=answer.json())
         return dict(found.json())
 
     async def scene(it: Running, state: Path) -> None:
-        session = (await it.ask("acme", "POST", "/api/v1/create_session", json={})).json()["session_id"]
+        session = (await it.call("acme", "POST", "/api/v1/create_session", json={})).json()["session_id"]
         asked = {"session_id": session, "model_seq_id": 0, "path": PATH, "optimizer": False}
         model = f"{session}:train:0"
         notes = {"created_by": "tinker_cookbook.weights.download"}
         assert await result(it, "load_weights", **asked, user_metadata=notes) == {"model_id": model}
-        info = (await it.ask("acme", "POST", "/api/v1/get_info", json={"model_id": model})).json()
+        info = (await it.call("acme", "POST", "/api/v1/get_info", json={"model_id": model})).json()
         assert (info["model_id"], info["lora_rank"]) == (model, 2)
         assert not it.writer.tables.of("acme"), "no adapter was made"
         save = {"model_id": model, "seq_id": 1, "path": "download"}
         plain = (await result(it, "save_weights_external", **save))["path"]
         sealed = (await result(it, "save_weights_external", **save, age_encryption_recipients=[key]))["path"]
         assert plain == f"tinker://{MODEL}/external_weights/one"
-        wrong = await it.ask(
+        wrong = await it.call(
             "acme", "POST", "/api/v1/save_weights_external", json=save | {"age_encryption_recipients": ["x"]}
         )
         assert "age" in wrong.text
@@ -93,15 +94,15 @@ def test_a_download_needs_no_model_and_deletes_nothing(tmp_path: Path) -> None:
         for path, suffix in ((plain, ""), (sealed, ".age")):
             run, _, name = path.removeprefix("tinker://").partition("/")
             where = url.format(run, name)
-            answer = (await it.ask("acme", "GET", f"{where}/external_weights_urls")).json()
+            answer = (await it.call("acme", "GET", f"{where}/external_weights_urls")).json()
             assert sorted(answer["urls"]) == [f"adapter_config.json{suffix}", f"adapter_model.safetensors{suffix}"]
             found = (await opened(it, answer["urls"][f"adapter_config.json{suffix}"])).content
             assert found.startswith(b"age-encryption.org/v1\n-> X25519 " if suffix else b"{"), found[:60]
-            assert (await it.ask("bolt", "GET", f"{where}/external_weights_urls")).status_code == 404
-            assert (await it.ask("acme", "PUT", f"{where}/ttl", json={"ttl_seconds": 3600})).status_code == 204
-            assert (await it.ask("acme", "DELETE", where)).status_code == 204
+            assert (await it.call("bolt", "GET", f"{where}/external_weights_urls")).status_code == 404
+            assert (await it.call("acme", "PUT", f"{where}/ttl", json={"ttl_seconds": 3600})).status_code == 204
+            assert (await it.call("acme", "DELETE", where)).status_code == 204
         assert state.is_dir()
-        kept = (await it.ask("acme", "GET", "/api/v1/checkpoints")).json()["checkpoints"]
+        kept = (await it.call("acme", "GET", "/api/v1/checkpoints")).json()["checkpoints"]
         assert [(each["tinker_path"], each["expires_at"]) for each in kept] == [(PATH, None)]
 
     play(tmp_path, scene)
@@ -120,10 +121,10 @@ def test_whoever_has_the_address_reads_the_state_and_no_pickle(tmp_path: Path) -
         weights = [v for file in kept for name, v in file.items() if name.startswith("weight/")]
         assert found == {values.tobytes() for values in weights}
         assert not any(it.folder.service_exports.iterdir()), "nothing of it stays"
-        for who in ("bolt", "acme"):
-            path = ARCHIVE if who == "bolt" else ARCHIVE.replace("one", "two")
-            assert (await it.ask(who, "GET", path)).status_code == 404
-        assert (await it.http.get(ARCHIVE)).status_code == 401, "an address is for who has the key"
+        for caller in ("bolt", "acme"):
+            path = ARCHIVE if caller == "bolt" else ARCHIVE.replace("one", "two")
+            assert (await it.call(caller, "GET", path)).status_code == 404
+        assert (await it.http.get(ARCHIVE)).status_code == 401, "an address is for caller has the key"
 
     play(tmp_path, scene)
 
@@ -147,7 +148,7 @@ def test_an_address_that_is_changed_old_or_of_another_run_opens_nothing(
         assert (await opened(it, url)).status_code == 200
         await note(it, "n9")
         assert (await opened(it, url)).status_code == 410, "another state has the name now"
-        await it.desk.drop("acme", PATH)
+        await it.queue.change(lambda tx: expire(tx, tx.state("acme", PATH)))
         assert (await opened(it, url)).status_code == 404
 
     play(tmp_path, scene)
@@ -161,7 +162,7 @@ def test_each_run_signs_with_a_key_of_its_own(tmp_path: Path) -> None:
         async def run(name: str = name) -> None:
             async with running(service_config(tmp_path / name)) as it:
                 config = service_config(tmp_path / name)
-                tokens.append(Archives(it.desk, config, it.folder).signed(may))
+                tokens.append(Archives(it.queue, config, it.folder).signed(may))
 
         asyncio.run(run())
     assert tokens[0] != tokens[1]

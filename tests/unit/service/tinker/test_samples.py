@@ -1,4 +1,4 @@
-"""Samples: what a client asks for reaches the data plane's body as it is, or is refused by its name."""
+"""Samples: what a client actions for reaches the data plane's body as it is, or is refused by its name."""
 
 from __future__ import annotations
 

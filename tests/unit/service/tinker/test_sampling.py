@@ -11,8 +11,9 @@ import httpx
 import pytest
 from aiohttp import web
 
-from areal_lora.service.desk.rows import Saved
 from areal_lora.service.inference import n_tokens
+from areal_lora.service.queue.rows import Saved
+from areal_lora.service.queue.sessions import kept_samples
 from areal_lora.service.refused import Refused, Unavailable
 from areal_lora.service.tinker import sampling
 from areal_lora.service.tinker.exports import Exports
@@ -39,7 +40,7 @@ class Scene:
         return web.json_response({"model": "base", "choices": choices}, status=self.status)
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return await self.it.ask("acme", "POST", f"/api/v1/{path}", json=body)
+        return await self.it.call("acme", "POST", f"/api/v1/{path}", json=body)
 
     async def begin(self) -> None:
         session = (await self.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "1"})).json()
@@ -167,8 +168,8 @@ def test_failed_samples_are_bounded_and_leave_the_file(
             if taken.status_code == 200:
                 await kept[taken.json()["request_id"]].task
         assert statuses == [200] * 8 + [429] * 4, "as many as four times the quota of those in progress"
-        await it.it.desk.keep()
-        assert await it.it.desk.kept_samples() == []
+        await it.it.queue.keep()
+        assert await it.it.queue.change(kept_samples) == []
 
     play(tmp_path, scene, queued=2)
 
@@ -177,14 +178,14 @@ def test_a_passing_fault_of_the_file_fails_no_sample(
     tmp_path: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(it: Scene) -> None:
-        serve, faults = it.it.desk.serve, [Unavailable(503, "database is locked")] * 2
+        serve, faults = it.it.queue.serve, [Unavailable(503, "database is locked")] * 2
 
         async def locked(*parts: Any) -> Any:
             if faults:
                 raise faults.pop()
             return await serve(*parts)
 
-        monkeypatch.setattr(it.it.desk, "serve", locked)
+        monkeypatch.setattr(it.it.queue, "serve", locked)
         assert (await it.fetch((await it.sample()).json()["request_id"])).status_code == 200
         assert not faults
 
@@ -197,7 +198,7 @@ def test_tokens_count_until_their_end_once(
     """The same request comes twice while the file of the service is full."""
 
     async def scene(it: Scene) -> None:
-        keep_sample, full = it.it.desk.keep_sample, [Unavailable(507, "the disk is full")]
+        keep_sample, full = it.it.queue.keep_sample, [Unavailable(507, "the disk is full")]
 
         async def keep(*parts: Any) -> None:
             await asyncio.sleep(0.05)
@@ -205,7 +206,7 @@ def test_tokens_count_until_their_end_once(
                 raise full.pop()
             await keep_sample(*parts)
 
-        monkeypatch.setattr(it.it.desk, "keep_sample", keep)
+        monkeypatch.setattr(it.it.queue, "keep_sample", keep)
         first = asyncio.create_task(it.sample())
         await asyncio.sleep(0)
         it.n -= 1
@@ -256,7 +257,7 @@ def test_a_sample_whose_server_failed_is_not_sampled_again(tmp_path: Path, kept:
         failed = (await it.fetch(name)).json()
         assert failed["category"] == "server"
         assert "failed during this request" in failed["error"]
-        await it.it.desk.keep()
-        assert await it.it.desk.kept_samples() == []
+        await it.it.queue.keep()
+        assert await it.it.queue.change(kept_samples) == []
 
     play(tmp_path, scene)

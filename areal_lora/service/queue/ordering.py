@@ -1,0 +1,122 @@
+"""In which order what arrives is carried out, and what the trainer is sent of it. Pure.
+
+    arrivals   3 2 1 4      any order, some twice          held until all before it are there
+    seq        1 2 3 4      the client's, may have gaps    a gap is sealed after `GAP_S`
+    number     1 2 3 4 5    the queue's, without gaps       what the trainer sees
+
+A save for a sampler is two operations of one seq; a sealed gap is one `Poison`, however many are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_lora.operations.messages import Failed, Outcome, Pass, Poison, What, ends_window
+from areal_lora.service.queue.rows import Quota
+from areal_lora.service.refused import Refused
+
+GAP_S = 360.0
+"""Clients repeat a request for up to five minutes."""
+
+
+class OpKind(StrEnum):
+    """``close``: once it has completed a checkpoint covers it and all before it."""
+
+    PASS = "pass"
+    CLOSE = "close"
+    OTHER = "other"
+
+
+class Fate(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """An operation that the trainer may have to hear of, without its body."""
+
+    number: int
+    kind: OpKind
+    fate: Fate | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What a tenant has in its queue: unanswered requests, and bytes that the queue has to keep."""
+
+    queued: int
+    n_bytes: int
+
+
+def kind_of(what: What) -> OpKind:
+    if ends_window(what):
+        return OpKind.CLOSE
+    match what:
+        case Pass() | Poison():
+            return OpKind.PASS
+        case _:
+            return OpKind.OTHER
+
+
+def fate_of(outcome: Outcome) -> Fate:
+    return Fate.FAILED if isinstance(outcome, Failed) else Fate.DONE
+
+
+def admit(quota: Quota, waiting: Waiting, next_seq: int, held: Collection[int], seq: int, n_bytes: int) -> None:
+    """Whether a request with a new ``seq`` may wait. Raises Refused.
+
+    What fills a gap before a request that is held is taken above the number of requests: else the queue could never
+    become shorter. A request without data is taken above the number of bytes: only a step makes these fewer.
+    """
+    if seq < next_seq:
+        reason = f"{seq} was passed over, or answered long ago; the next one is {next_seq}"
+        raise Refused(422, "seq_id", reason, "count requests of a model from 1, and send each one within minutes")
+    if seq >= next_seq + quota.queued:
+        reason = f"{seq} is too far ahead of {next_seq}, the next one that can be carried out"
+        raise Refused(429, "seq_id", reason, "send the ones before it first")
+    if waiting.queued >= quota.queued and not any(seq < later for later in held):
+        reason = f"{quota.queued} requests wait, and that is the quota"
+        raise Refused(429, "requests", reason, "wait until some are answered")
+    if waiting.queued and (reason := too_long(quota, waiting, n_bytes)):
+        raise Refused(429, "requests", reason, "wait until some are answered")
+
+
+def too_long(quota: Quota, waiting: Waiting, n_bytes: int) -> str:
+    """Why a request with so many bytes of data cannot be kept; empty if it can. Where none waits, no waiting helps."""
+    if not n_bytes or waiting.n_bytes + n_bytes <= quota.queued_mib << 20:
+        return ""
+    return (
+        f"requests since the last step of your models would be longer than the quota of {quota.queued_mib} MiB"
+        " (fix: use optim_step, or fewer data for a step)"
+    )
+
+
+def ready(next_seq: int, held: Collection[int]) -> list[int]:
+    """The seqs that are to be carried out now, in their order."""
+    found = []
+    while next_seq in held:
+        found.append(next_seq)
+        next_seq += 1
+    return found
+
+
+def sealed(next_seq: int, held: Mapping[int, float], now_s: float) -> int | None:
+    """The seq with which to continue although those before it are missing; ``held`` is when each one came."""
+    if not held or next_seq in held or now_s - min(held.values()) < GAP_S:
+        return None
+    return min(held)
+
+
+def spoiled(ops: Sequence[Op], number: int) -> bool:
+    """Whether pass ``number`` of ``ops`` is to be sent as a `Poison`: what its client heard stays true after a restart.
+
+    A pass that was answered as failed fails again. So does a step, as all passes of its window are spoiled.
+    """
+    later = [op for op in ops if op.number >= number]
+    if later[0].kind is not OpKind.PASS:
+        return False
+    close = next((op for op in later if op.kind is OpKind.CLOSE), None)
+    return later[0].fate is Fate.FAILED or (close is not None and close.fate is Fate.FAILED)

@@ -1,0 +1,254 @@
+"""Which adapter leaves so that another one has its place on the servers.
+
+A snapshot that is not the newest version of its model is served by an adapter of its own. It takes a place on the
+servers and counts to the quota of its tenant, like any adapter. The one that was not used for longest leaves first.
+Where none can leave, the session leaves whose client has been silent for longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from areal_lora.config.models import Config
+from areal_lora.config.slots import adapter_capacity
+from areal_lora.processes.log import get_logger
+from areal_lora.service.observed import Observed, Seen
+from areal_lora.service.queue import sessions
+from areal_lora.service.queue.lifecycle import change
+from areal_lora.service.queue.rows import Model, Verb
+from areal_lora.service.queue.store import Transaction
+from areal_lora.service.queue.writer import AdapterChange, Writer
+from areal_lora.service.refused import Refused
+from areal_lora.types import AdapterPhase
+
+log = get_logger(__name__)
+
+OWN_IDLE_S = 10.0
+OTHERS_IDLE_S = 60.0
+"""A tenant's snapshot leaves for another tenant's adapter only after that long without use."""
+SILENT_S = 3600.0
+"""A session without a heartbeat for that long ends."""
+DEAD_S = 45.0
+"""It ends after that long if another client waits for its places: the SDK sends a heartbeat every 10 s."""
+MAX_NAMES = 8
+OVER = (AdapterPhase.DONE, AdapterPhase.FAILED, AdapterPhase.DELETED)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """An adapter that serves a saved state, and the time of its last use."""
+
+    model: str
+    tenant: str
+    used_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """``taken`` of ``capacity`` places on the servers, and ``mine`` of the tenant's ``quota``, have an adapter."""
+
+    taken: int
+    capacity: int
+    mine: int
+    quota: int
+
+
+def evicted(places: Places, snapshots: Sequence[Snapshot], tenant: str, now_s: float) -> str | None:
+    """The model that leaves so that ``tenant`` may have one more adapter; None if there is room, or none can leave."""
+    own = [each for each in snapshots if each.tenant == tenant and now_s - each.used_s >= OWN_IDLE_S]
+    others = [each for each in snapshots if each.tenant != tenant and now_s - each.used_s >= OTHERS_IDLE_S]
+    if places.mine >= places.quota:
+        return _oldest(own)
+    if places.taken >= places.capacity:
+        return _oldest(own) or _oldest(others)
+    return None
+
+
+def abandoned(places: Places, sessions: Sequence[tuple[str, str]], tenant: str) -> str | None:
+    """The session that ends so that ``tenant`` may have one more adapter.
+
+    ``sessions`` are those with adapters whose clients are silent, with their tenants, the longest silent first.
+    """
+    if fits(places):
+        return None
+    return next((name for name, owner in sessions if owner == tenant or places.mine < places.quota), None)
+
+
+def fits(places: Places) -> bool:
+    return places.mine < places.quota and places.taken < places.capacity
+
+
+def _oldest(snapshots: Sequence[Snapshot]) -> str | None:
+    return min(snapshots, key=lambda each: (each.used_s, each.model)).model if snapshots else None
+
+
+class Heartbeats:
+    """When clients of open sessions were last there.
+
+    In memory: after a restart of the service every open session counts from the start, so that its downtime ends none.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._last: dict[str, tuple[str, float]] = {}
+
+    def opened(self, session: str, tenant: str) -> None:
+        self._last[session] = (tenant, self._now_s())
+
+    def received(self, session: str, tenant: str) -> bool:
+        """False for a session that is not open, or not the tenant's."""
+        known = session in self._last and self._last[session][0] == tenant
+        if known:
+            self.opened(session, tenant)
+        return known
+
+    def ended(self, sessions: Iterable[str]) -> None:
+        for session in sessions:
+            self._last.pop(session, None)
+
+    def renew(self) -> None:
+        """The service itself was stopped: no client could send one."""
+        for session, (tenant, _) in list(self._last.items()):
+            self.opened(session, tenant)
+
+    def silent(self, for_s: float) -> list[str]:
+        """Sessions without a heartbeat for longer than ``for_s``, the longest silent first."""
+        now = self._now_s()
+        found = [(at, session) for session, (_, at) in self._last.items() if now - at > for_s]
+        return [session for _, session in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the queue sees of the run: the newest of each adapter, all of them, and how many fit on the servers."""
+
+    seen: Callable[[str], Seen]
+    phases: Callable[[], Mapping[str, AdapterPhase]]
+    configured: frozenset[str]
+    capacity: int
+
+    @classmethod
+    def of(cls, config: Config, observed: Observed) -> Surroundings:
+        return cls(
+            seen=observed.of,
+            phases=observed.phases,
+            configured=frozenset(adapter.name for adapter in config.adapters),
+            capacity=adapter_capacity(config),
+        )
+
+
+class Change(Protocol):
+    """The result of a transaction once it is durable."""
+
+    def __call__(self, work: Callable[[Transaction], T], /) -> Awaitable[T]: ...
+
+
+class Placement:
+    """Makes room on the servers. ``used_s``: when a saved state was sampled last, by its path."""
+
+    def __init__(
+        self, writer: Writer, change: Change, around: Surroundings, heartbeats: Heartbeats, now_s: Callable[[], float]
+    ) -> None:
+        self._writer, self._change, self._around, self._now_s = writer, change, around, now_s
+        self._heartbeats = heartbeats
+        self.used_s: dict[str, float] = {}
+        self.lock = asyncio.Lock()
+        """Held from making room until the adapter that takes it is there."""
+
+    async def crowded(self, tenant: str) -> str:
+        """Why a new model of the tenant would have to wait; empty if there is a place, or a silent client has one."""
+        places = self._places(tenant)
+        if fits(places) or abandoned(places, await self._silent_with_models(), tenant):
+            return ""
+        what = f"the quota of {places.quota} adapters is used"
+        if places.mine < places.quota:
+            what = f"all {places.capacity} places of the servers are taken"
+        return f"{what}{self.own(tenant)}"
+
+    def check_own(self, tx: Transaction, tenant: str, session: str) -> None:
+        """Raises Refused where the session's own models have every place for which another one of it would wait."""
+        phases, quota = self._around.phases(), tx.quota(tenant).adapters
+        own = tx.models("session = ? AND removed = 0", session)
+        if len(own) >= quota or sum(phases.get(each.adapter) not in OVER for each in own) >= self._around.capacity:
+            reason = f"the {len(own)} models of this session have every place that it can have"
+            fix = f"delete the adapter of one that is done (areal-lora adapters delete RUN {own[0].name})"
+            raise Refused(422, "model_seq_id", reason, fix)
+
+    def own(self, tenant: str) -> str:
+        """The tenant's adapters that have a place or are new, and how to free one; empty if it has none."""
+        phases, without = self._around.phases(), (*OVER, AdapterPhase.PENDING)
+        names = [row.name for row in self._writer.tables.of(tenant) if phases.get(row.key) not in without]
+        if not names:
+            return ""
+        shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+        return f"; yours are {shown} (fix: close their clients, or areal-lora adapters delete RUN {names[0]})"
+
+    async def make_room(self, tenant: str, *, waits: bool = False) -> Places:
+        """Free the place that the tenant's next adapter needs: a snapshot leaves that is not in use, or a session ends
+        whose client is silent. With ``waits`` that adapter is there already.
+        """
+        found = await self._change(lambda tx: tx.models("of_state IS NOT NULL AND removed = 0"))
+        snapshots = [
+            Snapshot(model=each.model, tenant=each.tenant, used_s=self.used_s.get(each.of_state or "", each.created_s))
+            for each in found
+        ]
+        places = self._places(tenant, waits=waits)
+        if (model := evicted(places, snapshots, tenant, self._now_s())) is not None:
+            await self._change(lambda tx: sessions.evict(tx, model))
+            await self.let_leave()
+        elif (session := abandoned(places, await self._silent_with_models(), tenant)) is not None:
+            log.info("session %s ends: its client is silent for more than %g s, and another one waits", session, DEAD_S)
+            await self._change(lambda tx: sessions.end_session(tx, session))
+            await self.let_leave()
+        return self._places(tenant, waits=waits)
+
+    async def make_room_for_waiting(self) -> None:
+        """An adapter that waits for a place comes before what is not in use, unless its own client is silent."""
+        for row in self._writer.tables.adapters.values():
+            if self._around.seen(row.key).phase is not AdapterPhase.PENDING:
+                continue
+            model = await self._change(lambda tx, key=row.key: tx.of_adapter(key))  # type: ignore[misc]
+            if model is None or (model.of_state is None and model.session not in self._heartbeats.silent(DEAD_S)):
+                async with self.lock:
+                    await self.make_room(row.tenant, waits=True)
+                return
+
+    async def let_leave(self) -> None:
+        """Take adapters of models that were removed out of the desired state."""
+        keys = msgspec.json.encode([row.key for row in self._writer.tables.adapters.values()]).decode()
+        removed = "removed = 1 AND adapter IN (SELECT value FROM json_each(?))"
+        for model in await self._change(lambda tx: tx.models(removed, keys)):
+            await self._writer.operate(_deletes(model))
+
+    async def _silent_with_models(self) -> list[tuple[str, str]]:
+        if not (silent := self._heartbeats.silent(DEAD_S)):
+            return []
+        tenants = await self._change(sessions.sessions_with_models)
+        return [(session, tenants[session]) for session in silent if session in tenants]
+
+    def _places(self, tenant: str, *, waits: bool = False) -> Places:
+        tables, phases = self._writer.tables, self._around.phases()
+        joined = sum(phases.get(row.key) not in OVER for row in tables.adapters.values())
+        configured = sum(phases.get(name) not in OVER for name in self._around.configured)
+        return Places(
+            taken=joined + configured - waits,
+            capacity=self._around.capacity,
+            mine=len(tables.of(tenant)) - waits,
+            quota=tables.quotas[tenant].adapters,
+        )
+
+
+def _deletes(model: Model) -> AdapterChange:
+    return AdapterChange(
+        tenant=model.tenant,
+        verb=Verb.DELETE,
+        fingerprint="",
+        decide=lambda tables, phases: change(tables, phases, model.tenant, model.name, Verb.DELETE),
+        answer=lambda row: b"",
+    )

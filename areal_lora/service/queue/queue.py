@@ -1,0 +1,340 @@
+"""The queue of SDK clients' requests: taken durably, carried out in order, answered once.
+
+    submit -> file -> outbox -> trainer rank 0 -> outbox -> file -> outcome
+    create_model, serve -> rows of the desired state -> the trainer has the adapter
+
+Every call raises `Refused`; what is another tenant's is answered like what does not exist. What a call returns is
+durable. All changes are made by the service's one writer thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from areal_lora.operations.messages import Operation, Outcome
+from areal_lora.operations.outbox import Outbox
+from areal_lora.processes.log import get_logger
+from areal_lora.processes.watched import watched_task
+from areal_lora.run_folder.paths import RunFolder
+from areal_lora.service.queue import retention, sequencer, sessions
+from areal_lora.service.queue.lifecycle import AdapterRequest, create
+from areal_lora.service.queue.placement import SILENT_S, Heartbeats, Placement, Surroundings, fits
+from areal_lora.service.queue.requests import Answer, CreateModel, Lora, ModelAction, Pending, Serve
+from areal_lora.service.queue.rows import AdapterRow, Quota, Saved, Tables, Verb, model_id
+from areal_lora.service.queue.store import Transaction
+from areal_lora.service.queue.writer import AdapterChange, Writer
+from areal_lora.service.refused import Refused, Unavailable
+from areal_lora.types import AdapterPhase
+
+log = get_logger(__name__)
+
+EVERY_S = 1.0
+LAPSE_S = 10.0
+"""A longer time between two rounds of `keep`: the machine slept, or the process was stopped."""
+SHARED_S = 0.25
+FAILED_S = 10.0
+"""An adapter that has failed may still have outcomes on their way."""
+T = TypeVar("T")
+Accept = Callable[[str, str, Lora, Quota], AdapterRequest]
+"""Name, tenant, settings and quota of a client's adapter to what may be created. Blocks; raises Refused."""
+
+
+class RequestQueue:
+    """``async with RequestQueue(...)``: connected to rank 0, and keeping its tables, inside the block."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        run_folder: RunFolder,
+        accept: Accept,
+        around: Surroundings,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._writer, self._folder, self._accept, self._around, self._now_s = writer, run_folder, accept, around, now_s
+        self._outbox = Outbox(run_folder, self)
+        self._answered: dict[str, asyncio.Event] = {}
+        self._waiting: Counter[str] = Counter()
+        self._fetched: set[str] = set()
+        self._dropped_samples: set[str] = set()
+        self._heartbeats = Heartbeats(now_s)
+        self._placement = Placement(writer, self.change, around, self._heartbeats, now_s)
+        self._serving: dict[tuple[str, str, str | None], asyncio.Task[Serve | Pending]] = {}
+        self._failed_s: dict[str, float] = {}
+        self._start_s = now_s()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> RequestQueue:
+        for session in await self.change(lambda tx: tx.sessions("ended = 0")):
+            self._heartbeats.opened(session.session, session.tenant)
+        self._tasks = [
+            watched_task("queue-link", self._outbox.run),
+            watched_task("queue-outcomes", self._outbox.receive),
+            watched_task("queue-operations", self._outbox.pump),
+            watched_task("queue-keeping", self._keep),
+        ]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    async def change(self, work: Callable[[Transaction], T]) -> T:
+        """``work``'s result once it is durable; then callers that wait for what it changed are woken."""
+
+        def job(db: sqlite3.Connection, tables: Tables) -> tuple[T, Transaction]:
+            tx = self._transaction(db, tables)
+            return work(tx), tx
+
+        result, tx = await self._writer.change(job)
+        self._heartbeats.ended(tx.ended)
+        for path in tx.forgotten:
+            self._placement.used_s.pop(path, None)
+        for request in tx.answered & self._answered.keys():
+            self._answered[request].set()
+        for adapter in tx.moved:
+            self._outbox.moved(adapter)
+        return result
+
+    # ------------------------------------------------------------ sessions and models
+
+    async def open_session(self, tenant: str, about: bytes = b"") -> str:
+        session = await self.change(lambda tx: sessions.open_session(tx, tenant, about))
+        self._heartbeats.opened(session, tenant)
+        return session
+
+    async def crowded(self, tenant: str) -> str:
+        """Why a new model of the tenant would have to wait; empty if there is a place, or a silent client has one."""
+        return await self._placement.crowded(tenant)
+
+    async def heartbeat(self, tenant: str, session: str) -> None:
+        """The session is not silent. Raises Refused, with status 410 once it has ended."""
+        if not self._heartbeats.received(session, tenant):
+            await self.change(lambda tx: tx.session(tenant, session))
+
+    async def end_session(self, tenant: str, session: str) -> None:
+        """Its models leave; saved states stay."""
+
+        def end(tx: Transaction) -> None:
+            tx.session(tenant, session)
+            sessions.end_session(tx, session)
+
+        await self.change(end)
+        await self._placement.let_leave()
+
+    async def create_model(
+        self, tenant: str, session: str, model_seq: int, fingerprint: str, action: CreateModel
+    ) -> str:
+        """Make the model ``SESSION:train:MODEL_SEQ``; returns the request, answered once the trainer has it."""
+        if not 0 <= model_seq < 1 << 31:
+            raise Refused(422, "model_seq_id", f"{model_seq} is no number of a model", "count from 0")
+        request = f"{model_id(session, model_seq)}:create"
+
+        def lora_of(tx: Transaction) -> Lora | None:
+            tx.session(tenant, session)
+            if sequencer.known(tx, request, fingerprint):
+                return None
+            lora = tx.state(tenant, action.load.path).lora if action.load is not None else action.lora
+            if lora is None:
+                raise Refused(422, "lora_config", "it is missing", "give the settings of the model")
+            self._placement.check_own(tx, tenant, session)
+            return lora
+
+        if (lora := await self.change(lora_of)) is None:
+            return request
+        name, quota = sessions.name_of(session, model_seq), self._writer.tables.quotas[tenant]
+        adapter = await asyncio.to_thread(self._accept, name, tenant, lora, quota)
+
+        def also(tx: Transaction, row: AdapterRow) -> None:
+            sessions.insert_model(tx, row, session, model_seq, request, fingerprint, action, lora)
+
+        async with self._placement.lock:
+            await self._placement.make_room(tenant)
+            await self._create(tenant, adapter, also, request=f"\n{request}", fingerprint=fingerprint)
+        return request
+
+    async def unload(self, tenant: str, model: str) -> str:
+        """The model's adapter leaves; saved states stay. Returns the request."""
+        request = await self.change(lambda tx: sessions.unload(tx, tenant, model))
+        await self._placement.let_leave()
+        return request
+
+    # ------------------------------------------------------------ requests
+
+    async def submit(self, tenant: str, model: str, seq: int, fingerprint: str, action: ModelAction) -> str:
+        """Take a request of ``model``; returns its id.
+
+        Requests are carried out in the order of ``seq``, which counts from 1, however they arrive. The same ``seq``
+        and ``fingerprint`` is the same request; another fingerprint is refused. A number that never arrives is passed
+        over after `ordering.GAP_S`, and the window that it would have been in fails.
+        """
+        return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, fingerprint, action))
+
+    async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
+        """The answer of a request, waited for at most ``wait_s``."""
+        deadline = time.monotonic() + wait_s
+        found = await self._look(tenant, request)
+        if isinstance(found, Pending) and wait_s > 0:
+            event = self._answered.setdefault(request, asyncio.Event())
+            self._waiting[request] += 1
+            try:
+                while isinstance(found := await self._look(tenant, request), Pending):
+                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                        await event.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting[request] -= 1
+                if not self._waiting[request]:
+                    del self._waiting[request], self._answered[request]
+        if not isinstance(found, Pending):
+            self._fetched.add(request)
+        return found
+
+    async def _look(self, tenant: str, request: str) -> Answer | Pending:
+        found, adapter = await self.change(lambda tx: sequencer.look(tx, tenant, request))
+        if isinstance(found, Pending):
+            seen = self._around.seen(adapter)
+            if seen.phase is None:
+                return Pending(reason="the adapter waits for the trainer", capacity=True)
+            if seen.phase is AdapterPhase.PENDING:
+                return Pending(reason=f"{seen.reason}{self._placement.own(tenant)}", capacity=True)
+            if seen.phase is AdapterPhase.PAUSED:
+                return Pending(reason="the adapter is paused")
+        return found
+
+    # ------------------------------------------------------------ sampling
+
+    async def serve(self, tenant: str, sampler: str, missing: str | None = None) -> Serve | Pending:
+        """Under which name servers have what the sampling session samples.
+
+        ``missing`` is a name that this call gave before and that no server has. A snapshot that is no longer the newest
+        version of its model is served by an adapter of its own, for which the session waits. All samples of a session
+        that wait share one look-up, and its result for `SHARED_S`.
+        """
+        key = (tenant, sampler, missing)
+        if (look_up := self._serving.get(key)) is None:
+            look_up = self._serving[key] = asyncio.create_task(self._serve(tenant, sampler, missing))
+            forget, loop = partial(self._serving.pop, key), asyncio.get_running_loop()
+            look_up.add_done_callback(lambda _: loop.call_later(SHARED_S, forget))
+        return await asyncio.shield(look_up)
+
+    async def _serve(self, tenant: str, sampler: str, missing: str | None) -> Serve | Pending:
+        def served(tx: Transaction) -> tuple[Serve | Pending | Saved, str | None]:
+            return sessions.served(tx, tenant, sampler, missing), tx.sampler(tenant, sampler).path
+
+        found, path = await self.change(served)
+        if path is not None:
+            self._placement.used_s[path] = self._now_s()
+        return await self._serve_snapshot(tenant, found) if isinstance(found, Saved) else found
+
+    async def _serve_snapshot(self, tenant: str, state: Saved) -> Pending:
+        loading = Pending(reason="the weights are loaded again", capacity=True)
+        async with self._placement.lock:
+            if await self.change(lambda tx: tx.models("of_state = ? AND removed = 0", state.path)):
+                return loading
+            if not fits(await self._placement.make_room(tenant)):
+                return Pending(reason="no server has a place for the weights at present", capacity=True)
+            name, quota = sessions.snapshot_name(), self._writer.tables.quotas[tenant]
+            adapter = await asyncio.to_thread(self._accept, name, tenant, state.lora, quota)
+            await self._create(tenant, adapter, lambda tx, row: sessions.insert_snapshot(tx, row, state))
+        return loading
+
+    async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
+        """A sample is acknowledged: until it is dropped, `sessions.kept_samples` has it."""
+        self._dropped_samples.discard(sample)
+        await self.change(lambda tx: sessions.keep_sample(tx, tenant, sampler, sample, fingerprint, body))
+
+    def drop_sample(self, sample: str) -> None:
+        """Soon, not at once: until then a restart may sample it in vain."""
+        self._dropped_samples.add(sample)
+
+    # ------------------------------------------------------------ for the outbox
+
+    async def expected(self, adapter: str, number: int) -> bool:
+        return await self._until_done(lambda tx: sequencer.expected(tx, adapter, number))
+
+    async def completed(self, adapter: str, number: int, outcome: Outcome) -> None:
+        await self._until_done(lambda tx: sequencer.completed(tx, adapter, number, outcome))
+
+    async def to_send(self, adapter: str, start: int, limit: int) -> list[Operation]:
+        return await self._until_done(lambda tx: sequencer.to_send(tx, adapter, start, limit))
+
+    async def _until_done(self, work: Callable[[Transaction], T]) -> T:
+        """As `change`, repeated while the service's file is not available."""
+        while True:
+            try:
+                return await self.change(work)
+            except Unavailable as error:
+                log.warning("%s; repeated in %g s", error, EVERY_S)
+                await asyncio.sleep(EVERY_S)
+
+    # ------------------------------------------------------------ upkeep
+
+    async def _keep(self) -> None:
+        while True:
+            start_s = time.time()
+            try:
+                await self.keep()
+            except Unavailable as error:
+                log.warning("%s; repeated in %g s", error, EVERY_S)
+            await asyncio.sleep(EVERY_S)
+            if time.time() - start_s > LAPSE_S:
+                self._heartbeats.renew()
+
+    async def keep(self) -> None:
+        """One round of upkeep (`retention`)."""
+        await self.change(partial(retention.follow, failed=self._failed()))
+        if silent := self._heartbeats.silent(SILENT_S):
+            await self.change(partial(retention.end_silent, silent=silent))
+        await self._placement.let_leave()
+        await self.change(retention.seal)
+        expire = partial(retention.expire_states, used_s=self._placement.used_s, start_s=self._start_s)
+        await self.change(expire)
+        for adapter, label in await self.change(retention.drop_states):
+            await asyncio.to_thread(shutil.rmtree, self._folder.saved_state(adapter, label), ignore_errors=True)
+            await self.change(partial(retention.dropped, adapter=adapter, label=label))
+        fetched, self._fetched = self._fetched, set()
+        await self.change(partial(retention.forget, fetched=fetched))
+        dropped, self._dropped_samples = self._dropped_samples, set()
+        await self.change(partial(sessions.drop_samples, samples=dropped))
+        await self._placement.make_room_for_waiting()
+
+    def _failed(self) -> dict[str, str]:
+        """Adapters that have failed for `FAILED_S`, with the reason."""
+        now = self._now_s()
+        failed = {key for key, phase in self._around.phases().items() if phase is AdapterPhase.FAILED}
+        self._failed_s = {key: self._failed_s.get(key, now) for key in failed}
+        return {key: self._around.seen(key).reason for key, at in self._failed_s.items() if now - at >= FAILED_S}
+
+    # ------------------------------------------------------------ inside
+
+    def _transaction(self, db: sqlite3.Connection, tables: Tables) -> Transaction:
+        return Transaction(db=db, now_s=self._now_s(), tables=tables)
+
+    async def _create(
+        self,
+        tenant: str,
+        adapter: AdapterRequest,
+        also: Callable[[Transaction, AdapterRow], None],
+        request: str = "",
+        fingerprint: str = "",
+    ) -> None:
+        await self._writer.operate(
+            AdapterChange(
+                tenant=tenant,
+                verb=Verb.CREATE,
+                fingerprint=fingerprint,
+                request=request,
+                decide=lambda tables, _: create(tables, tenant, adapter, now_s=self._now_s()),
+                answer=lambda row: row.key.encode(),
+                also=lambda db, row: also(self._transaction(db, self._writer.tables), row),
+            )
+        )

@@ -1,0 +1,141 @@
+"""Requests of SDK clients and their answers. Both are kept in the service's file.
+
+    action          operations of its model        answer
+    CreateModel     none, or LoadState             Created
+    Train           Pass, OptimStep or Poison      Scored, Stepped
+    Save            SaveState                      Stored
+    Refuse          none                           none but `Failed`
+    Load            LoadState                      Loaded
+    SaveForSampler  SaveState + Publish, Publish   Stored, or Opened for a save without a name
+
+Every action may also be answered by `Failed`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from areal_lora.operations.messages import Failed, OptimStep, Pass, Poison, Scored, Stepped
+
+
+class Lora(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a model. ``seed`` None: that of the run."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    seed: int | None = None
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Set the model to the saved state at ``path``; with ``optimizer`` moments and clock as well."""
+
+    path: str
+    optimizer: bool
+
+
+class CreateModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Make a model. With ``load`` it begins as what was saved, and has the `Lora` of the model that saved it."""
+
+    lora: Lora | None
+    load: Load | None = None
+    notes: dict[str, str] = {}
+
+
+class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``Poison`` in place of a pass that cannot be sent: the answer is `Failed`, and so is the step of its window."""
+
+    what: Pass | OptimStep | Poison
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Keep the state under ``name``, for ``ttl_s`` seconds or for ever. ``overwrite``: the name may be in use."""
+
+    name: str
+    ttl_s: float | None = None
+    overwrite: bool = False
+    notes: dict[str, str] = {}
+
+
+class SaveForSampler(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have servers serve the model as it is. Either ``name`` or ``sampler_seq`` is given.
+
+    With a name the weights are kept under it. With ``sampler_seq`` the answer opens that sampling session of the
+    model's session. ``in_flight``: the session samples the newest version at each request, and nothing is kept.
+    """
+
+    name: str | None = None
+    sampler_seq: int | None = None
+    in_flight: bool = False
+    ttl_s: float | None = None
+    notes: dict[str, str] = {}
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """In place of what cannot be carried out and changes no weights: it fails when its turn comes, its window does not.
+
+    Without it the number would be missing, and everything behind it would wait.
+    """
+
+    reason: str
+
+
+Action: TypeAlias = CreateModel | Train | Save | Load | SaveForSampler | Refuse
+ModelAction: TypeAlias = Train | Save | Load | SaveForSampler | Refuse
+"""Asks with a sequence number of their model."""
+
+
+class Created(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model trains. ``path``: what it was loaded from."""
+
+    model: str
+    path: str | None = None
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A state was saved at ``path``."""
+
+    path: str
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model is what was saved at ``path``."""
+
+    model: str
+    path: str
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The sampling session that a save without a name has opened."""
+
+    sampler: str
+
+
+class Unloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model leaves."""
+
+    model: str
+
+
+Answer: TypeAlias = Scored | Stepped | Created | Loaded | Stored | Opened | Unloaded | Failed
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """There is no answer yet. ``capacity``: there is no place for its adapter at present."""
+
+    reason: str
+    capacity: bool = False
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True):
+    """The name under which servers have what a sampling session samples; None: the base."""
+
+    model: str | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_action = msgspec.msgpack.Decoder(Action).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

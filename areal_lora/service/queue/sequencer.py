@@ -1,0 +1,400 @@
+"""Operations of models: numbered without gaps, sent to the trainer, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from areal_lora.operations.messages import (
+    DropState,
+    Failed,
+    LoadState,
+    Operation,
+    Outcome,
+    Pass,
+    Poison,
+    Publish,
+    Published,
+    SaveState,
+    Scored,
+    What,
+)
+from areal_lora.processes.log import get_logger
+from areal_lora.service.queue.answers import drop_label, give, settle
+from areal_lora.service.queue.ordering import (
+    Fate,
+    Op,
+    OpKind,
+    Waiting,
+    admit,
+    fate_of,
+    kind_of,
+    ready,
+    sealed,
+    spoiled,
+    too_long,
+)
+from areal_lora.service.queue.requests import (
+    Action,
+    Answer,
+    Load,
+    ModelAction,
+    Pending,
+    Refuse,
+    Save,
+    SaveForSampler,
+    Train,
+    decode_action,
+    decode_answer,
+    encode,
+)
+from areal_lora.service.queue.rows import STATE_NAME, Kind, Model
+from areal_lora.service.queue.store import Transaction, unknown
+from areal_lora.service.refused import Refused
+
+LOST = Failed(reason="a restart of the trainer has lost what came of it", by_client=False)
+KEPT_FAILED = 512
+MAX_TTL_S = 10 * 366 * 86400.0
+AT_ONCE_BYTES = 32 << 20
+_what: Callable[[bytes], What] = msgspec.msgpack.Decoder(What).decode
+
+log = get_logger(__name__)
+
+
+def promote(tx: Transaction, model: Model) -> None:
+    """Give numbers to the requests of ``model`` whose turn has come."""
+    found = tx.rows("SELECT seq, at_s FROM requests WHERE owner = ? AND held = 1", model.model)
+    held = dict(found)
+    start = model.next_seq
+    if (after_gap := sealed(start, held, tx.now_s)) is not None:
+        missing = f"request {start}" if after_gap == start + 1 else f"requests {start} to {after_gap - 1}"
+        append(tx, model.adapter, "", Poison(reason=f"{missing} of its window never came"))
+        start = after_gap
+    for seq in ready(start, held):
+        request, action = (
+            tx.row("SELECT request, action FROM requests WHERE owner = ? AND seq = ?", model.model, seq) or ()
+        )
+        match decode_action(action):
+            case Refuse(reason=reason):
+                give(tx, request, Failed(reason=reason, by_client=True))
+            case decoded:
+                for what in _operations(tx, model, decoded):
+                    append(tx, model.adapter, request, what)
+        tx.do("UPDATE requests SET held = 0 WHERE request = ?", request)
+        start = seq + 1
+    tx.do("UPDATE models SET next_seq = ? WHERE model = ?", start, model.model)
+
+
+def append(tx: Transaction, adapter: str, request: str, what: What) -> int:
+    """Give ``what`` the adapter's next number. The body of a pass is that of its request."""
+    ((number,),) = tx.rows(
+        "UPDATE models SET next_number = next_number + 1 WHERE adapter = ? RETURNING next_number - 1", adapter
+    )
+    if isinstance(what, SaveState):
+        what = SaveState(label=f"n{number}")
+    tx.insert(
+        "client_operations",
+        adapter=adapter,
+        number=number,
+        request=request,
+        what=None if isinstance(what, Pass) else encode(what),
+        kind=kind_of(what),
+    )
+    tx.moved.add(adapter)
+    return int(number)
+
+
+def load(tx: Transaction, tenant: str, action: Load) -> LoadState:
+    """Raises Refused where nothing is saved at the path."""
+    state = tx.state(tenant, action.path)
+    return LoadState(adapter=state.adapter, label=state.label, optimizer=action.optimizer)
+
+
+def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[Operation]:
+    """The operations from number ``start`` on, as the trainer is to carry them out."""
+    model = tx.of_adapter(adapter)
+    if model is None or model.removed or model.broken:
+        return []
+    ops = _ops(tx, adapter)
+    found = tx.db.execute(
+        "SELECT o.number, o.what, r.action FROM client_operations o LEFT JOIN requests r ON r.request = o.request"
+        " WHERE o.adapter = ? AND o.number >= ? ORDER BY o.number LIMIT ?",
+        (adapter, start, limit),
+    )
+    chosen: list[Operation] = []
+    n_bytes = 0
+    for number, what, action in found:
+        n_bytes += len(action or b"")
+        if chosen and n_bytes > AT_ONCE_BYTES:
+            break
+        chosen.append(Operation(adapter=adapter, number=number, what=_as_sent(what, action, spoiled(ops, number))))
+    return chosen
+
+
+def expected(tx: Transaction, adapter: str, number: int) -> bool:
+    """The trainer has the adapter, and expects ``number``. False if the queue cannot send that.
+
+    A trainer that begins before what a checkpoint had covered has lost steps, so its clients must not go further.
+    """
+    model = tx.of_adapter(adapter)
+    if model is None or model.removed or model.broken:
+        return False
+    if not model.closed < number <= model.next_number:
+        reason = (
+            f"the trainer's newest checkpoint expects operation {number}, but those from {model.closed + 1} to"
+            f" {model.next_number} can be sent: its checkpoints or the service's file were replaced by older ones"
+        )
+        log.error("%s: %s", adapter, reason)
+        tx.do("UPDATE models SET broken = ? WHERE adapter = ?", reason, adapter)
+        fail_open(tx, model, reason)
+        return False
+    if not model.joined:
+        tx.do("UPDATE models SET joined = 1 WHERE adapter = ?", adapter)
+        settle(tx, model, f"{model.model}:create", None)
+    return True
+
+
+def completed(tx: Transaction, adapter: str, number: int, outcome: Outcome) -> None:
+    """Keep the first outcome of an operation. Those before it without one are lost."""
+    model = tx.of_adapter(adapter)
+    if model is None:
+        return
+    lost = tx.rows(
+        "SELECT number FROM client_operations WHERE adapter = ? AND number < ? AND fate IS NULL", adapter, number
+    )
+    for (earlier,) in lost:
+        _record(tx, model, earlier, LOST)
+    _record(tx, model, number, outcome)
+    if tx.count("client_operations WHERE adapter = ? AND number = ? AND kind = ?", adapter, number, OpKind.CLOSE):
+        _close(tx, model, number, outcome)
+
+
+def fail_open(tx: Transaction, model: Model, reason: str) -> None:
+    """Answer every request of the model that waits as failed; what comes later has the numbers that follow.
+
+    A load among them becomes a `Poison`: the trainer must not carry it out later.
+    """
+    failed = Failed(reason=reason, by_client=False)
+    for number, what in tx.rows(
+        "SELECT number, what FROM client_operations WHERE adapter = ? AND fate IS NULL AND what IS NOT NULL",
+        model.adapter,
+    ):
+        match _what(what):
+            case LoadState():
+                tx.do(
+                    "UPDATE client_operations SET kind = ?, what = ? WHERE adapter = ? AND number = ?",
+                    OpKind.PASS,
+                    encode(Poison(reason=reason)),
+                    model.adapter,
+                    number,
+                )
+            case DropState(label=label):
+                drop_label(tx, model.adapter, label)
+    tx.do(
+        "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND fate IS NULL",
+        Fate.FAILED,
+        encode(failed),
+        model.adapter,
+    )
+    found = tx.rows("SELECT request, seq FROM requests WHERE owner = ? AND answer IS NULL", model.model)
+    for request, _ in found:
+        give(tx, request, failed)
+        tx.do("UPDATE requests SET action = NULL WHERE request = ?", request)
+    if highest := max((seq for _, seq in found), default=0):
+        tx.do("UPDATE models SET next_seq = MAX(next_seq, ?) WHERE model = ?", highest + 1, model.model)
+
+
+def _operations(tx: Transaction, model: Model, action: object) -> list[What]:
+    match action:
+        case Train(what=what):
+            return [what]
+        case Save():
+            return [SaveState(label="")]  # `append` names it
+        case SaveForSampler(in_flight=in_flight):
+            return [Publish()] if in_flight else [SaveState(label=""), Publish()]
+        case Load():
+            try:
+                return [load(tx, model.tenant, action)]
+            except Refused as refused:  # it was dropped while the request was held
+                return [Poison(reason=refused.reason)]
+    raise AssertionError(f"{type(action).__name__} has no number of its model")
+
+
+def _as_sent(what: bytes | None, action: bytes | None, is_spoiled: bool) -> What:
+    if is_spoiled:
+        return Poison(reason="it, or the step of its window, had failed before")
+    if what is not None:
+        return _what(what)
+    decoded = decode_action(action) if action is not None else None
+    return decoded.what if isinstance(decoded, Train) else Poison(reason="its data are no longer there")
+
+
+def _record(tx: Transaction, model: Model, number: int, outcome: Outcome) -> None:
+    row = tx.row(
+        "SELECT request, what FROM client_operations WHERE adapter = ? AND number = ? AND fate IS NULL",
+        model.adapter,
+        number,
+    )
+    if row is None:
+        return  # it has one
+    request, what = row
+    stored = None if isinstance(outcome, Scored) else encode(outcome)
+    tx.do(
+        "UPDATE client_operations SET fate = ?, outcome = ? WHERE adapter = ? AND number = ?",
+        fate_of(outcome),
+        stored,
+        model.adapter,
+        number,
+    )
+    if isinstance(outcome, Published):
+        tx.do("UPDATE models SET published = ? WHERE adapter = ?", outcome.version, model.adapter)
+    if request:
+        settle(tx, model, request, outcome)
+    elif what is not None and isinstance(dropped := _what(what), DropState) and isinstance(outcome, Failed):
+        drop_label(tx, model.adapter, dropped.label)
+    if model.of_state is not None and isinstance(outcome, Failed):
+        tx.do("UPDATE models SET broken = ? WHERE adapter = ?", outcome.reason, model.adapter)
+
+
+def _close(tx: Transaction, model: Model, number: int, outcome: Outcome) -> None:
+    """What the trainer will not need again once ``number`` has ended the window.
+
+    Of a failed window no data are needed: it fails again. That it failed is kept until a later one succeeds, because
+    an adapter that has failed as a whole has no checkpoint of it.
+    """
+    tx.do(
+        "UPDATE requests SET action = NULL WHERE answer IS NOT NULL AND request IN"
+        " (SELECT request FROM client_operations WHERE adapter = ? AND number <= ?)",
+        model.adapter,
+        number,
+    )
+    failed = tx.count("client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
+    if isinstance(outcome, Failed) and failed <= KEPT_FAILED:
+        return
+    tx.do("DELETE FROM client_operations WHERE adapter = ? AND number <= ?", model.adapter, number)
+    tx.do("UPDATE models SET closed = MAX(closed, ?) WHERE adapter = ?", number, model.adapter)
+
+
+def _ops(tx: Transaction, adapter: str) -> list[Op]:
+    found = tx.rows("SELECT number, kind, fate FROM client_operations WHERE adapter = ? ORDER BY number", adapter)
+    return [Op(number=number, kind=OpKind(kind), fate=Fate(fate) if fate else None) for number, kind, fate in found]
+
+
+def submit(tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: str, action: ModelAction) -> str:
+    """Take a request, or find it taken. Raises Refused for a model or a number that is wrong, or a full queue.
+
+    One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
+    that those behind it do not wait. A load that fails spoils the window that it begins: its passes were meant for
+    other weights.
+    """
+    model, request = tx.model(tenant, model_id), f"{model_id}:{seq}"
+    if known(tx, request, fingerprint):
+        return request
+    if model.broken:
+        raise Refused(422, "model_id", model.broken, "make another model")
+    try:
+        _check(tx, model, action)
+    except Refused as refused:
+        wrong = str(refused)
+        action = Train(what=Poison(reason=wrong, by_client=True)) if isinstance(action, Load) else Refuse(reason=wrong)
+    held = [row[0] for row in tx.rows("SELECT seq FROM requests WHERE owner = ? AND held = 1", model_id)]
+    data, n_bytes, others = encode(action), 0, waiting(tx, tenant)
+    if isinstance(action, Train) and isinstance(action.what, Pass):
+        n_bytes = len(data)
+        if not others.queued and (wrong := too_long(tx.quota(tenant), others, n_bytes)):
+            data, n_bytes = encode(Train(what=Poison(reason=wrong, by_client=True))), 0
+    admit(tx.quota(tenant), others, model.next_seq, held, seq, n_bytes)
+    insert(tx, tenant, request, model_id, seq, fingerprint, data, held=True)
+    promote(tx, model)
+    return request
+
+
+def known(tx: Transaction, request: str, fingerprint: str) -> bool:
+    """Whether the request was taken before. Raises Refused if that was another one."""
+    row = tx.row("SELECT fingerprint FROM requests WHERE request = ?", request)
+    if row is not None and row[0] != fingerprint:
+        reason = "another request came with this number before"
+        raise Refused(422, "seq_id", reason, "use a new number for every request")
+    return row is not None
+
+
+def insert(
+    tx: Transaction, tenant: str, request: str, owner: str, seq: int, fingerprint: str, action: bytes, *, held: bool
+) -> None:
+    tx.insert(
+        "requests",
+        request=request,
+        tenant=tenant,
+        owner=owner,
+        seq=seq,
+        fingerprint=fingerprint,
+        action=action,
+        n_bytes=len(action),
+        at_s=tx.now_s,
+        held=held,
+    )
+
+
+def look(tx: Transaction, tenant: str, request: str) -> tuple[Answer | Pending, str]:
+    """The answer of a request, or why there is none yet, and its adapter. Raises Refused for another tenant's."""
+    row = tx.row("SELECT answer, held, owner FROM requests WHERE request = ? AND tenant = ?", request, tenant)
+    if row is None:
+        raise unknown("request_id", "request", request)
+    answer, held, owner = row
+    if answer is not None:
+        return decode_answer(answer), ""
+    [model] = tx.models("model = ?", owner)
+    if held:
+        return Pending(reason="a request of the model with a lower number has not come yet"), model.adapter
+    return Pending(reason="the trainer has not carried it out yet"), model.adapter
+
+
+def waiting(tx: Transaction, tenant: str) -> Waiting:
+    row = tx.row(
+        "SELECT COUNT(*) FILTER (WHERE answer IS NULL), TOTAL(n_bytes) FROM requests"
+        " WHERE tenant = ? AND action IS NOT NULL",
+        tenant,
+    )
+    assert row is not None
+    return Waiting(queued=row[0], n_bytes=int(row[1]))
+
+
+def _check(tx: Transaction, model: Model, action: Action) -> None:
+    """Raises Refused for names that cannot be, or are not there."""
+    match action:
+        case Load():
+            load(tx, model.tenant, action)
+        case Save(name=name, overwrite=overwrite, ttl_s=ttl_s):
+            check_ttl(ttl_s)
+            _check_name(tx, model, Kind.WEIGHTS, name, overwrite)
+        case SaveForSampler(name=name, sampler_seq=seq, ttl_s=ttl_s):
+            check_ttl(ttl_s)
+            if (name is None) == (seq is None) or (seq is not None and not 0 <= seq < 1 << 53):
+                raise Refused(422, "path", "it needs a path or a sampling_session_seq_id", "give one of the two")
+            if name is not None:
+                _check_name(tx, model, Kind.SAMPLER, name, overwrite=True)
+
+
+def _check_name(tx: Transaction, model: Model, kind: Kind, name: str, overwrite: bool) -> None:
+    if not STATE_NAME.fullmatch(name):
+        fix = "use up to 100 of A-Z, a-z, 0-9, ., _ and -, the first a letter or a digit"
+        raise Refused(422, "path", f"{name[:64]!r} is no name", fix)
+    states = tx.states("tenant = ?", model.tenant)
+    if sum(state.named for state in states) >= (limit := tx.quota(model.tenant).saved):
+        raise Refused(422, "path", f"the quota is {limit} saved states", "delete some first")
+    taken = any((state.model, state.kind, state.name) == (model.model, kind, name) for state in states)
+    if taken and not overwrite:
+        raise Refused(422, "path", f"there is a saved state {name!r}", "choose another name, or overwrite it")
+
+
+def set_ttl(tx: Transaction, tenant: str, path: str, ttl_s: float | None) -> None:
+    """The state stays for ``ttl_s`` seconds from now; None: for ever."""
+    check_ttl(ttl_s)
+    state, until = tx.state(tenant, path), None if ttl_s is None else tx.now_s + ttl_s
+    tx.do("UPDATE saved_states SET expires_s = ? WHERE adapter = ? AND label = ?", until, state.adapter, state.label)
+
+
+def check_ttl(ttl_s: float | None) -> None:
+    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+        raise Refused(422, "ttl_seconds", f"{ttl_s:g} is not between 0 and ten years", "leave it out to keep the state")

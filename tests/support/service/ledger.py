@@ -1,0 +1,59 @@
+"""The queue's tables in memory, with two tenants, for tests of its transactions."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import TypeVar
+
+from areal_lora.run_folder.desired import DesiredPhase
+from areal_lora.service.queue.requests import CreateModel, Lora
+from areal_lora.service.queue.rows import AdapterRow, Quota, Tables
+from areal_lora.service.queue.schema import STEPS
+from areal_lora.service.queue.sessions import insert_model, open_session
+from areal_lora.service.queue.store import Transaction
+from areal_lora.service.refused import Refused
+
+QUOTA = Quota(
+    adapters=4, rank=8, weight=1.0, operations=9, body_kib=1, sequences=64, problems=9, workers=1, queued=8, saved=3
+)
+LORA = Lora(rank=4, alpha=32.0, target_modules=("linear_qkv",))
+T = TypeVar("T")
+
+
+class Ledger:
+    """``change`` is one transaction. ``now_s`` is the clock."""
+
+    def __init__(self, quota: Quota = QUOTA) -> None:
+        self.db = sqlite3.connect(":memory:", isolation_level=None)
+        self.now_s = 1000.0
+        self.last: Transaction
+        for statement in ";\n".join(STEPS).split(";\n"):
+            self.db.execute(statement)
+        for tenant in ("acme", "bolt"):
+            self.db.execute("INSERT INTO tenants VALUES (?, '{}')", (tenant,))
+        self.tables = Tables(quotas=MappingProxyType({"acme": quota, "bolt": quota}))
+
+    def change(self, work: Callable[[Transaction], T]) -> T:
+        tx = self.last = Transaction(db=self.db, now_s=self.now_s, tables=self.tables)
+        self.db.execute("BEGIN")
+        try:
+            result = work(tx)
+        except Refused:
+            self.db.execute("ROLLBACK")
+            raise
+        self.db.execute("COMMIT")
+        return result
+
+    def model(self, tenant: str = "acme", model_seq: int = 0, action: CreateModel | None = None) -> tuple[str, str]:
+        """A new session with a model; returns the model and its adapter."""
+        session = self.change(lambda tx: open_session(tx, tenant, b""))
+        action = action or CreateModel(lora=LORA)
+        name, model = f"{session}-{model_seq}", f"{session}:train:{model_seq}"
+        row = AdapterRow(
+            tenant=tenant, name=name, incarnation=1, wanted=DesiredPhase.ACTIVE, settings={}, created_s=self.now_s
+        )
+        self.tables = self.tables.after(row, 1)
+        self.change(lambda tx: insert_model(tx, row, session, model_seq, f"{model}:create", "f", action, LORA))
+        return model, row.key

@@ -1,0 +1,497 @@
+"""The queue with its real file and connection, against a trainer without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from areal_lora.operations.messages import Failed, Operation, OptimStep, Pass, Poison, Scored, Stepped
+from areal_lora.operations.testing import scores
+from areal_lora.service.queue.ordering import GAP_S
+from areal_lora.service.queue.placement import DEAD_S, SILENT_S
+from areal_lora.service.queue.queue import SHARED_S
+from areal_lora.service.queue.requests import (
+    CreateModel,
+    Load,
+    Loaded,
+    Opened,
+    Pending,
+    Save,
+    SaveForSampler,
+    Serve,
+    Stored,
+    Train,
+)
+from areal_lora.service.queue.retention import UNUSED_S
+from areal_lora.service.queue.rows import Tables
+from areal_lora.service.queue.sequencer import set_ttl
+from areal_lora.service.queue.sessions import expire, models, open_sampler, saved, session_view
+from areal_lora.service.queue.store import Transaction
+from areal_lora.service.refused import Refused
+from tests.support.service.queue import LORA, QUOTA, STEP, Town, tokens, town, until
+
+T = TypeVar("T")
+
+
+def test_requests_arrive_in_any_order_and_are_carried_out_in_theirs(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "a run") as it:
+            model = await it.model()
+            order = [3, 2, 4, 1]  # the first chunk comes last
+            actions = {1: tokens(1, 2, 3), 2: tokens(4, 5), 3: tokens(6, 7), 4: STEP}
+            requests = [await it.queue.submit("acme", model, seq, f"print {seq}", actions[seq]) for seq in order]
+            again = [await it.queue.submit("acme", model, seq, f"print {seq}", actions[seq]) for seq in order]
+            assert again == requests
+            answers = dict(zip(order, [await it.answer("acme", each) for each in requests], strict=True))
+            for seq in (1, 2, 3):
+                what = actions[seq].what
+                assert isinstance(what, Pass)
+                assert answers[seq] == scores(what.data, 0)
+            assert answers[4] == Stepped(step=1, grad_norm=3.0, skipped=False)
+            assert [operation.number for operation in it.trainer.carried_out] == [1, 2, 3, 4]
+            with pytest.raises(Refused, match="another request") as refused:
+                await it.queue.submit("acme", model, 2, "other", tokens(1, 1))
+            assert refused.value.status == 422
+
+    asyncio.run(run())
+
+
+def test_a_number_that_never_comes_fails_its_window_only(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            held = await it.queue.submit("acme", model, 2, "print", STEP)
+            assert isinstance(await it.queue.outcome("acme", held, 0.0), Pending)
+            it.now_s += GAP_S + 1
+            answer = await it.answer("acme", held)
+            assert isinstance(answer, Failed)
+            assert "request 1 of its window never came" in answer.reason
+            assert isinstance(await it.asked(model, 3, tokens(1, 2)), Scored)
+            assert isinstance(await it.asked(model, 4, STEP), Stepped)
+            with pytest.raises(Refused, match="passed over"):
+                await it.queue.submit("acme", model, 1, "print", tokens(1, 2))
+
+    asyncio.run(run())
+
+
+def test_save_load_and_begin_from_what_was_saved(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            await it.asked(model, 2, STEP)
+            stored = await it.asked(model, 3, Save(name="one"))
+            assert stored == Stored(path=f"tinker://{model}/weights/one")
+            await it.asked(model, 4, tokens(1, 2))
+            assert await it.asked(model, 5, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            assert await it.asked(model, 6, Load(path=stored.path, optimizer=True)) == Loaded(
+                model=model, path=stored.path
+            )
+            await it.asked(model, 7, tokens(1, 2))
+            assert await it.asked(model, 8, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            other = await it.model(load=Load(path=stored.path, optimizer=False))
+            await it.asked(other, 1, tokens(1, 2))
+            assert await it.asked(other, 2, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+            [state] = await it.queue.change(lambda tx: saved(tx, "acme"))
+            assert (state.path, state.step, state.n_bytes) == (stored.path, 1, 1000)
+            taken = await it.asked(model, 9, Save(name="one"))
+            assert isinstance(taken, Failed)
+            assert "there is a saved state" in taken.reason
+            await it.queue.change(lambda tx: expire(tx, tx.state("acme", stored.path)))
+            await until(lambda: gone(it))
+            with pytest.raises(Refused, match="no saved state"):
+                await it.queue.change(lambda tx: tx.state("acme", stored.path))
+
+    async def gone(it: Town) -> bool:
+        return not it.trainer.disk.states
+
+    asyncio.run(run())
+
+
+def test_sampling_sessions(tmp_path: Path) -> None:
+    """Newest, in flight, and a snapshot that is not the newest: an adapter of its own serves it."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            adapter = (await it.queue.change(lambda tx: tx.model("acme", model))).adapter
+            session = model.partition(":")[0]
+            base = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 50, None))
+            assert await it.queue.serve("acme", base) == Serve(model=None)
+            opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+            assert isinstance(opened, Opened)
+            assert await it.queue.serve("acme", opened.sampler) == Serve(model=f"{adapter}@v0")
+            await it.asked(model, 2, tokens(1, 2))
+            await it.asked(model, 3, STEP)
+            flying = await it.asked(model, 4, SaveForSampler(sampler_seq=1, in_flight=True))
+            assert isinstance(flying, Opened)
+            assert await it.queue.serve("acme", flying.sampler) == Serve(model=adapter)
+            await asyncio.sleep(2 * SHARED_S)
+            first = await it.queue.serve("acme", opened.sampler)
+            assert isinstance(first, Pending)
+            assert first.capacity
+
+            async def served() -> bool:
+                return isinstance(await it.queue.serve("acme", opened.sampler), Serve)
+
+            await until(served)
+            again = await it.queue.serve("acme", opened.sampler)
+            assert isinstance(again, Serve)
+            assert again.model is not None
+            assert again.model.startswith("acme-snapshot-")
+            loaded = [op for op in it.trainer.carried_out if op.adapter == again.model.partition("@")[0]]
+            assert [type(op.what).__name__ for op in loaded] == ["LoadState", "Publish"]
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_leaves_for_a_model_and_is_loaded_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=2) as it:
+            model = await it.model()
+            session = model.partition(":")[0]
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
+
+            async def served() -> bool:
+                return isinstance(await it.queue.serve("acme", sampler), Serve)
+
+            await until(served)
+            other = await it.queue.create_model(
+                "bolt", await it.queue.open_session("bolt"), 0, "p", CreateModel(lora=LORA)
+            )
+            waits = await it.queue.outcome("bolt", other, 0.0)
+            assert isinstance(waits, Pending)
+            it.now_s += 100.0  # the snapshot is not in use
+            await it.queue.heartbeat("acme", session)
+            await it.queue.heartbeat("bolt", other.partition(":")[0])
+            await it.answer("bolt", other)
+            found = await it.queue.serve("acme", sampler)
+            assert found == Pending(reason="no server has a place for the weights at present", capacity=True)
+            await it.queue.unload("bolt", other.removesuffix(":create"))
+            await until(served)
+
+    asyncio.run(run())
+
+
+def test_crashes_of_the_trainer_lose_no_step(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            made = []
+            for step in range(6):
+                seq = 3 * step
+                requests = [
+                    await it.queue.submit("acme", model, seq + i, f"print {seq + i}", action)
+                    for i, action in ((2, tokens(1, 2)), (3, STEP), (1, tokens(3, 4)))
+                ]
+                await asyncio.to_thread(it.trainer.crash)
+                made.append([await it.answer("acme", request) for request in requests][1])
+            assert made == [Stepped(step=step + 1, grad_norm=2.0, skipped=False) for step in range(6)]
+
+    asyncio.run(run())
+
+
+def test_a_restart_of_the_service_continues(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            held = await it.queue.submit("acme", model, 3, "print 3", STEP)
+            disk = it.trainer.disk
+        async with town(tmp_path / "run", disk=disk) as it:
+            assert await it.queue.submit("acme", model, 3, "print 3", STEP) == held
+            assert isinstance(await it.answer("acme", f"{model}:1"), Scored)
+            assert isinstance(await it.asked(model, 2, tokens(1, 2)), Scored)
+            assert await it.answer("acme", held) == Stepped(step=1, grad_norm=2.0, skipped=False)
+
+    asyncio.run(run())
+
+
+def test_what_is_anothers_is_unknown(tmp_path: Path) -> None:
+    """The same words as for what does not exist, for every call."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            session = model.partition(":")[0]
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            sampler = await it.queue.change(lambda tx: open_sampler(tx, "acme", session, 0, stored.path))
+            own = await it.queue.open_session("bolt")
+            mine = await it.model("bolt", own)
+            queue = it.queue
+            calls = {
+                "session": (session, lambda name: queue.heartbeat("bolt", name)),
+                "end": (session, lambda name: queue.end_session("bolt", name)),
+                "create": (session, lambda name: queue.create_model("bolt", name, 1, "p", CreateModel(lora=LORA))),
+                "from": (
+                    stored.path,
+                    lambda name: queue.create_model(
+                        "bolt", own, 1, "p", CreateModel(lora=None, load=Load(path=name, optimizer=True))
+                    ),
+                ),
+                "submit": (model, lambda name: queue.submit("bolt", name, 1, "p", STEP)),
+                "model": (model, lambda name: queue.change(lambda tx: tx.model("bolt", name))),
+                "unload": (model, lambda name: queue.unload("bolt", name)),
+                "run": (model, lambda name: queue.change(lambda tx: tx.model("bolt", name, removed=True))),
+                "look": (session, lambda name: queue.change(lambda tx: session_view(tx, "bolt", name))),
+                "sample": (sampler, lambda name: queue.keep_sample("bolt", name, "one", "p", b"")),
+                "outcome": (f"{model}:1", lambda name: queue.outcome("bolt", name, 0.0)),
+                "saved": (stored.path, lambda name: queue.change(lambda tx: tx.state("bolt", name))),
+                "ttl": (stored.path, lambda name: queue.change(lambda tx: set_ttl(tx, "bolt", name, 5.0))),
+                "drop": (stored.path, lambda name: queue.change(lambda tx: expire(tx, tx.state("bolt", name)))),
+                "open": (stored.path, lambda name: queue.change(lambda tx: open_sampler(tx, "bolt", own, 0, name))),
+                "sampler": (sampler, lambda name: queue.change(lambda tx: tx.sampler("bolt", name))),
+                "serve": (sampler, lambda name: queue.serve("bolt", name)),
+            }
+            for what, (name, call) in calls.items():
+                reasons = []
+                for asked in (name, odd := name.replace(session, "s" + "0" * 12)):
+                    with pytest.raises(Refused) as refused:
+                        await call(asked)
+                    assert refused.value.status == 404, what
+                    reasons.append(refused.value.body().decode().replace(asked, "NAME"))
+                assert odd != name
+                assert reasons[0] == reasons[1], what
+            assert await queue.change(lambda tx: saved(tx, "bolt")) == []
+            assert await queue.change(lambda tx: saved(tx, "bolt", model)) == []
+            assert [each.model for each in await queue.change(lambda tx: models(tx, "bolt"))] == [mine]
+            reasons = []
+            for seq, path in enumerate((stored.path, odd_path := stored.path.replace(session, "s" + "0" * 12)), 1):
+                answer = await it.asked(mine, seq, Load(path=path, optimizer=True), "bolt")
+                assert isinstance(answer, Failed)
+                reasons.append(answer.reason.replace(path, "NAME"))
+            assert odd_path != stored.path
+            assert reasons[0] == reasons[1]
+
+    asyncio.run(run())
+
+
+def test_a_silent_session_ends_and_its_states_stay(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model, other = await it.model(), await it.model()
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            it.now_s += SILENT_S - 10
+            await it.queue.heartbeat("acme", other.partition(":")[0])
+            it.now_s += 20
+
+            async def ended() -> bool:
+                left = await it.queue.change(lambda tx: models(tx, "acme"))
+                return [each.removed for each in left] == [False, True]
+
+            await until(ended)
+            with pytest.raises(Refused) as refused:
+                await it.queue.heartbeat("acme", model.partition(":")[0])
+            assert refused.value.status == 410
+            again = await it.model(load=Load(path=stored.path, optimizer=True))
+            assert isinstance(await it.asked(again, 1, tokens(1, 2)), Scored)
+
+    asyncio.run(run())
+
+
+def test_a_new_session_is_not_silent_however_old_the_service_is(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            it.now_s += SILENT_S + 10
+            session = await it.queue.open_session("acme")
+            await it.queue.keep()
+            await it.queue.heartbeat("acme", session)
+
+    asyncio.run(run())
+
+
+def test_a_silent_session_gives_its_place_to_a_client_that_waits_and_only_then(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=2) as it:
+            first, second = await it.model(), await it.model(tenant="bolt")
+            it.now_s += DEAD_S + 1
+            await it.queue.keep()
+            await it.queue.heartbeat("acme", first.partition(":")[0])
+            await it.queue.heartbeat("bolt", second.partition(":")[0])  # no one waits, so both are there
+            it.now_s += DEAD_S - 5
+            await it.queue.heartbeat("bolt", second.partition(":")[0])
+            third = await it.queue.create_model(
+                "bolt", await it.queue.open_session("bolt"), 0, "p", CreateModel(lora=LORA)
+            )
+            name = second.replace(":train:", "-")
+            reason = f"waits for a place; yours are {name} (fix: close their clients, or areal-lora adapters delete RUN"
+
+            async def is_told() -> bool:
+                waits = await it.queue.outcome("bolt", third, 0.0)
+                return isinstance(waits, Pending) and waits.capacity and waits.reason == f"{reason} {name})"
+
+            await until(is_told)
+            it.now_s += 10
+            await it.queue.heartbeat("bolt", second.partition(":")[0])
+            await it.queue.heartbeat("bolt", third.partition(":")[0])
+            await it.answer("bolt", third)
+            with pytest.raises(Refused) as refused:
+                await it.queue.heartbeat("acme", first.partition(":")[0])
+            assert refused.value.status == 410
+            await it.queue.heartbeat("bolt", second.partition(":")[0])
+
+    asyncio.run(run())
+
+
+def test_a_full_quota_of_silent_sessions_takes_a_new_model_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=9) as it:
+            models = [await it.model() for _ in range(QUOTA.adapters)]
+            with pytest.raises(Refused) as refused:
+                await it.model()
+            assert refused.value.status == 429
+            it.now_s += DEAD_S + 1
+            for model in models[1:]:
+                await it.queue.heartbeat("acme", model.partition(":")[0])
+            await it.model()
+            with pytest.raises(Refused):
+                await it.queue.heartbeat("acme", models[0].partition(":")[0])
+
+    asyncio.run(run())
+
+
+def test_a_session_does_not_wait_for_its_own_models(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=2) as it:
+            session = (await it.model()).partition(":")[0]
+            assert await it.queue.crowded("acme") == ""
+            await it.queue.open_session("acme")
+            it.now_s += DEAD_S + 1
+            await it.queue.heartbeat("acme", session)
+            await it.model(session=session, seq=1)
+            crowded = await it.queue.crowded("bolt")
+            assert crowded == "all 2 places of the servers are taken", "no names of other tenants"
+            assert f"; yours are {session}-0, {session}-1 (fix: " in await it.queue.crowded("acme")
+            with pytest.raises(Refused, match=f"the 2 models of this session .* delete RUN {session}-0") as refused:
+                await it.model(session=session, seq=2)
+            assert refused.value.status == 422
+            await it.queue.unload("acme", f"{session}:train:0")
+            await it.model(session=session, seq=2)
+
+    asyncio.run(run())
+
+
+def test_sessions_that_end_leave_nothing_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_lora.service.queue.retention.MAX_ENDED", 4)
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+
+            def rows(tx: Transaction) -> list[int]:
+                tables = ("sessions", "models", "samplers", "samples", "saved_states", "dropped_states")
+                return [tx.rows(f"SELECT COUNT(*) FROM {table}")[0][0] for table in tables]
+
+            found = []
+            for n in range(12):
+                model = await it.model()
+                session = model.partition(":")[0]
+                opened = await it.asked(model, 1, SaveForSampler(sampler_seq=0))
+                assert isinstance(opened, Opened)
+                await it.queue.serve("acme", opened.sampler)
+                await it.queue.end_session("acme", session)
+                if n % 4 == 3:
+                    it.now_s += UNUSED_S + 1  # the state that only the sampling session had
+                    await it.queue.keep()
+                    memory = len(it.queue._placement.used_s), len(it.queue._heartbeats.silent(-1.0))
+                    found.append([*await it.queue.change(rows), *memory])
+            assert found == [[4, 4, 0, 0, 0, 0, 0, 0]] * 3
+
+    asyncio.run(run())
+
+
+def test_samples_that_wait_share_one_look_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=1) as it:
+            model = await it.model()
+            stored = await it.asked(model, 1, Save(name="one"))
+            assert isinstance(stored, Stored)
+            sampler = await it.queue.change(
+                lambda tx: open_sampler(tx, "acme", model.partition(":")[0], 0, stored.path)
+            )
+            jobs, change = 0, it.writer.change
+
+            async def counted(work: Callable[[sqlite3.Connection, Tables], T]) -> T:
+                nonlocal jobs
+                jobs += 1
+                return await change(work)
+
+            it.writer.change = counted  # type: ignore[method-assign]
+            waits = await asyncio.gather(*(it.queue.serve("acme", sampler) for _ in range(256)))
+            assert set(waits) == {Pending(reason="no server has a place for the weights at present", capacity=True)}
+            assert jobs < 16, "of 256 samples; the queue's own work is among them"
+            jobs = 0
+            for _ in range(100):
+                await it.queue.heartbeat("acme", model.partition(":")[0])
+            assert jobs < 16, "a heartbeat is no transaction"
+
+    asyncio.run(run())
+
+
+def test_a_refused_step_ends_its_window(tmp_path: Path) -> None:
+    """Its passes are forgotten, and the step after it has a window of its own."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            refused = Train(what=Poison(reason="no such rate", by_client=True, of_step=True))
+            assert await it.asked(model, 2, refused) == Failed(reason="no such rate", by_client=True)
+            await it.asked(model, 3, tokens(1, 2))
+            assert await it.asked(model, 4, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+
+    asyncio.run(run())
+
+
+def test_a_failed_pass_fails_its_step(tmp_path: Path) -> None:
+    def fault(operation: Operation) -> Failed | None:
+        bad = isinstance(operation.what, Pass) and len(operation.what.data[0].tokens) == 20
+        return Failed(reason="too long", by_client=True) if bad else None
+
+    async def run() -> None:
+        async with town(tmp_path / "run", fault=fault) as it:
+            model = await it.model()
+            assert await it.asked(model, 1, tokens(1, 2, 3, 4, 5)) == Failed(reason="too long", by_client=True)
+            step = await it.asked(model, 2, STEP)
+            assert isinstance(step, Failed)
+            assert step.by_client
+            refused = Train(what=Poison(reason="no such loss", by_client=True))
+            assert await it.asked(model, 3, refused) == Failed(reason="no such loss", by_client=True)
+            assert isinstance(await it.asked(model, 4, Train(what=OptimStep(lr=1.0))), Failed)
+            await it.asked(model, 5, tokens(1, 2))
+            assert await it.asked(model, 6, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+
+    asyncio.run(run())
+
+
+def test_what_is_wrong_with_a_save_fails_it_alone_and_with_a_load_its_window(tmp_path: Path) -> None:
+    """It takes its place: nothing behind it waits for a number that never comes."""
+
+    async def run() -> None:
+        async with town(tmp_path / "run") as it:
+            model = await it.model()
+            await it.asked(model, 1, tokens(1, 2))
+            for seq, action in ((2, Save(name="no/name")), (3, SaveForSampler(name="a" * 101))):
+                answer = await it.asked(model, seq, action)
+                assert isinstance(answer, Failed)
+                assert answer.by_client
+                assert "is no name" in answer.reason
+            assert await it.asked(model, 4, STEP) == Stepped(step=1, grad_norm=1.0, skipped=False)
+            answer = await it.asked(model, 5, Load(path=f"tinker://{model}/weights/never", optimizer=True))
+            assert isinstance(answer, Failed)
+            assert answer.by_client
+            assert "there is no saved state" in answer.reason
+            await it.asked(model, 6, tokens(1, 2))
+            assert isinstance(await it.asked(model, 7, STEP), Failed), "it was meant for other weights"
+            await it.asked(model, 8, tokens(1, 2))
+            assert await it.asked(model, 9, STEP) == Stepped(step=2, grad_norm=1.0, skipped=False)
+
+    asyncio.run(run())
