@@ -139,6 +139,10 @@ class Desk:
         if not self._signs.heard(session, tenant):
             await self._change(lambda books: books.session(tenant, session))
 
+    def _sign(self, tenant: str, name: str) -> None:
+        """A request of a model or sampler, whose ``name`` begins with its session's, is as good as a heartbeat."""
+        self._signs.heard(name.partition(":")[0], tenant)
+
     async def end_session(self, tenant: str, session: str) -> None:
         """Its models leave; saved states stay."""
 
@@ -204,10 +208,12 @@ class Desk:
         and ``fingerprint`` is the same request; another fingerprint is refused. A number that never comes is passed
         over after `order.GAP_S`, and the window that it would have been in fails.
         """
+        self._sign(tenant, model)
         return await self._change(lambda books: requests.submit(books, tenant, model, seq, fingerprint, ask))
 
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
+        self._sign(tenant, request)
         deadline = time.monotonic() + wait_s
         found = await self._look(tenant, request)
         if isinstance(found, Pending) and wait_s > 0:
@@ -313,6 +319,7 @@ class Desk:
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, ask: bytes) -> None:
         """A sample is acknowledged: until it is dropped, `kept_samples` has it."""
+        self._sign(tenant, sampler)
         self._dropped_samples.discard(sample)
         await self._change(lambda books: samples.keep(books, tenant, sampler, sample, fingerprint, ask))
 
