@@ -29,9 +29,9 @@ from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context, server_context, write_client_files
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
 from areal_lora.rollout.routing import Router
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.types import AdapterRef
 from tests.support.paths import ROOT
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.wiretap import Wiretap
 
 SECRET, LIMIT = "5e" * 32, 1000
