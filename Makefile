@@ -34,16 +34,16 @@ test-gpu:
 	OMP_NUM_THREADS=4 $(PYTHON) -m pytest tests/gpu -v --timeout 600 $(ARGS)
 
 check: setup
-	$(PY) -m ruff format --check areal_lora tests examples benchmarks
-	$(PY) -m ruff check areal_lora tests examples benchmarks
-	$(PY) -m mypy areal_lora
+	$(PY) -m ruff format --check areal_lora tests examples benchmarks docs/tools
+	$(PY) -m ruff check areal_lora tests examples benchmarks docs/tools
+	$(PY) -m mypy areal_lora docs/tools
 	.venv/bin/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 format: setup
-	$(PY) -m ruff format areal_lora tests examples benchmarks
+	$(PY) -m ruff format areal_lora tests examples benchmarks docs/tools
 
 docs: setup
-	$(PY) -m areal_lora.config.docs
+	$(PY) -m docs.tools
 
 golden: setup
 	AREAL_LORA_GOLDEN=1 $(PY) -m pytest -q tests/unit/launcher/test_plan_golden.py tests/unit/engine/test_internals.py

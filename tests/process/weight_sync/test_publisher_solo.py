@@ -15,13 +15,13 @@ from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishE
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.server import pace
-from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.spare_time import SpareTime
 from tests.support.clocks import wait_until
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
+from tests.support.weight_sync.memory_server import MemoryServer
 
 pytestmark = pytest.mark.slow
 

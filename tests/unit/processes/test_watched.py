@@ -41,7 +41,6 @@ SHORT = {
     "weight_sync/trainer/fleet.py:Fleet.hurry": "one request to each server; a lost one leaves the publish paced",
     "weight_sync/trainer/fleet.py:Fleet.dismiss": "one request to each server; else it waits for its grace",
     "weight_sync/trainer/membership.py:ServerWatcher.__init__": "one round of pings; the watcher waits",
-    "weight_sync/testing/memory_server.py:MemoryServer._join": "one join request; the handler waits for its Futures",
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
     "trainer/audit.py:Auditor.__init__": "one comparison at a time; the next step waits for its Future",
     "doctor/examine.py:_bandwidth": "two processes of one measurement; their results are the caller's",

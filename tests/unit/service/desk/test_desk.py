@@ -12,7 +12,6 @@ from typing import TypeVar
 import pytest
 
 from areal_lora.operations.messages import Failed, Operation, OptimStep, Pass, Poison, Scored, Stepped
-from areal_lora.operations.testing import scores
 from areal_lora.service.desk import listing
 from areal_lora.service.desk.asks import (
     CreateModel,
@@ -33,6 +32,7 @@ from areal_lora.service.desk.order import GAP_S
 from areal_lora.service.desk.signs import DEAD_S, SILENT_S
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Tables
+from tests.support.operations.scripted_trainer import scores
 from tests.support.service.desk import LORA, QUOTA, STEP, Town, tokens, town, until
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
 from areal_lora.weight_sync.server.versions import ServedVersions
-from areal_lora.weight_sync.testing.https_server import AdminHttpsServer
-from areal_lora.weight_sync.testing.memory_writer import MemoryWriter, Shapes
+from tests.support.weight_sync.https_server import AdminHttpsServer
+from tests.support.weight_sync.memory_writer import MemoryWriter, Shapes
 
 Score = Callable[[str | None, list[list[int]]], list[list[float]]]
 
