@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit, guarded
-from areal_lora.network.http_server import CLOSE_S, HttpServer
+from areal_lora.engine.vllm_ext.guards import BearerAuth, guarded
+from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer
 from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context, server_context
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
