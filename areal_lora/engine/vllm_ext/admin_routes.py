@@ -38,7 +38,6 @@ from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
     DISMISS_PATH,
     DROP_PATH,
-    HURRY_PATH,
     INFO_PATH,
     JOIN_PATH,
     MAX_BODY_BYTES,
@@ -50,8 +49,6 @@ from areal_lora.weight_sync.messages import (
     AdminMessage,
     DropReply,
     DropRequest,
-    HurryReply,
-    HurryRequest,
     InfoReply,
     JoinReply,
     JoinRequest,
@@ -97,7 +94,6 @@ class AdminPlane:
             Route(PING_PATH, _guarded(self.ping)),
             Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
             Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
-            Route(HURRY_PATH, _guarded(self.hurry), methods=["POST"]),
             Route(DROP_PATH, _guarded(self.drop), methods=["POST"]),
             Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
             Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
@@ -126,11 +122,6 @@ class AdminPlane:
     async def publish(self, request: Request) -> Response:
         came = time.monotonic()
         return _answer(await self._adapters.publish(await request.body(), came))
-
-    async def hurry(self, request: Request) -> Response:
-        want = decode_message(await request.body(), HurryRequest)
-        await self._adapters.hurry(AdapterRef.parse(want.ref))
-        return _answer(HurryReply())
 
     async def drop(self, request: Request) -> Response:
         want = decode_message(await request.body(), DropRequest)

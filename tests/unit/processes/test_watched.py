@@ -38,7 +38,6 @@ SHORT = {
     "processes/watched.py:watched_task": "the mechanism itself",
     "weight_sync/trainer/fleet.py:_Line.__init__": "one request at a time; the leader waits for its Future",
     "weight_sync/trainer/fleet.py:Fleet.silent": "one round of pings; the caller waits for their Futures",
-    "weight_sync/trainer/fleet.py:Fleet.hurry": "one request to each server; a lost one leaves the publish paced",
     "weight_sync/trainer/fleet.py:Fleet.dismiss": "one request to each server; else it waits for its grace",
     "weight_sync/trainer/membership.py:ServerWatcher.__init__": "one round of pings; the watcher waits",
     "engine/vllm_ext/worker/extension.py:_WorkerAdapters._handle": "one join request; errors are its answer",
