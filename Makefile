@@ -6,7 +6,7 @@
 # make test-gpu   the tests that need a CUDA GPU (tests/gpu/README.md); each takes at most 10 minutes
 # make check   ruff (format and rules), mypy and import-linter
 # make format  format the code with ruff
-# make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden, and docs/en/versions.md
+# make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden, and docs/en/results.md
 .PHONY: setup demo test test-unit test-all test-gpu check format docs golden clean
 PY := .venv/bin/python
 PYTHON ?= $(PY)
