@@ -49,8 +49,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """Start staging ``announcement`` (from ``manifest.encode``) into ``slot``, negative where none is free.
 
     ``active`` lists the versions that requests can name: the worker forgets a staged version that is not in it.
-    ``generating``: sequences run. ``deadline`` is ``time.monotonic()`` of this machine, so that waiting for a
-    worker counts.
+    ``deadline`` is ``time.monotonic()`` of this machine, so that waiting for a worker counts.
     """
 
     announcement: bytes
@@ -58,13 +57,6 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     slot: int
     deadline: float
     active: tuple[str, ...]
-    generating: bool
-
-
-class Hurry(msgspec.Struct, frozen=True, kw_only=True, tag="hurry"):
-    """The trainer waits for ``ref``, which is being staged or will be."""
-
-    ref: str
 
 
 class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
@@ -78,7 +70,7 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answer to ``Join``, ``Hurry``, ``Forget`` and ``Ping``; ``error`` is empty on success."""
+    """Answer to ``Join``, ``Forget`` and ``Ping``; ``error`` is empty on success."""
 
     error: str = ""
 
@@ -89,7 +81,7 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
     result: StageResult
 
 
-Command = Join | Begin | Hurry | Forget | Ping
+Command = Join | Begin | Forget | Ping
 WorkerAnswer = CommandDone | Staged
 A = TypeVar("A", CommandDone, Staged)
 

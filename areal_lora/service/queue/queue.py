@@ -119,6 +119,10 @@ class RequestQueue:
         if not self._heartbeats.received(session, tenant):
             await self.change(lambda tx: tx.session(tenant, session))
 
+    def _active(self, tenant: str, name: str) -> None:
+        """A request of a model or sampler, whose ``name`` starts with its session's, is as good as a heartbeat."""
+        self._heartbeats.received(name.partition(":")[0], tenant)
+
     async def end_session(self, tenant: str, session: str) -> None:
         """Its models leave; saved states stay."""
 
@@ -175,10 +179,12 @@ class RequestQueue:
         and ``fingerprint`` is the same request; another fingerprint is refused. A number that never arrives is passed
         over after `ordering.GAP_S`, and the window that it would have been in fails.
         """
+        self._active(tenant, model)
         return await self.change(lambda tx: sequencer.submit(tx, tenant, model, seq, fingerprint, action))
 
     async def outcome(self, tenant: str, request: str, wait_s: float) -> Answer | Pending:
         """The answer of a request, waited for at most ``wait_s``."""
+        self._active(tenant, request)
         deadline = time.monotonic() + wait_s
         found = await self._look(tenant, request)
         if isinstance(found, Pending) and wait_s > 0:
@@ -249,6 +255,7 @@ class RequestQueue:
 
     async def keep_sample(self, tenant: str, sampler: str, sample: str, fingerprint: str, body: bytes) -> None:
         """A sample is acknowledged: until it is dropped, `sessions.kept_samples` has it."""
+        self._active(tenant, sampler)
         self._dropped_samples.discard(sample)
         await self.change(lambda tx: sessions.keep_sample(tx, tenant, sampler, sample, fingerprint, body))
 

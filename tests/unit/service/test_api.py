@@ -23,7 +23,7 @@ from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.service import http
 from areal_lora.service.main import bound
 from areal_lora.service.queue import writer
-from areal_lora.service.queue.rows import Quota
+from areal_lora.service.queue.rows import Quota, Tables
 from areal_lora.service.refused import ErrorBody
 from tests.support.checkpoint import trained_run
 from tests.support.service.running import Running, data_plane, running, section, service_config
@@ -262,6 +262,12 @@ def test_an_unexpected_exception_is_one_callers_error(tmp_path: Path, monkeypatc
             await it.call("acme", "POST", "/v1/adapters", json=section())
             refused(await it.call("acme", "GET", "/v1/adapters/sums/metrics"), 500, "service")
         assert (await it.call("bolt", "POST", "/v1/adapters", json=section())).status_code == 201
+        with monkeypatch.context() as patch:
+            patch.setattr(Tables, "after", fails)  # after the commit: the run has to read what is durable
+            refused(await it.call("bolt", "POST", "/v1/adapters", json=section(name="late")), 500, "service")
+        assert "bolt-late.1" not in desired(it)
+        await it.writer.settle()
+        assert desired(it)["bolt-late.1"] == "active"
 
     play(tmp_path, scene)
 
@@ -306,7 +312,7 @@ def test_metrics_come_in_pages(tmp_path: Path) -> None:
     async def scene(it: Running) -> None:
         await it.call("acme", "POST", "/v1/adapters", json=section())
         for step in range(7):
-            it.record("step", "acme-sums.1", step=step, version=step, time_s=1.0, reward_mean=0.25)
+            it.record("step", "acme-sums.1", step=step, version=step, time_s=1.0, metrics={"train/reward_mean": 0.25})
         seen, after = [], 0
         while (page := (await it.call("acme", "GET", f"/v1/adapters/sums/metrics?after={after}&limit=3")).json())[
             "records"
