@@ -146,7 +146,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "wait, or resume with fewer nodes, a shorter cluster.slurm.time_limit or another partition",
     ),
 }
-"""Why a PENDING job waits, by the prefix of Slurm's reason; the first that fits counts. Others are shown as they are."""
+"""Why a PENDING job waits, by the prefix of Slurm's reason (the first that fits). Others are shown as they are."""
 
 
 def explain(job: JobRecord) -> Explanation:
