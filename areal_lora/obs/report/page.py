@@ -165,8 +165,10 @@ def _counts(metrics: Figures) -> str:
     """Outcomes of the groups of each adapter, from the adapter's last step."""
     sizes, rows = metrics.checkpoint_bytes, []
     for name, step in metrics.last_by_adapter.items():
-        groups = [str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped), _listed(step.retried)]
-        groups += [str(step.reissued), str(step.late), step.faults_text or "-"]
+        names = ("groups_issued", "groups_consumed", "reissued", "late")
+        issued, consumed, reissued, late = (f"{step.metrics.get(f'train/{n}') or 0:.0f}" for n in names)
+        groups = [issued, consumed, _listed(step.dropped), _listed(step.retried), reissued, late]
+        groups += [step.faults_text or "-"]
         rows.append(
             (
                 name or "-",

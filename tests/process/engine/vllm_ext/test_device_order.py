@@ -161,7 +161,7 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
     channel = ch.WorkerChannel(secret)
     worker = Worker(path, channel.ports, calls, monkeypatch)
     await channel.connect(1)
-    served = ServedAdapters(worker, channel, n_workers=1, n_slots=SLOTS, resident=SLOTS, generating=lambda: False)
+    served = ServedAdapters(worker, channel, n_workers=1, n_slots=SLOTS, resident=SLOTS)
 
     async def answers_while_the_library_waits() -> None:
         await asyncio.to_thread(gate.reached.wait, LONG_S)

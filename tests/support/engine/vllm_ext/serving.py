@@ -209,7 +209,6 @@ class Source:
         run: str | None = None,
         damage: Callable[[PackedShard], None] | None = None,
         timeout_s: float = 10.0,
-        pace_s: float = 0.0,
     ) -> PublishReply:
         """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers.
 
@@ -222,12 +221,7 @@ class Source:
             damage(shard)
         manifest = ShardManifest(run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest)
         body = encode(
-            Announcement(
-                manifest=manifest,
-                layout=None if layout.digest == self._told else layout,
-                timeout_s=timeout_s,
-                pace_s=pace_s,
-            )
+            Announcement(manifest=manifest, layout=None if layout.digest == self._told else layout, timeout_s=timeout_s)
         )
         answer: list[PublishReply | Exception] = []
 

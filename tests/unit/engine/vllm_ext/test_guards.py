@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit, guarded
-from areal_lora.network.http_server import CLOSE_S, HttpServer
+from areal_lora.engine.vllm_ext.guards import BearerAuth, guarded
+from areal_lora.network.http_server import CLOSE_S, BodyLimit, HttpServer
 from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context, server_context
 from areal_lora.rollout.client import CompletionClient, FaultKind, GenerationFault
@@ -180,8 +180,8 @@ def test_a_stop_does_not_wait_for_idle_connections(caplog: pytest.LogCaptureFixt
 
 
 def documented(fence: str) -> str:
-    """The only block of that kind in docs/en/security.md that is about a client outside the run."""
-    text = (ROOT / "docs" / "en" / "security.md").read_text()
+    """The only block of that kind in docs/en/cluster.md that is about a client outside the run."""
+    text = (ROOT / "docs" / "en" / "cluster.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     [block] = [block for kind, block in blocks if kind == fence and "ca.pem" in block]
     return block.replace("runs/NAME/", "").replace("HOST", "localhost")

@@ -359,6 +359,21 @@ def test_a_full_quota_of_silent_sessions_takes_a_new_model_at_once(tmp_path: Pat
     asyncio.run(run())
 
 
+def test_a_client_that_trains_is_not_silent_without_heartbeats(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with town(tmp_path / "run", capacity=9) as it:
+            models = [await it.model() for _ in range(QUOTA.adapters)]
+            it.now_s += DEAD_S - 1
+            for model in models:
+                await it.asked(model, 1, tokens(1, 2))
+            it.now_s += DEAD_S - 1
+            with pytest.raises(Refused) as refused:
+                await it.model()
+            assert refused.value.status == 429
+
+    asyncio.run(run())
+
+
 def test_a_session_does_not_wait_for_its_own_models(tmp_path: Path) -> None:
     async def run() -> None:
         async with town(tmp_path / "run", capacity=2) as it:
