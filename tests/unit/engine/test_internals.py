@@ -225,10 +225,8 @@ import sys
 sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed
 import areal_lora.engine.vllm_ext.server
 import areal_lora.engine.vllm_ext.compat.cpu_kernels
-import areal_lora.engine.vllm_ext.compat.cpu_sampler
 import areal_lora.engine.vllm_ext.compat.cpu_scheduler
 import areal_lora.engine.vllm_ext.compat.weights
-import areal_lora.engine.vllm_ext.cpu.linear_lora
 import areal_lora.engine.vllm_ext.cpu.moe_lora
 import areal_lora.engine.vllm_ext.worker.extension
 from areal_lora.platforms.megatron_cpu import install_cpu_patches
