@@ -177,7 +177,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return (0,), (0,), (M, K)
 
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
         return TopKWeightAndReduceNoOP()
 
     def apply(

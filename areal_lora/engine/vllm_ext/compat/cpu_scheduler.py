@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from areal_lora.engine.vllm_ext.extra_args import WHOLE
 
@@ -91,8 +91,7 @@ class GroupScheduler(Scheduler):
         first = self._first(request)
         if first is not None:
             computed = request.num_tokens - 1  # sampling needs the hidden state of the last token
-            held = self.kv_cache_manager.get_blocks(first.request_id).blocks
-            shared = tuple(blocks[: -(-computed // self.block_size)] for blocks in held)
+            shared = tuple(blocks[: -(-computed // self.block_size)] for blocks in self._blocks(first))
             return self.kv_cache_manager.create_kv_cache_blocks(shared), computed, 0, False
         if self._shares(request):
             self._computing[_key(request)] = request
@@ -100,10 +99,12 @@ class GroupScheduler(Scheduler):
 
     def _first(self, request: Request) -> Request | None:
         """The running request that has computed, or is computing, the prompt that ``request`` starts with."""
-        if not self._shares(request):
-            return None
-        first = self._computing.get(_key(request))
-        return None if first is None or first is request or first.status is not RequestStatus.RUNNING else first
+        first = self._computing.get(_key(request)) if self._shares(request) else None
+        return first if first is not None and first is not request and all(self._blocks(first)) else None
+
+    def _blocks(self, request: Request) -> Any:
+        """Its KV blocks by kind of layer; there are none before it runs, after its end, and while it is preempted."""
+        return self.kv_cache_manager.get_blocks(request.request_id).blocks
 
     def _shares(self, request: Request) -> bool:
         # A request that was preempted has tokens of its own behind the prompt.
@@ -122,7 +123,7 @@ class GroupScheduler(Scheduler):
         if params is not None and (params.extra_args or {}).get(WHOLE):
             self._unsent[request.request_id] = Unsent()
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._unsent.pop(request.request_id, None)
