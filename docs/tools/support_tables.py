@@ -312,7 +312,7 @@ This page is generated from `areal_lora/config/support.py` and `docs/tools/suppo
 start-up check reads the same table, so a cell that is refused here is refused there with the same words.
 
 Engine, model family, expert layout, rollout mode and algorithm are judged in pairs. A combination of five is supported
-if none of its pairs, and nothing in [Refused](#refused), is refused. `support_tables.py` names the tests that prove each
+if none of its pairs, and nothing in [Refused](#refused), is refused. `support_tables.py` names the tests of each
 supported pair. **no** is a refusal, *if* one that needs something else, too. Rows with equal cells are one row.
 
 A config.json may require something beyond its family that an engine does not compute ([models](models.md)); sizes,

@@ -1,4 +1,4 @@
-"""docs/en/your_own_task.md, Coming from another system: its keys exist, and its files train what verl's data and rewards describe."""
+"""your_own_task.md, Coming from another system: its keys exist, and its files train what verl's data describe."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""The names of vLLM that this package uses, with what it relies on. Data; nothing is imported.
+"""The names of vLLM that areal_lora uses, with what it relies on. Data; nothing is imported.
 
-``tests/unit/engine/test_internals.py`` compares the table with the imports of `engine.vllm_ext` and with vLLM's
-sources: the installed version always, newer wheels in the nightly suite (docs/en/results.md).
+``tests/repository/test_internals.py`` compares the table with the imports of `engine.vllm_ext` and with vLLM's
+sources: the installed version always, newer wheels in the nightly suite (docs/en/results.md). Rows without a reason
+are vLLM's interface for programs, of which the table names the arguments and attributes in use.
 """
 
 from __future__ import annotations
 
-from areal_lora.engine.internals import Used
+from tests.support.internals import Used
 
 _EXPERTS = "vllm.model_executor.layers.fused_moe"
 _LAYERS = "vllm.lora.layers"
@@ -60,11 +61,7 @@ INTERNALS: tuple[Used, ...] = (
         ),
     ),
     Used(module="vllm.outputs", name="RequestOutput", members=("outputs", "finished", "prompt_logprobs")),
-    Used(
-        module="vllm.outputs",
-        name="CompletionOutput",
-        members=("token_ids", "logprobs", "finish_reason", "stop_reason", "index"),
-    ),
+    Used(module="vllm.outputs", name="CompletionOutput", members=("token_ids", "logprobs", "finish_reason", "index")),
     Used(
         module="vllm.sampling_params",
         name="SamplingParams",
@@ -86,7 +83,11 @@ INTERNALS: tuple[Used, ...] = (
     ),
     Used(module="vllm.sampling_params", name="RequestOutputKind", members=("FINAL_ONLY", "DELTA")),
     Used(module="vllm.lora.request", name="LoRARequest", members=("lora_name", "lora_int_id", "lora_path")),
-    Used(module="vllm.config.lora", name="MaxLoRARanks"),
+    Used(
+        module="vllm.config.lora",
+        name="MaxLoRARanks",
+        why="the ranks that vLLM's kernels hold; it has no function for that",
+    ),
     Used(module="vllm.exceptions", name="VLLMClientError"),
     Used(module="vllm.v1.engine.exceptions", name="EngineDeadError"),
     Used(module="vllm.platforms", members=("current_platform",)),
@@ -107,12 +108,14 @@ INTERNALS: tuple[Used, ...] = (
         name="GPUModelRunner",
         members=("sampler", "num_prompt_logprobs", "requests", "lora_manager", "input_batch"),
         calls=(("_get_prompt_logprobs_dict", ("hidden_states", "num_scheduled_tokens")),),
+        why="log-probabilities at a temperature, of prompts too, have no setting",
     ),
     Used(
         module="vllm.v1.sample.sampler",
         name="Sampler",
         members=("topk_topp_sampler",),
         calls=(("compute_logprobs", ("logits",)),),
+        why="as GPUModelRunner",
     ),
     Used(
         module="vllm.v1.sample.ops.topk_topp_sampler",
@@ -120,14 +123,21 @@ INTERNALS: tuple[Used, ...] = (
         calls=tuple(
             (name, ("logits", "generators", "k", "p")) for name in ("forward_native", "forward_cpu", "forward_cuda")
         ),
+        why="log-probabilities before top-p and top-k have no setting",
     ),
     # Slots of adapters.
-    Used(module="vllm.v1.worker.gpu_input_batch", name="InputBatch", members=("lora_id_to_request_ids",)),
+    Used(
+        module="vllm.v1.worker.gpu_input_batch",
+        name="InputBatch",
+        members=("lora_id_to_request_ids",),
+        why="whether a step that is scheduled still computes an adapter",
+    ),
     Used(
         module="vllm.lora.worker_manager",
         name="WorkerLoRAManager",
         members=("_adapter_manager",),
         calls=(("_load_adapter", ("lora_request",)),),
+        why="adapters arrive over the wire: vLLM loads files only",
     ),
     Used(
         module="vllm.lora.model_manager",
@@ -142,30 +152,55 @@ INTERNALS: tuple[Used, ...] = (
             "_active_adapters",
         ),
         calls=(("remove_adapter", ("adapter_id",)),),
+        why="which slot serves an adapter, set without a file and without eviction",
     ),
-    Used(module="vllm.config.lora", name="LoRAConfig", members=("fully_sharded_loras", "max_lora_rank")),
-    Used(module="vllm.lora.lora_model", name="LoRAModel", calls=(("__init__", ("lora_model_id", "rank", "loras")),)),
+    Used(
+        module="vllm.config.lora",
+        name="LoRAConfig",
+        members=("fully_sharded_loras", "max_lora_rank"),
+        why="ranks and splits of the slots",
+    ),
+    Used(
+        module="vllm.lora.lora_model",
+        name="LoRAModel",
+        calls=(("__init__", ("lora_model_id", "rank", "loras")),),
+        why="what the manager holds for an adapter, here empty",
+    ),
     Used(
         module=f"{_LAYERS}.base_linear",
         name="BaseLinearLayerWithLoRA",
         members=("base_layer", "input_size", "output_size", "tp_size", "tp_rank", *_STACKS),
+        why="the slots of a linear layer",
     ),
-    Used(module=f"{_LAYERS}.row_parallel_linear", name="RowParallelLinearWithLoRA", members=("input_size",)),
-    Used(module=f"{_LAYERS}.column_parallel_linear", name="ColumnParallelLinearWithLoRA", members=("output_size",)),
+    Used(
+        module=f"{_LAYERS}.row_parallel_linear",
+        name="RowParallelLinearWithLoRA",
+        members=("input_size",),
+        why="the part of a slot that a worker holds",
+    ),
+    Used(
+        module=f"{_LAYERS}.column_parallel_linear",
+        name="ColumnParallelLinearWithLoRA",
+        members=("output_size",),
+        why="as RowParallelLinearWithLoRA",
+    ),
     Used(
         module=f"{_LAYERS}.column_parallel_linear",
         name="MergedColumnParallelLinearWithLoRA",
         members=("output_ids", "output_slices"),
+        why="as RowParallelLinearWithLoRA",
     ),
     Used(
         module=f"{_LAYERS}.column_parallel_linear",
         name="MergedQKVParallelLinearWithLoRA",
         members=("output_ids", "output_slices"),
+        why="as RowParallelLinearWithLoRA",
     ),
     Used(
         module="vllm.model_executor.layers.linear",
         name="QKVParallelLinear",
         members=("total_num_heads", "total_num_kv_heads", "head_size"),
+        why="repeated key and value heads",
     ),
     Used(
         module=f"{_LAYERS}.fused_moe",
@@ -184,29 +219,54 @@ INTERNALS: tuple[Used, ...] = (
             "tp_size",
             "tp_rank",
         ),
+        why="the slots of experts",
     ),
-    Used(module=f"{_LAYERS}.fused_moe", name="FusedMoE3DWithLoRA"),
+    Used(module=f"{_LAYERS}.fused_moe", name="FusedMoE3DWithLoRA", why="experts of another form, which are refused"),
     # Weights of merged rollouts.
-    Used(module="vllm.lora.utils", members=("process_packed_modules_mapping",)),
-    Used(module=_LINEAR, name="LinearBase", members=("quant_method", "input_size", "output_size", "tp_rank")),
-    Used(module=_LINEAR, name="ColumnParallelLinear", members=("output_size_per_partition",)),
-    Used(module=_LINEAR, name="MergedColumnParallelLinear", members=("output_sizes",)),
-    Used(module=_LINEAR, name="RowParallelLinear", members=("input_size_per_partition",)),
-    Used(module=_LINEAR, name="UnquantizedLinearMethod", calls=(("process_weights_after_loading", ("layer",)),)),
+    Used(
+        module="vllm.lora.utils", members=("process_packed_modules_mapping",), why="which projections a model has fused"
+    ),
+    Used(
+        module=_LINEAR,
+        name="LinearBase",
+        members=("quant_method", "input_size", "output_size", "tp_rank"),
+        why="merged rollouts write weights in place; vLLM's own reload reads files",
+    ),
+    Used(module=_LINEAR, name="ColumnParallelLinear", members=("output_size_per_partition",), why="as LinearBase"),
+    Used(module=_LINEAR, name="MergedColumnParallelLinear", members=("output_sizes",), why="as LinearBase"),
+    Used(module=_LINEAR, name="RowParallelLinear", members=("input_size_per_partition",), why="as LinearBase"),
+    Used(
+        module=_LINEAR,
+        name="UnquantizedLinearMethod",
+        calls=(("process_weights_after_loading", ("layer",)),),
+        why="a CPU packs weights again; quantized ones are refused",
+    ),
     Used(
         module=f"{_EXPERTS}.routed_experts",
         name="RoutedExperts",
         members=("quant_method", "moe_config", "local_num_experts", "global_num_experts", "expert_map", "hidden_size"),
+        why="as LinearBase",
     ),
     Used(
         module=f"{_EXPERTS}.unquantized_fused_moe_method",
         name="UnquantizedFusedMoEMethod",
         members=("unquantized_backend", "moe_kernel"),
+        why="as UnquantizedLinearMethod",
     ),
-    Used(module=f"{_EXPERTS}.oracle.unquantized", name="UnquantizedMoeBackend", members=("TRITON", "BATCHED_TRITON")),
+    Used(
+        module=f"{_EXPERTS}.oracle.unquantized",
+        name="UnquantizedMoeBackend",
+        members=("TRITON", "BATCHED_TRITON"),
+        why="kernels that take experts as they are loaded",
+    ),
     # CPUs only.
     Used(module="vllm.v1.executor.uniproc_executor", name="UniProcExecutor", on="cpu"),
-    Used(module="vllm._custom_ops", members=("create_onednn_mm",), on="cpu"),
+    Used(
+        module="vllm._custom_ops",
+        members=("create_onednn_mm",),
+        on="cpu",
+        why="products of experts; torch's are slow for few rows",
+    ),
     Used(
         module="vllm.lora.punica_wrapper.punica_cpu",
         name="PunicaWrapperCPU",
@@ -215,55 +275,43 @@ INTERNALS: tuple[Used, ...] = (
             ("add_lora_linear", ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices")),
         ),
         on="cpu",
+        why="vLLM's LoRA of linear layers reads the last slot for tokens without an adapter",
     ),
-    Used(module="vllm.platforms.cpu", name="CpuPlatform", calls=(("get_punica_wrapper", ()),), on="cpu"),
     Used(
-        module="vllm.model_executor.layers.layernorm",
-        name="RMSNorm",
-        members=("weight", "variance_size_override", "variance_epsilon", "has_weight"),
-        calls=(("forward_native", ("x", "residual")),),
+        module="vllm.platforms.cpu",
+        name="CpuPlatform",
+        calls=(("get_punica_wrapper", ()),),
         on="cpu",
+        why="the platform chooses the LoRA of linear layers",
     ),
     Used(
         module=f"{_EXPERTS}.modular_kernel",
-        members=("FusedMoEExperts", "FusedMoEExpertsModular", "FusedMoEActivationFormat", "TopKWeightAndReduce"),
+        members=("FusedMoEExperts", "FusedMoEExpertsModular", "FusedMoEActivationFormat"),
         on="cpu",
+        why="with LoRA vLLM has Triton experts only",
     ),
-    Used(module=f"{_EXPERTS}.oracle.unquantized", members=("backend_to_kernel_cls",), on="cpu"),
-    Used(module=f"{_EXPERTS}.activation", name="MoEActivation", members=("SILU",), on="cpu"),
+    Used(
+        module=f"{_EXPERTS}.oracle.unquantized",
+        members=("backend_to_kernel_cls",),
+        on="cpu",
+        why="the choice of experts",
+    ),
+    Used(module=f"{_EXPERTS}.activation", name="MoEActivation", members=("SILU",), on="cpu", why="as modular_kernel"),
     Used(
         module=f"{_EXPERTS}.experts.lora_experts_mixin",
         name="LoRAExpertsMixin",
         members=("_lora_context",),
         calls=(("set_lora_context", ("ctx",)),),
         on="cpu",
+        why="the slots that experts compute with",
     ),
-    Used(module=f"{_EXPERTS}.topk_weight_and_reduce", name="TopKWeightAndReduceNoOP", on="cpu"),
-    Used(module="vllm.v1.sample.ops.topk_topp_sampler", name="apply_top_k_top_p", on="cpu"),
+    Used(
+        module=f"{_EXPERTS}.topk_weight_and_reduce", name="TopKWeightAndReduceNoOP", on="cpu", why="as modular_kernel"
+    ),
     Used(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler",
-        members=(
-            "kv_cache_manager",
-            "block_size",
-            "max_num_active_reqs",
-            "max_num_scheduled_tokens",
-            "max_model_len",
-            "running",
-            "requests",
-            "prev_step_scheduled_req_ids",
-            "lora_config",
-            "_pause_state",
-            "use_pp",
-            "use_v2_model_runner",
-            "defer_block_free",
-            "return_sampling_mask",
-            "num_lookahead_tokens",
-            "log_stats",
-            "connector",
-            "ec_connector",
-            "aux_output_connector",
-        ),
+        members=("kv_cache_manager", "block_size", "max_num_active_reqs"),
         calls=(
             ("schedule", ("throttle_prefills",)),
             ("_handle_blocked_waiting_request", ("request",)),
@@ -273,41 +321,19 @@ INTERNALS: tuple[Used, ...] = (
             ("finish_requests", ("request_ids", "finished_status")),
         ),
         on="cpu",
+        why="a group's prompt is computed once, and an answer is one message",
     ),
-    Used(module="vllm.v1.core.kv_cache_manager", name="KVCacheBlocks", members=("blocks",), on="cpu"),
     Used(
         module="vllm.v1.core.kv_cache_manager",
         name="KVCacheManager",
-        members=("coordinator", "empty_kv_cache_blocks", "block_pool"),
         calls=(
-            ("allocate_slots", ("request", "num_new_tokens", "num_lookahead_tokens")),
             ("get_blocks", ("request_id",)),
             ("create_kv_cache_blocks", ("blocks",)),
             ("prefix_cache_lookup_enabled", ("request",)),
         ),
         on="cpu",
+        why="a sample of a group starts with the blocks of the first",
     ),
-    Used(
-        module="vllm.v1.core.kv_cache_coordinator",
-        name="KVCacheCoordinator",
-        members=("single_type_managers",),
-        on="cpu",
-    ),
-    Used(module="vllm.v1.core.single_type_kv_cache_manager", name="FullAttentionManager", on="cpu"),
-    Used(module="vllm.v1.core.sched.scheduler", name="PauseState", members=("PAUSED_ALL",), on="cpu"),
-    Used(
-        module="vllm.v1.core.sched.output",
-        name="SchedulerOutput",
-        members=("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_cached_reqs"),
-        on="cpu",
-    ),
-    Used(
-        module="vllm.v1.core.sched.output",
-        name="CachedRequestData",
-        members=("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"),
-        on="cpu",
-    ),
-    Used(module="vllm.v1.core.block_pool", name="BlockPool", calls=(("get_num_free_blocks", ()),), on="cpu"),
     Used(
         module="vllm.v1.engine",
         name="EngineCoreOutput",
@@ -320,26 +346,21 @@ INTERNALS: tuple[Used, ...] = (
             "finish_reason",
         ),
         on="cpu",
+        why="what the message of an answer holds",
     ),
     Used(
         module="vllm.v1.engine",
         name="EngineCoreOutputs",
         members=("outputs", "finished_requests", "scheduler_stats"),
         on="cpu",
+        why="as EngineCoreOutput",
     ),
-    Used(module="vllm.v1.metrics.stats", name="PrefillStats", on="cpu"),
     Used(
         module="vllm.v1.outputs",
         name="LogprobsLists",
-        members=("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens"),
+        members=("logprob_token_ids", "logprobs", "sampled_token_ranks"),
         on="cpu",
-    ),
-    Used(module="vllm.v1.outputs", name="LogprobsTensors", on="cpu"),
-    Used(
-        module="vllm.v1.outputs",
-        name="ModelRunnerOutput",
-        members=("sampled_token_ids", "req_id_to_index", "logprobs"),
-        on="cpu",
+        why="as EngineCoreOutput",
     ),
     Used(
         module="vllm.v1.request",
@@ -353,50 +374,8 @@ INTERNALS: tuple[Used, ...] = (
             "sampling_params",
             "lora_request",
             "cache_salt",
-            "status",
-            "max_tokens",
-            "num_in_flight_tokens",
-            "num_stale_output_tokens",
-            "_all_token_ids",
-            "_output_token_ids",
-            "has_encoder_inputs",
-            "use_structured_output",
-            "resumable",
         ),
-        calls=(("update_block_hashes", ()),),
         on="cpu",
-    ),
-    Used(module="vllm.v1.request", name="RequestStatus", members=("RUNNING",), on="cpu"),
-)
-
-SECOND_RUNNER: tuple[Used, ...] = (
-    # What slots and activation would take from vLLM's second model runner, which servers do not use. Log-probabilities
-    # (`own_logprobs`) and the batch (`in_batch`) have other places there: they are what a port has to write.
-    Used(
-        module="vllm.v1.worker.gpu.model_runner",
-        name="GPUModelRunner",
-        members=("lora_manager", "lora_state", "sampler", "prompt_logprobs_worker", "req_states"),
-        calls=(("_set_active_loras", ("prompt_lora_mapping", "token_lora_mapping", "lora_requests")),),
-        on="gpu",
-    ),
-    Used(
-        module="vllm.v1.worker.gpu.lora_utils",
-        name="LoraState",
-        members=("lora_requests", "lora_ids"),
-        calls=(("make_lora_inputs", ("req_ids", "idx_mapping", "num_scheduled_tokens")),),
-        on="gpu",
-    ),
-    Used(
-        module="vllm.v1.worker.gpu.sample.sampler",
-        name="Sampler",
-        calls=(("sample", ("logits", "return_logprobs")),),
-        on="gpu",
-    ),
-    Used(
-        module="vllm.v1.worker.gpu.sample.prompt_logprob",
-        name="PromptLogprobsWorker",
-        members=("num_prompt_logprobs",),
-        calls=(("compute_prompt_logprobs", ("logits_fn", "hidden_states", "input_batch")),),
-        on="gpu",
+        why="whether two requests have one prompt, and how far it is computed",
     ),
 )

@@ -1,11 +1,29 @@
-"""Tables of used names against unpacked sources."""
+"""Which names of other packages the engines rely on, as data, and their comparison with unpacked sources."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from areal_lora.engine.internals import Used
 from tests.support.sources import Class, Function, Package, parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """``name`` of ``module``; an empty name is the module itself.
+
+    ``members`` are attributes of a class, or names of a module. ``calls`` are methods (``()``: the function itself)
+    with parameters that we pass or that our override receives. ``on``: where it is imported. ``why`` is the reason to
+    rely on a name that is no public interface of its package.
+    """
+
+    module: str
+    name: str = ""
+    members: tuple[str, ...] = ()
+    calls: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    on: Literal["all", "cpu"] = "all"
+    why: str = ""
 
 
 def problems(package: Package, table: Iterable[Used]) -> list[str]:
@@ -53,5 +71,5 @@ def _calls(used: Used, methods: dict[str, object], fields: Iterable[str] = ()) -
 
 
 def count(table: Iterable[Used]) -> int:
-    """Names, members and parameters that a table asks for."""
+    """Names, members and parameters in a table."""
     return sum(1 + len(used.members) + sum(1 + len(p) for _, p in used.calls) for used in table)

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.engine.internals import Used
-from areal_lora.engine.megatron_utils.internals import BRIDGE, MEGATRON
-from areal_lora.engine.vllm_ext.compat.internals import INTERNALS, SECOND_RUNNER
-from tests.support.internals import count, problems
+from tests.support.internals import Used, count, problems
+from tests.support.internals.megatron import BRIDGE, MEGATRON
+from tests.support.internals.vllm import INTERNALS
 from tests.support.paths import ROOT
 from tests.support.sizes import NIGHTLY
-from tests.support.sources import Class, Package, imported
+from tests.support.sources import Package, imported
 
 PAGE = ROOT / "docs" / "en" / "results.md"
 TABLES = {"vllm": INTERNALS, "megatron-core": MEGATRON, "megatron-bridge": BRIDGE}
@@ -93,16 +92,32 @@ def record(row: Row) -> None:
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def test_the_second_model_runner_has_what_slots_would_take_from_it() -> None:
-    package = Package(Path(str(distribution(INSTALLED["vllm"]).locate_file(""))))
-    assert problems(package, SECOND_RUNNER) == []
-    for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
-        runner = package.find(module, "GPUModelRunner")
-        assert isinstance(runner, Class)
-        assert "LoRAModelRunnerMixin" in [c.node.name for c in runner.lineage()], "both activate slots by the same code"
-    second = package.find("vllm.v1.worker.gpu.model_runner", "GPUModelRunner")
-    assert isinstance(second, Class)
-    assert "_get_prompt_logprobs_dict" not in second.methods(), "else `compat.engine.own_logprobs` may work as it is"
+PUBLIC = (
+    "vllm.engine",
+    "vllm.entrypoints",
+    "vllm.exceptions",
+    "vllm.lora.request",
+    "vllm.outputs",
+    "vllm.platforms",
+    "vllm.sampling_params",
+    "vllm.tool_parsers",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.exceptions",
+)
+MAX_ROWS_OF_CPUS = 15
+
+
+def test_what_is_not_public_has_a_reason_and_the_part_of_cpus_is_small() -> None:
+    assert [used for used in INTERNALS if bool(used.why) == used.module.startswith(PUBLIC) and used.on == "all"] == []
+    assert len([used for used in INTERNALS if used.on == "cpu"]) <= MAX_ROWS_OF_CPUS
+
+
+@pytest.mark.parametrize("top", OWN_FILES)
+def test_every_member_in_the_table_is_used(top: str) -> None:
+    table = INTERNALS if top == "vllm" else (*MEGATRON, *BRIDGE)
+    words = {word for file in OWN_FILES[top] for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    names = {name for used in table for name in used.members}
+    assert sorted(names - words) == []
 
 
 @pytest.fixture(scope="session")
@@ -225,10 +240,8 @@ import sys
 sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed
 import areal_lora.engine.vllm_ext.server
 import areal_lora.engine.vllm_ext.compat.cpu_kernels
-import areal_lora.engine.vllm_ext.compat.cpu_sampler
 import areal_lora.engine.vllm_ext.compat.cpu_scheduler
 import areal_lora.engine.vllm_ext.compat.weights
-import areal_lora.engine.vllm_ext.cpu.linear_lora
 import areal_lora.engine.vllm_ext.cpu.moe_lora
 import areal_lora.engine.vllm_ext.worker.extension
 from areal_lora.platforms.megatron_cpu import install_cpu_patches

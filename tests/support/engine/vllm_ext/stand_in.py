@@ -1,4 +1,4 @@
-"""A rollout server without vLLM: ``python -m areal_lora.engine.vllm_ext.stand_in --run-folder DIR --index N``.
+"""A rollout server without vLLM: ``python -m tests.support.engine.vllm_ext.stand_in --run-folder DIR --index N``.
 
 For tests of launcher, trainer and controller. The stand-in starts in a few seconds, uses the run folder, publishes
 its ports and ends like the real server, receives versions over real groups (``MemoryServer``) and has the same
@@ -61,9 +61,10 @@ from areal_lora.run_folder.status import set_status
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.served import served_shapes
+from tests.support.paths import ROOT
 from tests.support.weight_sync.memory_server import MemoryServer
 
-log = get_logger("areal_lora.engine.vllm_ext.stand_in")  # __name__ is __main__ here
+log = get_logger("tests.support.engine.vllm_ext.stand_in")  # __name__ is __main__ here
 
 TOKEN_S = "AREAL_LORA_STAND_IN_TOKEN_S"
 _STORY = re.compile(r"(\d+) (bags of )?(?:\w+, (buys|finds|gets|sells|loses|uses) )?(\d+) .*?and (\w+) (\d+)\.")
@@ -73,7 +74,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="areal_lora.engine.vllm_ext.stand_in", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.support.engine.vllm_ext.stand_in", description=__doc__)
     parser.add_argument("--run-folder", type=RunFolder.of, required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--grace-s", type=float, default=0.0)
@@ -246,7 +247,7 @@ def made_up(model: str | None, token_ids: list[int]) -> float:
 def interpreter(path: Path, environment: Mapping[str, str] | None = None) -> Path:
     """Write an executable for ``rollout.python`` that starts the stand-in with ``environment`` added."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items())
-    command = f"exec env {settings} {shlex.quote(sys.executable)} -m {__name__}"
+    command = f"cd {shlex.quote(str(ROOT))} && exec env {settings} {shlex.quote(sys.executable)} -m {__name__}"
     path.write_text(f'#!/bin/sh\nshift 2  # -m and the real server\n{command} "$@"\n', encoding="utf-8")
     path.chmod(0o755)
     return path

@@ -1,11 +1,11 @@
-"""The names of Megatron-core and Megatron-Bridge that the engine uses on every device, as `engine.internals.Used`.
+"""The names of Megatron-core and Megatron-Bridge that the engine uses on every device.
 
 What is replaced on CPUs is listed in `platforms.megatron_cpu`.
 """
 
 from __future__ import annotations
 
-from areal_lora.engine.internals import Used
+from tests.support.internals import Used
 
 MEGATRON: tuple[Used, ...] = (
     Used(

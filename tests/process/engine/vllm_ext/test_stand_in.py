@@ -14,7 +14,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, base_modules, dice, interpreter, solution
 from areal_lora.errors import PublishError
 from areal_lora.processes.faults import VARIABLE
 from areal_lora.rollout.channel.messages import EvalResult
@@ -29,9 +28,10 @@ from areal_lora.tasks.word_problems import word_problem
 from areal_lora.types import AdapterRef, Outcome, Sample
 from areal_lora.weight_sync.messages import RESTART_EXIT
 from tests.support.engine.vllm_ext.serving import HIDDEN, PROMPT, RunningServer, connect, start
+from tests.support.engine.vllm_ext.stand_in import TOKEN_S, base_modules, dice, interpreter, solution
 from tests.support.rollout.helpers import eval_set
 
-MODULE = "areal_lora.engine.vllm_ext.stand_in"
+MODULE = "tests.support.engine.vllm_ext.stand_in"
 
 
 @contextmanager
