@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
@@ -44,7 +45,6 @@ from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.saved_states import tidy_states
 from areal_lora.trainer.state import Rank0, Trainer
-from areal_lora.trainer.turns import Turns
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
@@ -162,7 +162,7 @@ def _rank_0(
         controller=ControllerLink(config, client, recorder, kept),
         recorder=recorder,
         auditor=auditor,
-        turns=Turns({name: state.adapter.run.weight for name, state in states.items()}),
+        turns=FairQueue({name: state.adapter.run.weight for name, state in states.items()}),
         newcomers=newcomers(config, run_folder) if config.service else None,
         clients=clients,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.config.models import Config
 from areal_lora.distributed.exchange import Exchange
 from areal_lora.engine.base import TrainEngine
@@ -18,7 +19,6 @@ from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.newcomers import Newcomers
 from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Rank0:
     controller: ControllerLink
     recorder: Recorder
     auditor: Auditor
-    turns: Turns
+    turns: FairQueue
     newcomers: Newcomers | None = None
     clients: Clients | None = None
 

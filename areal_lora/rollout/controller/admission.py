@@ -1,13 +1,10 @@
 """Which adapter's group starts next: one fair queue over the sequences that the servers take at once.
 
 Every adapter may use all places that no other one wants. While several want one, it goes to the adapter with the
-smallest virtual time: the tokens of its groups per unit of weight, so that sampled tokens follow the weights whatever
-the number of places and the length of answers (start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996). A group
-in flight counts with an estimate, the recent mean of its adapter, until its tokens are known. Groups in flight are
-never cut off for another adapter: places come free as groups end.
-
-The tokens are those that are trained on, as in the trainer's own queue over steps (`areal_lora.trainer.turns`): the
-shares of trained tokens are the same whichever side is the slower one.
+smallest virtual time: the trained tokens of its groups per unit of weight (`areal_lora.algorithms.fair_queue`), so that
+tokens follow the weights whatever the number of places and the length of answers. A group in flight counts with an
+estimate, the recent mean of its adapter, until its tokens are known. Groups in flight are never cut off for another
+adapter: places come free as groups end.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.rollout.controller.groups import Tally
 
 RECENT = 16
@@ -54,51 +52,50 @@ class Starts(Protocol):
         ...
 
 
-class Admission:
-    """Starts groups of ``adapters`` while there is room for ``sequences`` at once on all servers together."""
+class Admission(FairQueue):
+    """Starts groups of ``adapters`` while there is room for ``sequences`` at once on all servers together.
+
+    The time of an adapter has its groups in flight, with their estimates.
+    """
 
     def __init__(self, claims: Mapping[str, Claim], adapters: Mapping[str, Starts]) -> None:
+        super().__init__({name: claim.weight for name, claim in claims.items()})
         self.sequences = 0
         self._accounts = {name: Account(claims[name], adapter) for name, adapter in adapters.items()}
 
-    def join(self, name: str, claim: Claim, adapter: Starts) -> None:
-        """A newcomer begins at the smallest time of the others: it owes nothing and is owed nothing."""
+    def add(self, name: str, claim: Claim, adapter: Starts) -> None:
+        """An adapter joins."""
         self._settle()
-        smallest = min((account.time for account in self._accounts.values()), default=0.0)
-        self._accounts[name] = Account(claim, adapter, passed=smallest)
+        self.join(name, claim.weight)
+        self._accounts[name] = Account(claim, adapter)
 
     def leave(self, name: str) -> None:
+        super().leave(name)
         del self._accounts[name]
+
+    def time(self, name: str) -> float:
+        return super().time(name) + self.cost(name, self._accounts[name].in_flight)
 
     def admit(self) -> None:
         """Start groups until no adapter has one, or no place remains."""
         self._settle()
-        asking, waiting = list(self._accounts.values()), list[Account]()
-        while asking and self._in_flight() < self.sequences:
-            first = min(asking, key=lambda account: account.time)
-            start = first.time
-            if first.adapter.start_one():
-                self._forget(waiting, start)
+        candidates, waiting = list(self._accounts), list[str]()
+        while candidates and self._in_flight() < self.sequences:
+            first = min(candidates, key=self.time)
+            start = self.time(first)
+            if self._accounts[first].adapter.start_one():
+                for name in waiting:  # they have left a place to another adapter; an idle one misses nothing
+                    account = self._accounts[name]
+                    self.catch_up(name, start, 0.0 if account.adapter.idle else account.claim.groups * account.estimate)
             else:
-                asking.remove(first)
+                candidates.remove(first)
                 waiting.append(first)
-
-    def _forget(self, waiting: list[Account], now: float) -> None:
-        """``waiting`` have left a place to another adapter, whose time was ``now``.
-
-        What they miss is kept for one step of their own for each other adapter. Without it, a large step of another
-        adapter would use up the part of one that has just begun to wait for its next version. With more, an adapter
-        that waits for long would hold up all others afterwards. An idle one misses nothing.
-        """
-        for account in waiting:
-            steps = 0 if account.adapter.idle else len(self._accounts) - 1
-            account.catch_up(now - steps * account.step_cost)
 
     def _settle(self) -> None:
         known = [a.estimate / a.claim.sequences for a in self._accounts.values() if a.answered]
         length = sum(known) / len(known) if known else 1.0
-        for account in self._accounts.values():
-            account.settle(length)
+        for name, account in self._accounts.items():
+            self.charge(name, account.settle(length))
 
     def _in_flight(self) -> int:
         return sum(account.claim.sequences * account.adapter.running for account in self._accounts.values())
@@ -106,14 +103,10 @@ class Admission:
 
 @dataclass(slots=True)
 class Account:
-    """One adapter's virtual time: ``passed`` is that of groups not in flight any more, in tokens per unit of weight.
-
-    ``estimate`` is what a group in flight counts, in tokens.
-    """
+    """Groups of one adapter. ``estimate`` is what a group in flight counts, in tokens."""
 
     claim: Claim
     adapter: Starts
-    passed: float = 0.0
     estimate: float = 0.0
     answered: int = 0
     _seen: Tally = field(init=False)
@@ -123,19 +116,12 @@ class Account:
         self.estimate = float(self.claim.sequences)
 
     @property
-    def time(self) -> float:
-        return self.passed + self.adapter.running * self.estimate / self.claim.weight
+    def in_flight(self) -> float:
+        """Tokens of the groups in flight."""
+        return self.adapter.running * self.estimate
 
-    @property
-    def step_cost(self) -> float:
-        return self.claim.groups * self.estimate / self.claim.weight
-
-    def catch_up(self, time: float) -> None:
-        """Move the time on to ``time``, unless it is there already."""
-        self.passed += max(0.0, time - self.time)
-
-    def settle(self, length: float) -> None:
-        """Take in the groups that have ended; ``length`` is the mean of all adapters' answers in tokens.
+    def settle(self, length: float) -> float:
+        """Tokens of the groups that have ended since the last call; ``length`` is the mean of all adapters' answers.
 
         A group without an answer counts with the estimate: it had its place, too.
         """
@@ -149,4 +135,4 @@ class Account:
             self.estimate += (tokens / answered - self.estimate) * min(1.0, answered / min(self.answered, RECENT))
         elif not self.answered:
             self.estimate = self.claim.sequences * length
-        self.passed += (tokens + (ended - answered) * self.estimate) / self.claim.weight
+        return tokens + (ended - answered) * self.estimate

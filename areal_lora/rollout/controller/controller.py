@@ -224,7 +224,7 @@ class Controller:
         if self._router.servers:
             runtime.resize(len(self._router.servers))
         self._joined[name], self._adapters[name] = opened, runtime
-        self._admission.join(name, runtime.claim(opened.weight), Rolling(runtime, self._start))
+        self._admission.add(name, runtime.claim(opened.weight), Rolling(runtime, self._start))
         log.info("%s joins at version %d", name, request.version)
 
     def _turn(self, name: str) -> asyncio.Lock:

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
@@ -38,7 +39,6 @@ from areal_lora.trainer.operating import conclude, operate
 from areal_lora.trainer.passes import Limits
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.state import Rank0, Trainer
-from areal_lora.trainer.turns import Turns
 from areal_lora.trainer.waits import next_work
 from areal_lora.trainer.work import Concludes, Operates, TrainOn, Work
 from areal_lora.types import AdapterPhase, AdapterRef
@@ -155,7 +155,7 @@ class Side:
             controller=controller,
             recorder=self.recorder,
             auditor=SimpleNamespace(collect=lambda *_, **__: None),  # type: ignore[arg-type]
-            turns=Turns({}),
+            turns=FairQueue({}),
             newcomers=SimpleNamespace(closed=False),  # type: ignore[arg-type]
             clients=self.clients,
         )

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.rollout.controller.admission import Admission, Claim
 from areal_lora.rollout.controller.feed import AdapterFeed
 from areal_lora.rollout.controller.groups import Tally, Ticket
 from areal_lora.rollout.controller.pacing import Pacing
 from areal_lora.rollout.workflow import Episode
-from areal_lora.trainer.turns import Turns
 from areal_lora.types import AdapterRef, TrajectoryGroup
 from tests.support.clocks import Clock
 from tests.support.rollout.helpers import feed, stream, trajectory
@@ -94,7 +94,7 @@ class Sharing:
         self.idle_s = 0.0
         self.steps: list[Step] = []
         self.sharers = {p.name: self._sharer(p, eta, pacing) for p in profiles}
-        self.turns = Turns({p.name: p.weight for p in profiles})
+        self.turns = FairQueue({p.name: p.weight for p in profiles})
         self.admission = Admission(
             {p.name: Claim(sequences=p.samples, groups=p.groups, weight=p.weight) for p in profiles}, self.sharers
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.distributed.exchange import GroupExchange
 from areal_lora.operations.messages import LoadState, Outcome
 from areal_lora.rollout.channel import messages as m
@@ -16,7 +17,6 @@ from areal_lora.trainer import work
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.saved_states import load_saved
-from areal_lora.trainer.turns import Turns
 from areal_lora.trainer.waits import next_work
 from areal_lora.trainer.work import Work
 from areal_lora.types import AdapterPhase
@@ -52,7 +52,7 @@ def wait_for_rollouts() -> Work | None:
     exchange = GroupExchange(timeout_s=TIMEOUT_S)
     rank_0 = SimpleNamespace(
         controller=ControllerLink(run, client, recorder, {NAME: ControllerState()}),
-        turns=Turns({NAME: 1.0}),
+        turns=FairQueue({NAME: 1.0}),
         newcomers=None,
         clients=None,
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.algorithms.registry import build_algorithm
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
@@ -35,7 +36,6 @@ from areal_lora.trainer.checkpointing import Checkpointing, resume
 from areal_lora.trainer.controller_link import EvalTracker, evaluation_due
 from areal_lora.trainer.learn import LearnReport, learn
 from areal_lora.trainer.state import Rank0, Trainer
-from areal_lora.trainer.turns import Turns
 from areal_lora.trainer.work import Drained, TrainOn
 from areal_lora.types import AdapterPhase, AdapterRef, TrainBatch
 from tests.support.distributed.engine_ranks import TARGETS, forget_layout, make_batch, make_rows
@@ -223,7 +223,7 @@ def live(session: Session) -> dict[str, Any]:
         checkpointing=Checkpointing(config, engine, saver, {n: r.version for n, r in restored.items()}),
         publishing=Publishing(folder),  # type: ignore[arg-type]
         control=GroupExchange(60.0),
-        rank_0=Rank0(controller=controller, recorder=controller, auditor=controller, turns=Turns({"a": 1.0}))
+        rank_0=Rank0(controller=controller, recorder=controller, auditor=controller, turns=FairQueue({"a": 1.0}))
         if engine.rank == 0
         else None,
     )

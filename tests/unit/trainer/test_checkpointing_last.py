@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import Save, Saver
@@ -21,7 +22,6 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import loop, waits
 from areal_lora.trainer.adapter import ControllerState, TrainingState, build_adapter
 from areal_lora.trainer.checkpointing import Checkpointing
-from areal_lora.trainer.turns import Turns
 from areal_lora.trainer.work import Drained
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.checkpoint.helpers import state_of
@@ -62,7 +62,7 @@ class Trainer:
         recorder = SimpleNamespace(phase=self._phase, checkpointed=self._checkpointed)
         driver = SimpleNamespace(state=lambda name: ControllerState(), end=lambda name, reason: None)
         auditor = SimpleNamespace(collect=lambda name, wait: None)
-        turns = Turns({NAME: 1.0})
+        turns = FairQueue({NAME: 1.0})
         self.rank_0: Any = SimpleNamespace(
             recorder=recorder, driver=lambda adapter: driver, auditor=auditor, turns=turns, controller=driver
         )

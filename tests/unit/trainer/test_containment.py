@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.errors import (
     AdapterRolloutError,
     AlignmentError,
@@ -19,7 +20,6 @@ from areal_lora.errors import (
 )
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.containment import contained, first_failure
-from areal_lora.trainer.turns import Turns
 from areal_lora.types import AdapterPhase
 
 
@@ -35,7 +35,7 @@ class Trainer:
         self.config = SimpleNamespace(service=None)
         controller = SimpleNamespace(end=lambda name, reason: self._note(f"end {name}"))
         recorder = SimpleNamespace(phase=lambda ref, phase, reason: self._note(f"{ref} {phase}: {reason}"))
-        turns = Turns(dict.fromkeys(names, 1.0))
+        turns = FairQueue(dict.fromkeys(names, 1.0))
         self.rank_0 = SimpleNamespace(driver=lambda adapter: controller, recorder=recorder, turns=turns)
 
     def _state(self, name: str) -> TrainingState:

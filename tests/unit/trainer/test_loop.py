@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from areal_lora.algorithms.fair_queue import FairQueue
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AlignmentError, ArealLoraError, ParityError, PublishError
 from areal_lora.obs.trace import Spans
 from areal_lora.trainer.adapter import TrainingState
 from areal_lora.trainer.audit import Audit
 from areal_lora.trainer.loop import save_and_publish
-from areal_lora.trainer.turns import Turns
 from areal_lora.trainer.waits import batch_of, catch_up, collect_audit, join_checkpoint, next_work
 from areal_lora.trainer.work import Drained, Faulted, Leaves, Pauses, TrainOn, Unpublished, Work
 from areal_lora.types import AdapterPhase
@@ -70,7 +70,7 @@ class Trainer:
     def __init__(self, states: list[TrainingState], works: list[Work], changes: int = 0) -> None:
         self.log: list[str] = []
         self.states = {each.name: each for each in states}
-        turns = Turns(dict.fromkeys(self.states, 1.0))
+        turns = FairQueue(dict.fromkeys(self.states, 1.0))
         controller = Controller(self.log, works)
         self.rank_0 = SimpleNamespace(
             controller=controller, driver=lambda adapter: controller, turns=turns, newcomers=None, clients=None

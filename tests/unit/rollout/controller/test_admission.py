@@ -231,7 +231,7 @@ def test_an_idle_one_and_a_newcomer_are_owed_nothing() -> None:
     had = serve(100)
     assert abs(had["a"] - had["b"]) <= 2, "it had been paused"
     adapters["c"] = Adapter(ENDLESS)
-    admission.join("c", Claim(sequences=8, groups=4, weight=2.0), adapters["c"])
+    admission.add("c", Claim(sequences=8, groups=4, weight=2.0), adapters["c"])
     had = serve(100)
     assert had["c"] == pytest.approx(50, abs=2)
     admission.leave("a")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_lora.trainer.turns import Turns
+from areal_lora.algorithms.fair_queue import FairQueue
 
 
 def simulate(
-    turns: Turns,
+    turns: FairQueue,
     steps: int,
     tokens: dict[str, Callable[[], int]],
     ready: Callable[[str, int], bool] = lambda name, step: True,
@@ -36,21 +36,21 @@ def test_tokens_follow_the_weights_whatever_the_batches(seed: int) -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 4.0}
     sizes = {"a": 1000, "b": 300, "c": 5000}
     trained, _ = simulate(
-        Turns(weights), 700, {n: (lambda n=n: round(sizes[n] * rng.uniform(0.5, 1.5))) for n in weights}
+        FairQueue(weights), 700, {n: (lambda n=n: round(sizes[n] * rng.uniform(0.5, 1.5))) for n in weights}
     )
     for name, weight in weights.items():
         assert trained[name] / sum(trained.values()) == pytest.approx(weight / 7, rel=0.05)
 
 
 def test_equal_steps_take_turns_in_proportion() -> None:
-    trained, waits = simulate(Turns({"a": 1.0, "b": 2.0, "c": 4.0}), 700, dict.fromkeys("abc", lambda: 10))
+    trained, waits = simulate(FairQueue({"a": 1.0, "b": 2.0, "c": 4.0}), 700, dict.fromkeys("abc", lambda: 10))
     assert trained == {"a": 1000, "b": 2000, "c": 4000}
     assert waits["a"] <= 7
     assert waits["c"] <= 2
 
 
 def test_nobody_waits_for_an_adapter_without_a_batch_and_it_does_not_hold_up_the_others_later() -> None:
-    turns = Turns({"a": 1.0, "b": 1.0, "c": 1.0})
+    turns = FairQueue({"a": 1.0, "b": 1.0, "c": 1.0})
     trained, _ = simulate(turns, 300, dict.fromkeys("abc", lambda: 10), lambda n, s: n != "c")
     assert trained == {"a": 1500, "b": 1500}
     trained, waits = simulate(turns, 30, dict.fromkeys("abc", lambda: 10))
@@ -59,7 +59,7 @@ def test_nobody_waits_for_an_adapter_without_a_batch_and_it_does_not_hold_up_the
 
 
 def test_a_newcomer_begins_with_the_others() -> None:
-    turns = Turns({"a": 1.0, "b": 1.0})
+    turns = FairQueue({"a": 1.0, "b": 1.0})
     simulate(turns, 100, dict.fromkeys("ab", lambda: 10))
     turns.join("c", 1.0)
     trained, _ = simulate(turns, 30, dict.fromkeys("abc", lambda: 10))
