@@ -130,7 +130,7 @@ class GroupExchange:
 
     def _lost(self, e: RuntimeError) -> PublishError:
         return PublishError(
-            f"trainer rank {self.rank}: a trainer rank is gone or late ({str(e).splitlines()[0]}); see its log"
+            f"trainer rank {self.rank}: a trainer rank has ended or is late ({str(e).splitlines()[0]}); see its log"
         )
 
 

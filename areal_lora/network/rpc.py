@@ -151,7 +151,11 @@ class Server:
     def send(self, *frames: bytes) -> None:
         """To the client that the first frame names; lost if it is away. From any thread."""
         with suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._socket.send_multipart, frames)
+            self._loop.call_soon_threadsafe(self._deliver, frames)
+
+    def _deliver(self, frames: tuple[bytes, ...]) -> None:
+        if not self._socket.closed:
+            self._socket.send_multipart(frames)
 
     def close(self) -> None:
         """Disconnect all clients, once what was sent before has left."""
@@ -259,9 +263,11 @@ class Subscription(_Dealer):
                 take(await self._socket.recv())
             elif self._monitor in readable:
                 self._note(await self._monitor.recv_multipart())
-                await self._socket.send(greet())
+                await self.send(greet())
             elif moved():
                 raise ConnectionLost(f"left {self.address}")
 
     async def send(self, payload: bytes) -> None:
-        await self._socket.send(payload)
+        """Lost if the other end has closed the connection."""
+        with suppress(zmq.Again):  # with no limit to its queue a socket blocks only where nothing is connected
+            await self._socket.send(payload, zmq.NOBLOCK)

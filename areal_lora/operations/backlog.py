@@ -5,8 +5,8 @@
     Acknowledged -> outcomes are forgotten
 
 The trainer carries out the first operation of an adapter, and calls `complete` with its outcome. Where the outcome has
-to wait, for a checkpoint or for servers, it calls `begin`, and `end` later; meanwhile the operations that follow may be
-carried out, and their outcomes wait as well: the service hears outcomes in the order of the numbers.
+to wait, for a checkpoint or for servers, it calls `start`, and `end` later; meanwhile the operations that follow may be
+carried out, and their outcomes wait as well: the service receives outcomes in the order of the numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from areal_lora.operations.messages import (
 
 
 @dataclass(slots=True, kw_only=True)
-class Unsaid:
-    """An operation that was carried out; ``outcome`` None: it is not known yet. ``final``: it may be said."""
+class Outstanding:
+    """An operation that was carried out; ``outcome`` None: it is not known yet. ``final``: it may be sent."""
 
     number: int
     outcome: Outcome | None
@@ -48,12 +48,12 @@ class Queue:
     """Operations of one adapter.
 
     ``expects`` is the next number. ``poison`` is the first fault of the window, ``passes`` those that gave gradients.
-    ``unsaid`` were carried out before those that are ``waiting``.
+    ``outstanding`` were carried out before those that are ``waiting``.
     """
 
     expects: int
     waiting: deque[Operation] = field(default_factory=deque)
-    unsaid: deque[Unsaid] = field(default_factory=deque)
+    outstanding: deque[Outstanding] = field(default_factory=deque)
     outcomes: dict[int, Completed] = field(default_factory=dict)
     poison: Failed | None = None
     passes: int = 0
@@ -67,7 +67,7 @@ class Backlog:
         self._gone: dict[str, str] = {}
 
     def join(self, adapter: str, last: Completed | None) -> list[ToService]:
-        """An adapter begins; ``last`` is the outcome in its checkpoint, None for a new one."""
+        """An adapter joins; ``last`` is the outcome in its checkpoint, None for a new one."""
         queue = Queue(expects=last.number + 1 if last else 1)
         if last:
             queue.outcomes[last.number] = last
@@ -81,7 +81,7 @@ class Backlog:
         self._gone[adapter] = reason
         if queue is None:
             return []
-        numbers = [*(each.number for each in queue.unsaid), *(each.number for each in queue.waiting)]
+        numbers = [*(each.number for each in queue.outstanding), *(each.number for each in queue.waiting)]
         return [_failed(adapter, number, reason) for number in numbers]
 
     def receive(self, message: ToTrainer) -> list[ToService]:
@@ -124,15 +124,15 @@ class Backlog:
 
     def complete(self, operation: Operation, outcome: Outcome) -> list[ToService]:
         """The first operation of its adapter was carried out, with ``outcome``."""
-        self.begin(operation, outcome)
+        self.start(operation, outcome)
         return self.end(operation.adapter, operation.number, outcome)
 
-    def begin(self, operation: Operation, outcome: Outcome | None) -> None:
+    def start(self, operation: Operation, outcome: Outcome | None) -> None:
         """The first operation of its adapter was carried out; ``outcome`` is None where `end` alone will know it."""
         queue = self._queues[operation.adapter]
         assert queue.waiting[0] == operation
         queue.waiting.popleft()
-        queue.unsaid.append(Unsaid(number=operation.number, outcome=outcome))
+        queue.outstanding.append(Outstanding(number=operation.number, outcome=outcome))
         what = operation.what
         if ends_window(what):
             queue.passes, queue.poison = 0, None
@@ -143,20 +143,20 @@ class Backlog:
             queue.poison = Failed(reason=f"its window has failed: {outcome.reason}", by_client=outcome.by_client)
 
     def end(self, adapter: str, number: int, outcome: Outcome | None = None) -> list[ToService]:
-        """The outcome of an operation that has begun is final: ``outcome``, or the one that `begin` was given."""
-        queue, said = self._queues.get(adapter), list[ToService]()
+        """The outcome of an operation that has started is final: ``outcome``, or the one that `start` was given."""
+        queue, final = self._queues.get(adapter), list[ToService]()
         if queue is None:
             return []  # it has left meanwhile
-        for each in queue.unsaid:
+        for each in queue.outstanding:
             if each.number == number:
                 each.outcome, each.final = outcome or each.outcome, True
-        while queue.unsaid and queue.unsaid[0].final:
-            first = queue.unsaid.popleft()
+        while queue.outstanding and queue.outstanding[0].final:
+            first = queue.outstanding.popleft()
             assert first.outcome is not None
             completed = Completed(adapter=adapter, number=first.number, outcome=first.outcome)
             queue.outcomes[first.number] = completed
-            said.append(completed)
-        return said
+            final.append(completed)
+        return final
 
     def _all(self) -> Iterator[ToService]:
         for adapter, queue in self._queues.items():

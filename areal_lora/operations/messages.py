@@ -18,7 +18,7 @@ had failed it sends a `Poison`. Therefore it keeps what it sent until an `OptimS
 completed.
 
 Outcomes that were not acknowledged are sent again after `Hello`, and that of the newest checkpoint after a restart: the
-service may hear of one twice, and ignores the second.
+service may receive one twice, and ignores the second.
 
 Arrays are bytes, little-endian, one dimension.
 """
@@ -121,7 +121,7 @@ class DropState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Set the adapter to what ``adapter`` saved under ``label``; with ``optimizer`` moments and clock as well.
 
-    Without, moments and clock begin again. One that fails changes nothing, and poisons the window that it begins.
+    Without, moments and clock start anew. One that fails changes nothing, and poisons the window that it starts.
     """
 
     adapter: str
@@ -196,7 +196,7 @@ class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The service begins to listen."""
+    """The service listens from now on."""
 
 
 class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -29,7 +29,7 @@ _LETTERS = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
 
 def recipient_key(text: str) -> X25519PublicKey:
     """The key that ``age1...`` names, in Bech32 (BIP 173). Raises Refused."""
-    wrong = Refused(422, "age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that begin with age1")
+    wrong = Refused(422, "age_encryption_recipients", f"{text[:80]!r} is no age key", "give keys that start with age1")
     if not text.startswith("age1") or len(text) != _LENGTH:
         raise wrong
     digits = [_LETTERS.find(letter) for letter in text.removeprefix("age1")]

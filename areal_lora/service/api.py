@@ -118,16 +118,16 @@ class Api:
             return answer
         async with self._heavy:
             if quota is None:
-                asked = await asyncio.to_thread(self._acceptance.of_operator, section)
+                adapter = await asyncio.to_thread(self._acceptance.of_operator, section)
             else:
-                asked = await asyncio.to_thread(self._acceptance.of_tenant, section, tenant, quota)
+                adapter = await asyncio.to_thread(self._acceptance.of_tenant, section, tenant, quota)
         return await self._writer.operate(
             AdapterChange(
                 tenant=tenant,
                 verb=Verb.CREATE,
                 fingerprint=mark,
                 request=request,
-                decide=lambda tables, phases: create(tables, tenant, asked, now_s=time.time()),
+                decide=lambda tables, phases: create(tables, tenant, adapter, now_s=time.time()),
                 answer=lambda row: _acknowledged(row, Verb.CREATE),
             )
         )
@@ -192,20 +192,20 @@ class Api:
 
     async def put_tenant(self, request: Request, caller: Caller) -> Response:
         _check_operator(caller)
-        asked = decoded(await read_body(request, caller.quota.body_bytes), bodies.TenantRequest)
-        if not TENANT.fullmatch(asked.tenant):
-            reason = f"{asked.tenant[:64]!r} is no name of a tenant"
+        body = decoded(await read_body(request, caller.quota.body_bytes), bodies.TenantRequest)
+        if not TENANT.fullmatch(body.tenant):
+            reason = f"{body.tenant[:64]!r} is not a valid tenant name"
             raise Refused(422, "tenant", reason, "use up to 16 of a-z and 0-9, the first a letter")
-        before = self._writer.tables.quotas.get(asked.tenant, self._quota)
+        before = self._writer.tables.quotas.get(body.tenant, self._quota)
         try:
-            quota = msgspec.convert(msgspec.to_builtins(before) | asked.quota, Quota)
+            quota = msgspec.convert(msgspec.to_builtins(before) | body.quota, Quota)
         except msgspec.ValidationError as error:
             raise Refused(422, "quota", str(error), "name keys of service.api.quota, with numbers above 0") from None
         if any(value <= 0 for value in msgspec.structs.astuple(quota)):
             raise Refused(422, "quota", "a limit is not above 0", "give numbers above 0")
-        await self._writer.put_tenant(asked.tenant, quota)
-        keys = [key.label for key in self._writer.tables.keys.values() if key.tenant == asked.tenant]
-        return _answer(bodies.Tenant(tenant=asked.tenant, quota=quota, keys=keys), 201)
+        await self._writer.put_tenant(body.tenant, quota)
+        keys = [key.label for key in self._writer.tables.keys.values() if key.tenant == body.tenant]
+        return _answer(bodies.Tenant(tenant=body.tenant, quota=quota, keys=keys), 201)
 
     async def put_key(self, request: Request, caller: Caller) -> Response:
         _check_operator(caller)

@@ -11,7 +11,7 @@ from areal_lora.service.queue.rows import AdapterRow, Quota
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. ``wanted`` is what was asked for, ``phase`` what the run has: null until it has seen the adapter.
+    """One adapter. ``wanted`` is the desired phase, ``phase`` that of the run: null until it has seen the adapter.
 
     ``step`` counts the steps made, ``reward`` and ``lag`` are those of the newest one; ``version`` is the newest one
     that servers answer with, ``checkpoint`` the newest one that can be downloaded.

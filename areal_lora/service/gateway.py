@@ -32,11 +32,11 @@ RESERVED = ("pin_version", "background")
 NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 BROKEN = 502
 TRY_ANOTHER = (429, 503)
-"""Statuses of a server that has not begun with the request."""
+"""Statuses of a server that has not started the request."""
 
 
 class Gateway:
-    """``async with Gateway(run_folder)``. The least busy server comes first, then the others, unless it has begun."""
+    """``async with Gateway(run_folder)``. The least busy server comes first, then the others, unless it has started."""
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._folder = run_folder
@@ -57,7 +57,7 @@ class Gateway:
         """The answer of a server to a tenant's ``body`` at ``path``. A stream closes ``held``. Raises Refused."""
         if field := next((field for field in RESERVED if field in body), None):
             raise Refused(422, field, "this field is for the run's own requests", "leave it out")
-        found = await self._asked(path, body, names)
+        found = await self._send(path, body, names)
         if isinstance(found, bytes):
             return Response(names.outward(found), media_type=JSON)
         url, response = found
@@ -67,12 +67,12 @@ class Gateway:
 
     async def answer(self, path: str, body: dict[str, Any], names: Names) -> bytes:
         """The answer of a server to a ``body`` of the service itself, which requests no stream. Raises Refused."""
-        found = await self._asked(path, body, names)
+        found = await self._send(path, body, names)
         if isinstance(found, bytes):
             return found
         raise Refused(503, "model", "a server sent a stream", "try again")
 
-    async def _asked(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
+    async def _send(self, path: str, body: dict[str, Any], names: Names) -> bytes | tuple[str, aiohttp.ClientResponse]:
         """What the first server that can answers: a whole body, or the server and its stream."""
         data = msgspec.json.encode(body | {"model": names.inner, "background": True})
         missing = False
@@ -97,7 +97,7 @@ class Gateway:
                     raise _broken()
                 raise Refused(422, "body", names.reason(payload), "correct the request")
         if missing:
-            reason = f"no server holds {names.asked!r}: there is no version yet, or it is no longer served"
+            reason = f"no server holds {names.outer!r}: there is no version yet, or it is no longer served"
             raise Refused(404, "model", reason, "request the newest version by the adapter's name, or download it")
         raise Refused(503, "model", "no server of the run can answer now", "try again")
 
@@ -147,8 +147,8 @@ class Gateway:
 
 async def _events(response: aiohttp.ClientResponse, names: Names) -> AsyncIterator[bytes]:
     async for line in response.content:
-        begin, _, rest = line.partition(b"data: ")
-        yield line if begin or not rest.startswith(b"{") else b"data: " + names.outward(rest) + b"\n"
+        before, _, rest = line.partition(b"data: ")
+        yield line if before or not rest.startswith(b"{") else b"data: " + names.outward(rest) + b"\n"
 
 
 def _broken() -> Refused:
@@ -160,9 +160,9 @@ def _broken() -> Refused:
 class Names:
     """The name of one adapter outside, ``math`` or ``math@v3``, and the one that the run has for it."""
 
-    def __init__(self, asked: str, name: str, key: str) -> None:
-        self.asked, self._name, self._key = asked, name, key
-        self.inner = key + asked.removeprefix(name)
+    def __init__(self, outer: str, name: str, key: str) -> None:
+        self.outer, self._name, self._key = outer, name, key
+        self.inner = key + outer.removeprefix(name)
 
     def outward(self, payload: bytes) -> bytes:
         """A JSON answer with the tenant's name of the model."""
@@ -172,7 +172,7 @@ class Names:
         return msgspec.json.encode(body)
 
     def reason(self, payload: bytes) -> str:
-        """What a server says is wrong."""
+        """The error of a server."""
         try:
             body = msgspec.json.decode(payload, type=dict[str, Any])
             text = str(body["error"]["message"])

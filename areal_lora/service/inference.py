@@ -78,7 +78,7 @@ class Meter:
             raise Refused(429, "requests", reason, "send fewer", retry_s=math.ceil((spent - quota.requests) / rate))
         self._spent[tenant] = now, spent
 
-    def begin(self, tenant: str, tokens: int, quota: Quota | None = None) -> None:
+    def start(self, tenant: str, tokens: int, quota: Quota | None = None) -> None:
         """Count ``tokens`` as in progress until `end`. Raises Refused where they exceed ``quota``."""
         if quota is not None and tokens > quota.tokens:
             reason = f"{tokens} tokens are above the quota of {quota.tokens}"
@@ -95,7 +95,7 @@ class Meter:
 
     @contextmanager
     def running(self, tenant: str, tokens: int, quota: Quota) -> Iterator[None]:
-        self.begin(tenant, tokens, quota)
+        self.start(tenant, tokens, quota)
         try:
             yield
         finally:

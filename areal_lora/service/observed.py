@@ -59,12 +59,12 @@ class Observed:
         except FileNotFoundError:
             return False
         with file:
-            begin = self._at
-            file.seek(begin)
+            start = self._at
+            file.seek(start)
             for line in file:
                 if not line.endswith(b"\n"):
                     return False
-                if self._at - begin > READ_BYTES:
+                if self._at - start > READ_BYTES:
                     return True
                 self._take(line, self._at)
                 self._at += len(line)

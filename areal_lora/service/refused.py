@@ -46,5 +46,5 @@ def internal_error() -> Refused:
 
 
 def unknown_adapter(name: str) -> Refused:
-    """Also for the adapters of others: that they exist is not said."""
+    """Also for the adapters of others: that they exist is not shown."""
     return Refused(404, "name", f"there is no adapter {name!r}", "list the adapters with GET /v1/adapters")

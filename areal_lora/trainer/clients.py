@@ -147,19 +147,19 @@ class Clients:
         self.windows[operation.adapter] = Window()
         _log(operation.adapter, operation.number, outcome)
         with self._lock:
-            self._backlog.begin(operation, outcome)
+            self._backlog.start(operation, outcome)
             self._saves[operation.adapter] = operation.number
 
     def keeps(self, operation: Operation) -> None:
         """The next save of the adapter is the saved state of ``operation``."""
         with self._lock:
-            self._backlog.begin(operation, None)
+            self._backlog.start(operation, None)
             self._saves[operation.adapter] = operation.number
 
     def publishes(self, operation: Operation, version: int) -> None:
         """The publish of ``version``, which begins now, is that of ``operation``."""
         with self._lock:
-            self._backlog.begin(operation, None)
+            self._backlog.start(operation, None)
             self._publishes[operation.adapter] = (operation.number, version)
 
     # ------------------------------------------------------------ other threads

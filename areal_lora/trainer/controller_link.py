@@ -112,7 +112,7 @@ class ControllerLink:
             self._recorder.beat()
             if (other := interruption()) is not None:
                 return other
-            if notes := lines.say(reply.lacking):
+            if notes := lines.report(reply.lacking):
                 self._recorder.status("; ".join([waiting, *notes]))
 
     def _waiting(self, wanted: Sequence[AdapterRef], draining: Collection[str]) -> str:

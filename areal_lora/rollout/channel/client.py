@@ -17,7 +17,7 @@ from areal_lora.run_folder.rendezvous import Endpoint
 from areal_lora.types import AdapterRef
 
 SHORT_POLL_S = 1.0  # of polls between which the caller may be interrupted
-JOIN_S = 300.0  # for prompts and scorers of a newcomer
+JOIN_S = 300.0  # for prompts and scorers of a joining adapter
 
 log = get_logger(__name__)
 
@@ -29,7 +29,7 @@ class WaitingLines:
         self._start = time.monotonic()
         self._remind_at = self._start + POLL_S
 
-    def say(self, lacking: Sequence[m.Lacking]) -> list[str]:
+    def report(self, lacking: Sequence[m.Lacking]) -> list[str]:
         """Log what is due; returns the likely reasons then, each with the name of its adapter."""
         now = time.monotonic()
         if not lacking or now < self._remind_at:
@@ -75,11 +75,11 @@ class ControllerClient:
             adapter=ref.name, version=ref.version, servers=dict(servers), lost=tuple(lost), left=tuple(left)
         )
         self._session.reminders.announced(request)
-        self._session.ask(request, m.Accepted)
+        self._session.request(request, m.Accepted)
 
     def commit(self, adapter: str, step: int) -> None:
         """A checkpoint that contains ``step`` and all steps before it is durable."""
-        self._session.ask(m.CommitStep(adapter=adapter, step=step), m.Accepted)
+        self._session.request(m.CommitStep(adapter=adapter, step=step), m.Accepted)
 
     def poll(self, wanted: Sequence[m.Wanted], wait_s: float | None = None) -> m.Batch | m.AdapterFailed | m.NotReady:
         """A batch of the first of ``wanted`` that has one, or what they lack after ``wait_s``, by default a second.
@@ -88,7 +88,7 @@ class ControllerClient:
         """
         wait_s = SHORT_POLL_S if wait_s is None else wait_s
         request = m.GetBatch(wanted=tuple(wanted), timeout_s=wait_s)
-        reply: m.Batch | m.AdapterFailed | m.NotReady = self._session.ask(
+        reply: m.Batch | m.AdapterFailed | m.NotReady = self._session.request(
             request, m.Batch, m.AdapterFailed, m.NotReady, wait_s=wait_s
         )
         if isinstance(reply, m.AdapterFailed):
@@ -106,12 +106,12 @@ class ControllerClient:
         return found
 
     def join(self, adapter: str, config: bytes, version: int, snapshot: bytes) -> str:
-        """Begin with an adapter that the configuration does not list, at ``version``; ``config`` is its entry as JSON.
+        """Start an adapter that the configuration does not list, at ``version``; ``config`` is its entry as JSON.
 
         Returns why it cannot be rolled out, or nothing.
         """
         request = m.JoinAdapter(adapter=adapter, config=config, version=version, snapshot=snapshot)
-        reply = self._session.ask(request, m.Accepted, m.AdapterFailed, wait_s=JOIN_S)
+        reply = self._session.request(request, m.Accepted, m.AdapterFailed, wait_s=JOIN_S)
         if isinstance(reply, m.AdapterFailed):
             return reply.reason
         self._session.reminders.joined(request)
@@ -119,22 +119,22 @@ class ControllerClient:
 
     def pause(self, adapter: str, paused: bool) -> None:
         """Issue no groups of ``adapter``, which has joined; or again some."""
-        self._session.ask(self._session.reminders.paused(adapter, paused), m.Accepted)
+        self._session.request(self._session.reminders.paused(adapter, paused), m.Accepted)
 
     def end(self, adapter: str) -> None:
         """Nothing more is needed of ``adapter``: no groups are issued for it any more."""
         self._session.reminders.ended(adapter)
-        self._session.ask(m.EndAdapter(adapter=adapter), m.Accepted)
+        self._session.request(m.EndAdapter(adapter=adapter), m.Accepted)
 
     def request_eval(self, ref: AdapterRef, tag: str) -> None:
         """Start a greedy evaluation as soon as ``ref`` is announced; rollouts continue meanwhile."""
         request = m.Evaluate(adapter=ref.name, version=ref.version, tag=tag)
         self._session.reminders.requested(request)
-        self._session.ask(request, m.Accepted)
+        self._session.request(request, m.Accepted)
 
     def shutdown(self) -> None:
         """End the controller."""
-        self._session.ask(m.Shutdown(), m.Accepted)
+        self._session.request(m.Shutdown(), m.Accepted)
 
     def close(self) -> None:
         """Close all connections. No other thread may be inside a method."""
@@ -149,4 +149,4 @@ class ControllerClient:
             self._events.extend(event for event in events if session.reminders.settle(event))
             lost, session.replies_lost = session.replies_lost, False
         for evaluation in session.reminders.pending if lost else ():
-            session.ask(evaluation, m.Accepted)
+            session.request(evaluation, m.Accepted)

@@ -98,7 +98,7 @@ class Evaluate(SessionMessage, frozen=True, kw_only=True):
 
 
 class JoinAdapter(SessionMessage, frozen=True, kw_only=True):
-    """An adapter that the configuration does not list begins at ``version``: ``config`` is its entry as JSON.
+    """An adapter that the configuration does not list starts at ``version``: ``config`` is its entry as JSON.
 
     ``snapshot`` is that of its checkpoint. Of one that has joined only ``paused`` counts: whether groups are issued.
     Reply: Accepted, or AdapterFailed if nothing can be rolled out for it.
@@ -154,7 +154,7 @@ class Failed(ChannelMessage, frozen=True):
 
 
 class Stats(ChannelMessage, frozen=True):
-    """Counters of one adapter since the run began; groups unless the name says otherwise.
+    """Counters of one adapter since the start of the run; groups unless the name differs.
 
     ``issued = consumed + leased + ready + running + waiting + sum(dropped)``; ``running`` includes
     groups that wait for a retry, ``waiting`` are issued (again) and not admitted yet. ``rolled_back``
@@ -210,10 +210,10 @@ class EvalSample(msgspec.Struct, frozen=True, kw_only=True):
 class EvalSetResult(msgspec.Struct, frozen=True, kw_only=True):
     """Answers to ``n`` problems of one set, ``n_samples`` each; ``error`` is set, and ``n`` is 0, if there are none.
 
-    ``accuracy`` and what follows from it is None where nothing says what is correct. The ``unscored`` answers are not
+    ``accuracy`` and what follows from it is None where correctness is not defined. The ``unscored`` answers are not
     correct, and not in ``reward_mean``. ``left_out`` further problems have prompts that are too long; some are named.
-    ``measured_with`` is another adapter, whose version 0 equals this one's and was asked in its place; then no time was
-    taken. For the other figures see `tasks.estimates`.
+    ``measured_with`` is another adapter, whose version 0 equals this one's and was measured in its place; then no time
+    was taken. For the other figures see `tasks.estimates`.
     """
 
     name: str

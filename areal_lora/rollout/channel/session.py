@@ -60,7 +60,7 @@ class Reminders:
             self._joined[request.adapter] = request
 
     def paused(self, adapter: str, paused: bool) -> m.JoinAdapter:
-        """``adapter`` has joined; returns what says that it is paused, or is not."""
+        """``adapter`` has joined; returns the request that states whether it is paused."""
         with self._lock:
             request = self._joined[adapter] = msgspec.structs.replace(self._joined[adapter], paused=paused)
             return request
@@ -81,7 +81,7 @@ class Reminders:
             self._announced[request.adapter] = msgspec.structs.replace(request, lost=(), left=())
 
     def ended(self, adapter: str) -> None:
-        """A new controller hears of the end of ``adapter``, not of its newest version; of one that joined, nothing."""
+        """A new controller receives the end of ``adapter``, not its newest version; of one that joined, nothing."""
         with self._lock:
             if self._joined.pop(adapter, None) is None:
                 self._ended.add(adapter)
@@ -133,7 +133,7 @@ class ControllerSession:
         self._greeting = threading.Lock()
         self._session = ""
 
-    def ask(self, request: m.SessionRequest, *expected: type[Any], wait_s: float = 0.0) -> Any:
+    def request(self, request: m.SessionRequest, *expected: type[Any], wait_s: float = 0.0) -> Any:
         """The reply, of one of the ``expected`` types; ``wait_s`` the controller may wait before it answers."""
         if self.reminders.empty:
             raise RolloutError(f"{type(request).__name__} before hello()")

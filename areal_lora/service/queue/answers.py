@@ -25,7 +25,7 @@ from areal_lora.service.queue.store import SAMPLERS, STATES, Transaction
 
 
 def give(tx: Transaction, request: str, answer: Answer) -> None:
-    """Keep the first answer of a request. What it asked for is kept while the trainer may have to hear it again."""
+    """Keep the first answer of a request. Its action is kept while the trainer may still expect it."""
     tx.do(
         "UPDATE requests SET answer = ?, answered_s = ?, held = 0,"
         " action = CASE WHEN EXISTS (SELECT 1 FROM client_operations o WHERE o.request = requests.request)"
@@ -110,7 +110,7 @@ def _answer(tx: Transaction, model: Model, action: Action, numbers: list[int], o
 
 
 def unnamed(number: int) -> str:
-    """Name of a state that a sampling session keeps; clients' names do not begin like it."""
+    """Name of a state that a sampling session keeps; clients' names do not start like it."""
     return f".{number}"
 
 

@@ -36,7 +36,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """An operation that the trainer may have to hear of, without its body."""
+    """An operation that the trainer may still expect, without its body."""
 
     number: int
     kind: OpKind

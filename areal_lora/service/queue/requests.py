@@ -37,7 +37,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CreateModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make a model. With ``load`` it begins as what was saved, and has the `Lora` of the model that saved it."""
+    """Make a model. With ``load`` it starts from the saved state, and has the `Lora` of the model that saved it."""
 
     lora: Lora | None
     load: Load | None = None
@@ -84,7 +84,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Action: TypeAlias = CreateModel | Train | Save | Load | SaveForSampler | Refuse
 ModelAction: TypeAlias = Train | Save | Load | SaveForSampler | Refuse
-"""Asks with a sequence number of their model."""
+"""Those with a sequence number of their model."""
 
 
 class Created(msgspec.Struct, frozen=True, kw_only=True, tag=True):

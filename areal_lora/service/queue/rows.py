@@ -1,4 +1,4 @@
-"""What the service keeps: tenants, keys, adapters, operations. An adapter's row says what is wanted of it."""
+"""What the service keeps: tenants, keys, adapters, operations. An adapter's row has its desired phase."""
 
 from __future__ import annotations
 
@@ -147,12 +147,12 @@ class Tables:
         adapters = dict(self.adapters) | {at: row}
         if row.wanted is DesiredPhase.DELETED:
             del adapters[at]
-        begun = Open(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
+        opened = Open(number=number, tenant=row.tenant, name=row.name, incarnation=row.incarnation)
         return replace(
             self,
             adapters=MappingProxyType(adapters),
             highest=MappingProxyType(dict(self.highest) | {at: row.incarnation}),
-            open=(*self.open, begun),
+            open=(*self.open, opened),
             generation=self.generation + 1,
         )
 
@@ -187,7 +187,7 @@ class Model:
     ``of_state`` is the path that a model serves which the queue made for samplers; clients cannot address that one.
     ``next_seq`` is the client's next number, ``next_number`` the queue's; a checkpoint covers the operations up to
     ``closed``. ``published`` is the newest version that servers had. ``removed``: the adapter leaves, or has left.
-    ``broken`` says why no operation of it can be carried out. ``notes`` are the client's own.
+    ``broken`` is the reason why no operation of it can be carried out. ``notes`` are the client's own.
     """
 
     model: str

@@ -135,7 +135,7 @@ def to_send(tx: Transaction, adapter: str, start: int, limit: int) -> list[Opera
 def expected(tx: Transaction, adapter: str, number: int) -> bool:
     """The trainer has the adapter, and expects ``number``. False if the queue cannot send that.
 
-    A trainer that begins before what a checkpoint had covered has lost steps, so its clients must not go further.
+    A trainer that starts before what a checkpoint had covered has lost steps, so its clients must not go further.
     """
     model = tx.of_adapter(adapter)
     if model is None or model.removed or model.broken:
@@ -285,7 +285,7 @@ def submit(tx: Transaction, tenant: str, model_id: str, seq: int, fingerprint: s
     """Take a request, or find it taken. Raises Refused for a model or a number that is wrong, or a full queue.
 
     One that names what cannot be, or is not there, or is a pass too long to keep, is taken and fails in its turn, so
-    that those behind it do not wait. A load that fails spoils the window that it begins: its passes were meant for
+    that those behind it do not wait. A load that fails spoils the window that it starts: its passes were meant for
     other weights.
     """
     model, request = tx.model(tenant, model_id), f"{model_id}:{seq}"

@@ -61,7 +61,7 @@ class Writer:
         self._thread = watched_thread("service-writer", self._run)
 
     def close(self) -> None:
-        """Finish what was asked for, then end."""
+        """Finish the jobs in the queue, then end."""
         self._jobs.put(None)
         self._thread.join()
         self._store.close()

@@ -16,7 +16,7 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
 
 def retrieved(answer: Answer | Pending, request: str) -> Response:
-    """A passing state and a failure are answers as well: an HTTP error would say that retrieving has failed."""
+    """A passing state and a failure are answers as well: an HTTP error would mean that retrieving has failed."""
     match answer:
         case Scored():
             return Response(scored_body(answer), media_type=PROTOBUF)

@@ -5,7 +5,7 @@
     GET /api/v1/archives/TOKEN                           without a key          --> a tar: PEFT files, no pickle; or one
 
 The SDK's programs open the address with other tools, which have no key. It is signed with a key of this run, so it
-says what may be read, and until when; a state that was dropped or replaced meanwhile is not sent.
+names what may be read, and until when; a state that was dropped or replaced meanwhile is not sent.
 """
 
 from __future__ import annotations

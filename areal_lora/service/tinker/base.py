@@ -43,22 +43,22 @@ class Base:
             targets=served_targets(config),
         )
 
-    def check(self, asked: str | None) -> None:
+    def check(self, given: str | None) -> None:
         """Raises Refused for the name of another base."""
-        if asked not in {None, self.name, self.tokenizer, *self.aliases}:
-            reason = f"{str(asked)[:64]!r} is not the base of this run"
+        if given not in {None, self.name, self.tokenizer, *self.aliases}:
+            reason = f"{str(given)[:64]!r} is not the base of this run"
             raise Refused(422, "base_model", reason, f"use {self.name}")
 
-    def lora(self, asked: LoraConfig | None, optimizer: OptimizerConfig | None) -> Lora:
+    def lora(self, given: LoraConfig | None, optimizer: OptimizerConfig | None) -> Lora:
         """The settings of a model. Raises Refused."""
-        if asked is None:
+        if given is None:
             raise Refused(422, "lora_config", "there is none: only adapters are trained", "send lora_config")
         check_optimizer(optimizer)
-        targets = tuple(t for t in self.targets if (asked.train_attn if _of_attention(t) else asked.train_mlp))
+        targets = tuple(t for t in self.targets if (given.train_attn if _of_attention(t) else given.train_mlp))
         if not targets:
             reason = f"none of the modules that it names can be adapted here: {', '.join(self.targets)} can"
             raise Refused(422, "lora_config", reason, "set train_attn or train_mlp")
-        return Lora(rank=asked.rank, alpha=ALPHA, target_modules=targets, seed=asked.seed)
+        return Lora(rank=given.rank, alpha=ALPHA, target_modules=targets, seed=given.seed)
 
     def shown(self, lora: Lora) -> tuple[bool, bool]:
         """Whether attention and MLP are trained."""

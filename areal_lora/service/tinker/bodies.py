@@ -42,7 +42,7 @@ class CreateModel(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
 
 
-class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
+class OfModel(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
 
 

@@ -63,7 +63,7 @@ class Checkpoints:
         )
 
     async def runs(self, request: Request, caller: Caller) -> Response:
-        """Also those that are gone, for as long as the queue has them."""
+        """Also those that have left, for as long as the queue has them."""
         found = await self._queue.change(lambda tx: sessions.models(tx, caller.tenant))
         saved = await self._saved(caller)
         page, cursor = _page(request, found)
@@ -75,7 +75,7 @@ class Checkpoints:
         return answered(self._run(caller, model, await self._saved(caller, model.model)))
 
     async def of_run(self, request: Request, caller: Caller) -> Response:
-        """Also of a model that is gone."""
+        """Also of a model that has left."""
         saved = await self._saved(caller, request.path_params["model"])
         return answered({"checkpoints": [_checkpoint(each) for each in saved]})
 
@@ -91,10 +91,10 @@ class Checkpoints:
         return Response(status_code=204)
 
     async def expire(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.Ttl)
+        body = sdk_decoded(await body_of(request, caller), bodies.Ttl)
         if not await self._external(request, caller):
             path = path_of_request(request)
-            await self._queue.change(lambda tx: set_ttl(tx, caller.tenant, path, asked.ttl_seconds))
+            await self._queue.change(lambda tx: set_ttl(tx, caller.tenant, path, body.ttl_seconds))
         return Response(status_code=204)
 
     async def _external(self, request: Request, caller: Caller) -> bool:
@@ -105,8 +105,8 @@ class Checkpoints:
         return True
 
     async def weights_info(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.Path)
-        lora = (await self._state(caller, asked.tinker_path)).lora
+        body = sdk_decoded(await body_of(request, caller), bodies.Path)
+        lora = (await self._state(caller, body.tinker_path)).lora
         attention, mlp = self._base.shown(lora)
         return answered(
             {

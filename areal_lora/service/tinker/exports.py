@@ -27,7 +27,7 @@ MAX_DOWNLOADS = 64
 
 
 class Exports:
-    """Models of downloads. They are in memory: after a restart of the service a download begins again."""
+    """Models of downloads. They are in memory: after a restart of the service a download starts again."""
 
     def __init__(self) -> None:
         self._states: dict[tuple[str, str], Saved] = {}
@@ -37,7 +37,7 @@ class Exports:
         """Whether the model that is to have these notes is one of a download."""
         return notes.get("created_by") in _CREATORS
 
-    def begin(self, tenant: str, session: str, seq: int, state: Saved) -> str:
+    def start(self, tenant: str, session: str, seq: int, state: Saved) -> str:
         """The id of a request that is answered."""
         mine = [key for key in self._states if key[0] == tenant]
         for key in mine[: len(mine) - MAX_DOWNLOADS + 1]:
@@ -49,7 +49,7 @@ class Exports:
         return self._states.get((tenant, model))
 
     def save(self, tenant: str, model: str, keys: Sequence[str] | None) -> str | None:
-        """As `begin`; None for a model that is none of a download. Raises Refused for keys that are none."""
+        """As `start`; None for a model that is none of a download. Raises Refused for keys that are none."""
         if (state := self.state(tenant, model)) is None:
             return None
         return f"{SCHEME}{state.model}/{EXTERNAL}/{_BETWEEN.join((state.name, *keys_of(keys)))}"

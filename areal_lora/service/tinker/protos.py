@@ -1,7 +1,7 @@
 """The protobuf bodies of the SDK's wire, as fields and numbers.
 
-Declared in proto2, whose singular fields say whether they were sent. On the wire that is what the SDK's proto3 files
-say: an enum is an int32, a map is a repeated entry of key and value, and texts are bytes until they are sdk_decoded.
+Declared in proto2, whose singular fields show whether they were sent. On the wire that equals the SDK's proto3
+files: an enum is an int32, a map is a repeated entry of key and value, and texts are bytes until they are decoded.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ its place in the order as a `Poison`, so that the operations behind it do not wa
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_lora.operations.messages import OptimStep, Poison
-from areal_lora.service.http import Caller, Guard, Handler, body_of, fingerprint, notes_of, sdk_decoded
+from areal_lora.service.http import SDK_FIX, Caller, Guard, Handler, body_of, fingerprint, notes_of, sdk_decoded
 from areal_lora.service.queue import requests
 from areal_lora.service.queue.queue import RequestQueue
 from areal_lora.service.refused import Refused
@@ -56,25 +58,28 @@ class Routes:
         self._queue, self._base, self._sampling, self._exports = queue, base, sampling, Exports()
 
     def routes(self, guard: Guard) -> list[Route]:
+        json: dict[str, tuple[type[Any], JsonHandler]] = {
+            "create_session": (bodies.CreateSession, self.create_session),
+            "session_heartbeat": (bodies.OfSession, self.heartbeat),
+            "create_model": (bodies.CreateModel, self.create_model),
+            "unload_model": (bodies.OfModel, self.unload),
+            "get_info": (bodies.OfModel, self.info),
+            "optim_step": (bodies.OptimStep, self.optim_step),
+            "save_weights": (bodies.SaveWeights, self.save),
+            "save_weights_for_sampler": (bodies.SaveForSampler, self.save_for_sampler),
+            "save_weights_external": (bodies.SaveExternal, self.save_external),
+            "load_weights": (bodies.LoadWeights, self.load),
+        }
         posts: dict[str, Handler] = {
             "client/config": self.config,
-            "client/dynamic_config": self.dynamic_config,
-            "telemetry": self.telemetry,
-            "cancel_future": self.accepted,
-            "create_session": self.create_session,
-            "session_heartbeat": self.heartbeat,
+            "client/dynamic_config": partial(_constant, DYNAMIC),
+            "telemetry": partial(_constant, {"status": "accepted"}, long=True),  # it is not kept
+            "cancel_future": partial(_constant, {}),
             "sessions/{session}/finish": self.finish,
-            "create_model": self.create_model,
-            "unload_model": self.unload,
-            "get_info": self.info,
             "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save,
-            "save_weights_for_sampler": self.save_for_sampler,
-            "save_weights_external": self.save_external,
-            "load_weights": self.load,
             "retrieve_future": self.retrieve,
         }
+        posts |= {verb: _json(verb, kind, handle) for verb, (kind, handle) in json.items()}
         gets: dict[str, Handler] = {"healthz": self.health, "get_server_capabilities": self.capabilities}
         return [
             *(Route(f"/api/v1/{path}", guard(handler), methods=["POST"]) for path, handler in posts.items()),
@@ -87,19 +92,6 @@ class Routes:
         await body_of(request, caller)
         return answered(FLAGS | {"sample_max_concurrent_requests": max(1, caller.quota.queued // 2)})
 
-    async def dynamic_config(self, request: Request, caller: Caller) -> Response:
-        await body_of(request, caller)
-        return answered(DYNAMIC)
-
-    async def telemetry(self, request: Request, caller: Caller) -> Response:
-        """What the SDK reports of itself is not kept."""
-        await body_of(request, caller, long=True)
-        return answered({"status": "accepted"})
-
-    async def accepted(self, request: Request, caller: Caller) -> Response:
-        await body_of(request, caller)
-        return answered({})
-
     async def health(self, request: Request, caller: Caller) -> Response:
         return answered({"status": "ok"})
 
@@ -110,18 +102,16 @@ class Routes:
 
     # ------------------------------------------------------------ sessions and models
 
-    async def create_session(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.CreateSession)
-        notes_of(asked.user_metadata)
-        session = await self._queue.open_session(caller.tenant, msgspec.json.encode(asked))
+    async def create_session(self, caller: Caller, body: bodies.CreateSession, mark: str) -> Response:
+        notes_of(body.user_metadata)
+        session = await self._queue.open_session(caller.tenant, msgspec.json.encode(body))
         warning = NO_OUTPUT_LAYER
         if crowded := await self._queue.crowded(caller.tenant):
             warning += f"; a new model waits for a place: {crowded}"
         return answered({"type": "create_session", "session_id": session, "warning_message": warning})
 
-    async def heartbeat(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.OfSession)
-        await self._queue.heartbeat(caller.tenant, asked.session_id)
+    async def heartbeat(self, caller: Caller, body: bodies.OfSession, mark: str) -> Response:
+        await self._queue.heartbeat(caller.tenant, body.session_id)
         return answered({"type": "session_heartbeat"})
 
     async def finish(self, request: Request, caller: Caller) -> Response:
@@ -129,29 +119,24 @@ class Routes:
         await self._queue.end_session(caller.tenant, request.path_params["session"])
         return answered({})
 
-    async def create_model(self, request: Request, caller: Caller) -> Response:
-        body = await body_of(request, caller)
-        asked = sdk_decoded(body, bodies.CreateModel)
-        self._base.check(asked.base_model)
-        lora, notes = self._base.lora(asked.lora_config, asked.optimizer_config), notes_of(asked.user_metadata)
+    async def create_model(self, caller: Caller, body: bodies.CreateModel, mark: str) -> Response:
+        self._base.check(body.base_model)
+        lora, notes = self._base.lora(body.lora_config, body.optimizer_config), notes_of(body.user_metadata)
         action = requests.CreateModel(lora=lora, notes=notes)
-        session, seq, mark = asked.session_id, asked.model_seq_id, _mark("create_model", body)
-        return _future(await self._queue.create_model(caller.tenant, session, seq, mark, action))
+        return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, action))
 
-    async def unload(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.ModelRequest)
-        return _future(await self._queue.unload(caller.tenant, asked.model_id))
+    async def unload(self, caller: Caller, body: bodies.OfModel, mark: str) -> Response:
+        return _future(await self._queue.unload(caller.tenant, body.model_id))
 
-    async def info(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.ModelRequest)
-        name = caller.tenant, asked.model_id
+    async def info(self, caller: Caller, body: bodies.OfModel, mark: str) -> Response:
+        name = caller.tenant, body.model_id
         exported = self._exports.state(*name)
         lora = exported.lora if exported else await self._queue.change(lambda tx: tx.model(*name).lora)
         data = {"arch": "lora", "model_name": self._base.name, "tokenizer_id": self._base.tokenizer}
         return answered(
             {
                 "type": "get_info",
-                "model_id": asked.model_id,
+                "model_id": body.model_id,
                 "model_data": data,
                 "model_name": self._base.name,
                 "is_lora": True,
@@ -164,126 +149,118 @@ class Routes:
     async def forward_backward(self, request: Request, caller: Caller) -> Response:
         body = await body_of(request, caller, long=True)
         if "protobuf" not in request.headers.get("content-type", ""):
-            reason = "passes are read as protobuf, as client/config has it"
-            raise Refused(422, "Content-Type", reason, "use an SDK version that the service page names")
-        asked = read_pass(body)
-        wanted = _poison(asked.wanted) if isinstance(asked.wanted, Refused) else asked.wanted
-        mark = _mark("pass", msgspec.msgpack.encode(wanted))  # entries of a map come in any order when it is sent again
-        return await self._submit(caller, asked.model, asked.seq, mark, requests.Train(what=wanted))
+            raise Refused(422, "Content-Type", "passes are read as protobuf, as client/config has it", SDK_FIX)
+        found = read_pass(body)
+        what = _poison(found.wanted) if isinstance(found.wanted, Refused) else found.wanted
+        # Entries of a map come in any order when it is sent again.
+        mark = fingerprint("pass", msgspec.msgpack.encode(what))
+        return await self._submit(caller, found.model, found.seq, mark, requests.Train(what=what))
 
-    async def optim_step(self, request: Request, caller: Caller) -> Response:
-        body = await body_of(request, caller)
-        asked = sdk_decoded(body, bodies.OptimStep)
+    async def optim_step(self, caller: Caller, body: bodies.OptimStep, mark: str) -> Response:
         try:
-            what: OptimStep | Poison = _step(asked)
+            what: OptimStep | Poison = _step(body)
         except Refused as refused:
             what = _poison(refused, of_step=True)
-        return await self._submit(caller, asked.model_id, asked.seq_id, _mark("step", body), requests.Train(what=what))
+        return await self._submit(caller, body.model_id, body.seq_id, mark, requests.Train(what=what))
 
-    async def save(self, request: Request, caller: Caller) -> Response:
-        body = await body_of(request, caller)
-        asked = sdk_decoded(body, bodies.SaveWeights)
-        name = asked.path or f"{asked.seq_id:06d}"
-        try:
-            notes = notes_of(asked.user_metadata)
-            action: requests.ModelAction = requests.Save(
-                name=name, ttl_s=asked.ttl_seconds, overwrite=asked.overwrite, notes=notes
+    async def save(self, caller: Caller, body: bodies.SaveWeights, mark: str) -> Response:
+        def action() -> requests.ModelAction:
+            name, notes = body.path or f"{body.seq_id:06d}", notes_of(body.user_metadata)
+            return requests.Save(name=name, ttl_s=body.ttl_seconds, overwrite=body.overwrite, notes=notes)
+
+        return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
+
+    async def save_for_sampler(self, caller: Caller, body: bodies.SaveForSampler, mark: str) -> Response:
+        def action() -> requests.ModelAction:
+            return requests.SaveForSampler(
+                name=body.path,
+                sampler_seq=body.sampling_session_seq_id if body.path is None else None,
+                in_flight=body.kind == "inflight",
+                ttl_s=body.ttl_seconds,
+                notes=notes_of(body.user_metadata),
             )
-        except Refused as refused:
-            action = requests.Refuse(reason=str(refused))
-        return await self._submit(caller, asked.model_id, asked.seq_id, _mark("save", body), action)
 
-    async def save_for_sampler(self, request: Request, caller: Caller) -> Response:
-        body = await body_of(request, caller)
-        asked = sdk_decoded(body, bodies.SaveForSampler)
-        try:
-            action: requests.ModelAction = requests.SaveForSampler(
-                name=asked.path,
-                sampler_seq=asked.sampling_session_seq_id if asked.path is None else None,
-                in_flight=asked.kind == "inflight",
-                ttl_s=asked.ttl_seconds,
-                notes=notes_of(asked.user_metadata),
-            )
-        except Refused as refused:
-            action = requests.Refuse(reason=str(refused))
-        return await self._submit(caller, asked.model_id, asked.seq_id, _mark("sampler", body), action)
+        return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
 
-    async def save_external(self, request: Request, caller: Caller) -> Response:
-        body = await body_of(request, caller)
-        asked = sdk_decoded(body, bodies.SaveExternal)
-        if (path := self._exports.save(caller.tenant, asked.model_id, asked.age_encryption_recipients)) is not None:
+    async def save_external(self, caller: Caller, body: bodies.SaveExternal, mark: str) -> Response:
+        if (path := self._exports.save(caller.tenant, body.model_id, body.age_encryption_recipients)) is not None:
             return _future(path)
-        try:
-            notes = notes_with(keys_of(asked.age_encryption_recipients))
-            action: requests.ModelAction = requests.Save(name=asked.path, ttl_s=asked.ttl_seconds, notes=notes)
-        except Refused as refused:
-            action = requests.Refuse(reason=str(refused))
-        return await self._submit(caller, asked.model_id, asked.seq_id, _mark("external", body), action)
 
-    async def load(self, request: Request, caller: Caller) -> Response:
+        def action() -> requests.ModelAction:
+            notes = notes_with(keys_of(body.age_encryption_recipients))
+            return requests.Save(name=body.path, ttl_s=body.ttl_seconds, notes=notes)
+
+        return await self._submit(caller, body.model_id, body.seq_id, mark, _or_refuse(action))
+
+    async def load(self, caller: Caller, body: bodies.LoadWeights, mark: str) -> Response:
         """Into a model that there is, or into a new one with the settings of the model that saved the state."""
-        body = await body_of(request, caller)
-        asked = sdk_decoded(body, bodies.LoadWeights)
-        if asked.weights_access_token is not None:
+        if body.weights_access_token is not None:
             raise Refused(422, "weights_access_token", "states of other accounts cannot be read", "leave it out")
-        check_optimizer(asked.optimizer_config)
-        self._base.check(asked.base_model)
-        action, mark = requests.Load(path=asked.path, optimizer=asked.optimizer), _mark("load", body)
-        if asked.model_id is not None and asked.seq_id is not None:
-            return await self._submit(caller, asked.model_id, asked.seq_id, mark, action)
-        if asked.session_id is None or asked.model_seq_id is None:
+        check_optimizer(body.optimizer_config)
+        self._base.check(body.base_model)
+        action = requests.Load(path=body.path, optimizer=body.optimizer)
+        if body.model_id is not None and body.seq_id is not None:
+            return await self._submit(caller, body.model_id, body.seq_id, mark, action)
+        if body.session_id is None or body.model_seq_id is None:
             fix = "send model_id and seq_id, or session_id and model_seq_id"
             raise Refused(422, "model_id", "it names no model", fix)
-        made = requests.CreateModel(lora=None, load=action, notes=notes_of(asked.user_metadata))
+        made = requests.CreateModel(lora=None, load=action, notes=notes_of(body.user_metadata))
         if self._exports.wanted(made.notes):
-            await self._queue.heartbeat(caller.tenant, asked.session_id)
-            state = await self._queue.change(lambda tx: tx.state(caller.tenant, asked.path))
-            return _future(self._exports.begin(caller.tenant, asked.session_id, asked.model_seq_id, state))
-        return _future(await self._queue.create_model(caller.tenant, asked.session_id, asked.model_seq_id, mark, made))
+            await self._queue.heartbeat(caller.tenant, body.session_id)
+            state = await self._queue.change(lambda tx: tx.state(caller.tenant, body.path))
+            return _future(self._exports.start(caller.tenant, body.session_id, body.model_seq_id, state))
+        return _future(await self._queue.create_model(caller.tenant, body.session_id, body.model_seq_id, mark, made))
 
     async def retrieve(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.Retrieve)
-        if (sample := await self._sampling.retrieve(request, caller, asked.request_id, WAIT_S)) is not None:
+        name = sdk_decoded(await body_of(request, caller), bodies.Retrieve).request_id
+        if (sample := await self._sampling.retrieve(request, caller, name, WAIT_S)) is not None:
             return sample
-        if (exported := self._exports.answer(caller.tenant, asked.request_id)) is not None:
-            return retrieved(exported, asked.request_id)
-        return retrieved(await self._queue.outcome(caller.tenant, asked.request_id, WAIT_S), asked.request_id)
+        if (exported := self._exports.answer(caller.tenant, name)) is not None:
+            return retrieved(exported, name)
+        return retrieved(await self._queue.outcome(caller.tenant, name, WAIT_S), name)
 
     async def _submit(self, caller: Caller, model: str, seq: int, mark: str, action: requests.ModelAction) -> Response:
         return _future(await self._queue.submit(caller.tenant, model, seq, mark, action))
 
 
-def _step(asked: bodies.OptimStep) -> OptimStep:
-    if asked.optimizer_params is not None or asked.adam_params is None:
+JsonHandler = Callable[[Caller, Any, str], Awaitable[Response]]
+"""Of a caller, its body, and what has to be equal for two requests under one number to be one."""
+
+
+def _json(verb: str, kind: type[Any], handle: JsonHandler) -> Handler:
+    async def handler(request: Request, caller: Caller) -> Response:
+        body = await body_of(request, caller)
+        return await handle(caller, sdk_decoded(body, kind), fingerprint(verb, body))
+
+    return handler
+
+
+async def _constant(answer: dict[str, Any], request: Request, caller: Caller, *, long: bool = False) -> Response:
+    await body_of(request, caller, long=long)
+    return answered(answer)
+
+
+def _step(body: bodies.OptimStep) -> OptimStep:
+    if body.optimizer_params is not None or body.adam_params is None:
         raise Refused(422, "optimizer_params", "only AdamW is supported", "send adam_params")
-    adam = sdk_decoded(asked.adam_params, bodies.AdamParams)
-    for name, least, below in (
-        ("learning_rate", 0.0, math.inf),
-        ("beta1", 0.0, 1.0),
-        ("beta2", 0.0, 1.0),
-        ("eps", 0.0, math.inf),
-        ("weight_decay", 0.0, math.inf),
-        ("grad_clip_norm", 0.0, math.inf),
-    ):
-        if not least <= (value := getattr(adam, name)) < below:
-            raise Refused(422, f"adam_params.{name}", f"{value} is not from {least} to {below}", "correct it")
-    return OptimStep(
-        lr=adam.learning_rate,
-        beta1=adam.beta1,
-        beta2=adam.beta2,
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
-        grad_clip_norm=adam.grad_clip_norm,
-    )
+    values = msgspec.structs.asdict(sdk_decoded(body.adam_params, bodies.AdamParams))
+    for name, value in values.items():
+        below = 1.0 if name.startswith("beta") else math.inf
+        if not 0.0 <= value < below:
+            raise Refused(422, f"adam_params.{name}", f"{value} is not from 0.0 to {below}", "correct it")
+    return OptimStep(lr=values.pop("learning_rate"), **values)
+
+
+def _or_refuse(action: Callable[[], requests.ModelAction]) -> requests.ModelAction:
+    """What is wrong with the content takes its place in the order, so that the requests behind it do not wait."""
+    try:
+        return action()
+    except Refused as refused:
+        return requests.Refuse(reason=str(refused))
 
 
 def _poison(refused: Refused, *, of_step: bool = False) -> Poison:
     return Poison(reason=str(refused), by_client=True, of_step=of_step)
-
-
-def _mark(verb: str, body: bytes) -> str:
-    """What has to be equal for two requests under one number to be one."""
-    return fingerprint(verb, body)
 
 
 def _future(request: str) -> Response:

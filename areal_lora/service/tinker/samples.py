@@ -61,7 +61,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def n_echoed(self) -> int:
-        """Tokens of the prompt that the server's answer begins with, so that they have scores."""
+        """Tokens of the prompt at the start of the server's answer, so that they have scores."""
         return len(self.token_ids) if self.prompt_logprobs or self.topk_prompt_logprobs else 0
 
 
@@ -83,7 +83,7 @@ def read_sample(body: dict[str, Any]) -> SampleRequest:
             raise Refused(422, name, f"it is not from 0 to {MAX_TOP}", "correct it")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < len(request.token_ids)):
-        reason = "it is not from 1 to the length of the prompt - 1, or no prompt_logprobs are asked for"
+        reason = "it is not from 1 to the length of the prompt - 1, or prompt_logprobs is not set"
         raise Refused(422, "prompt_logprobs_last_n", reason, "correct it")
     return request
 
@@ -158,7 +158,7 @@ def sampled_body(request: SampleRequest, payload: bytes) -> bytes:
 
 
 def _fill_top(message: Any, rows: list[dict[int, float]], k: int) -> None:
-    """The ``k`` most likely tokens of each position, the most likely one first; what is empty says that."""
+    """The ``k`` most likely tokens of each position, the most likely one first; empty places are marked."""
     ids, values = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), EMPTY_TOP, "<f4")
     for i, row in enumerate(rows):
         for j, (token, value) in enumerate(sorted(row.items(), key=lambda item: -item[1])[:k]):

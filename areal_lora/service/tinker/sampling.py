@@ -1,6 +1,6 @@
 """Sampling sessions and samples. A server of the run answers a sample; what comes of it is kept until it is fetched.
 
-    asample --> the queue keeps what is asked for --> its id     retrieve_future --> the outcome; the queue may forget
+    asample --> the queue keeps the request --> its id     retrieve_future --> the outcome; the queue may forget
 
 What comes of samples is in memory: a service that starts samples again what no client has fetched.
 """
@@ -43,7 +43,7 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sample:
-    """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not begun.
+    """``found`` is the SDK's message, or why there is none. ``waits`` is why it has not started.
 
     ``n_bytes`` are those of the request while the queue keeps it, and those of the answer. ``metered``: its tokens
     count as in progress.
@@ -73,7 +73,7 @@ class Sampling:
             Route("/api/v1/samplers/{sampler}", guard(self.show), methods=["GET"]),
         ]
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Sample again what an earlier process has acknowledged."""
         for each in await self._queue.change(kept_samples):
             try:
@@ -81,7 +81,7 @@ class Sampling:
             except Refused:  # an earlier release took it; it fails in its turn
                 tokens = 0
             sample = _Sample(tenant=each.tenant, mark=each.fingerprint, n_bytes=len(each.body), tokens=tokens)
-            self._meter.begin(each.tenant, tokens)
+            self._meter.start(each.tenant, tokens)
             self._start(each.sample, sample, each.body)
 
     async def close(self) -> None:
@@ -91,11 +91,11 @@ class Sampling:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def create(self, request: Request, caller: Caller) -> Response:
-        asked = sdk_decoded(await body_of(request, caller), bodies.CreateSampler)
-        self._base.check(asked.base_model)
-        if asked.base_model is None and asked.model_path is None:
+        parsed = sdk_decoded(await body_of(request, caller), bodies.CreateSampler)
+        self._base.check(parsed.base_model)
+        if parsed.base_model is None and parsed.model_path is None:
             raise Refused(422, "model_path", "neither a state nor a base is named", "send model_path or base_model")
-        session, seq, path = asked.session_id, asked.sampling_session_seq_id, asked.model_path
+        session, seq, path = parsed.session_id, parsed.sampling_session_seq_id, parsed.model_path
         sampler = await self._queue.change(lambda tx: open_sampler(tx, caller.tenant, session, seq, path))
         return answered({"type": "create_sampling_session", "sampling_session_id": sampler})
 
@@ -107,14 +107,14 @@ class Sampling:
     async def sample(self, request: Request, caller: Caller) -> Response:
         """The same request again has the id of the first one."""
         body = await body_of(request, caller, long=True)
-        asked, mark = read_sample(as_object(body)), fingerprint("sample", body)
-        session = asked.sampling_session_id
+        parsed, mark = read_sample(as_object(body)), fingerprint("sample", body)
+        session = parsed.sampling_session_id
         sampler = (await self._queue.change(lambda tx: tx.sampler(caller.tenant, session))).sampler
-        name = f"{sampler}:{asked.seq_id}"
+        name = f"{sampler}:{parsed.seq_id}"
         if (sample := self._samples.get(name)) is None:
-            tokens = self._tokens(asked)
+            tokens = self._tokens(parsed)
             self._make_room(caller, len(body))
-            self._meter.begin(caller.tenant, tokens, caller.quota)
+            self._meter.start(caller.tenant, tokens, caller.quota)
             sample = self._samples[name] = _Sample(tenant=caller.tenant, mark=mark, n_bytes=len(body), tokens=tokens)
         if sample.mark != mark:
             raise Refused(422, "seq_id", "another request came under this number", "use a new number")
@@ -127,7 +127,7 @@ class Sampling:
                 if sample.task is None:
                     self._samples.pop(name, None)
                     self._unmeter(sample)
-        ids = [f"{name}:{k}" for k in range(asked.num_samples)]
+        ids = [f"{name}:{k}" for k in range(parsed.num_samples)]
         return answered({"request_id": name, "sample_sequence_ids": ids})
 
     async def retrieve(self, request: Request, caller: Caller, name: str, wait_s: float) -> Response | None:
@@ -151,8 +151,8 @@ class Sampling:
             case None:
                 return retrieved(sample.waits or Pending(reason="it is being sampled"), name)
 
-    def _tokens(self, asked: SampleRequest) -> int:
-        return n_tokens(completion(asked, BASE, self._base.context, pinned=False), self._base.context)
+    def _tokens(self, parsed: SampleRequest) -> int:
+        return n_tokens(completion(parsed, BASE, self._base.context, pinned=False), self._base.context)
 
     def _make_room(self, caller: Caller, n_bytes: int) -> None:
         """Forget samples of a tenant that were fetched, the oldest first, where they are many. Raises Refused (429)."""
@@ -206,12 +206,12 @@ class Sampling:
             sample.metered = False
             self._meter.end(sample.tenant, sample.tokens)
 
-    async def _sampled(self, sample: _Sample, asked: SampleRequest) -> bytes:
+    async def _sampled(self, sample: _Sample, parsed: SampleRequest) -> bytes:
         """Raises Refused, also where no server can answer for a long time."""
         until, missing = time.monotonic() + PATIENCE_S, None
         while True:
             try:
-                served = await self._queue.serve(sample.tenant, asked.sampling_session_id, missing)
+                served = await self._queue.serve(sample.tenant, parsed.sampling_session_id, missing)
             except Unavailable as unavailable:
                 if time.monotonic() > until:
                     raise
@@ -222,9 +222,9 @@ class Sampling:
                 sample.waits = None
                 inner = served.model or BASE
                 names = Names(BASE, BASE, BASE) if inner == BASE else Names("it", "it", inner)
-                body = completion(asked, inner, self._base.context, pinned="@" in inner)
+                body = completion(parsed, inner, self._base.context, pinned="@" in inner)
                 try:
-                    return sampled_body(asked, await self._gateway.answer("/v1/completions", body, names))
+                    return sampled_body(parsed, await self._gateway.answer("/v1/completions", body, names))
                 except Refused as refused:
                     if refused.status not in (404, 503):
                         raise

@@ -35,7 +35,7 @@ class Sdk:
         )
 
     async def __aenter__(self) -> Sdk:
-        await self._sampling.begin()
+        await self._sampling.start()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -54,7 +54,7 @@ def _elements(data: bytes, dtype: int, path: str) -> Array:
     if (kind := _ELEMENTS.get(dtype)) is None:
         raise Refused(422, path, f"elements of type {dtype} are not known", "send float32 or int64")
     if len(data) % np.dtype(kind).itemsize:
-        raise Refused(422, path, "its bytes are no whole number of elements", "send what its type and shape say")
+        raise Refused(422, path, "its bytes are no whole number of elements", "send what its type and shape require")
     return np.frombuffer(data, kind)
 
 

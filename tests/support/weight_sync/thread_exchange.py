@@ -25,7 +25,7 @@ class ThreadExchange:
             messages = list(self._messages)
             self._meeting.wait(timeout_s)
         except threading.BrokenBarrierError:
-            raise PublishError(f"trainer rank {self.rank}: a trainer rank is gone or late; see its log") from None
+            raise PublishError(f"trainer rank {self.rank}: a trainer rank has ended or is late; see its log") from None
         return messages
 
     def broadcast_bytes(self, data: bytes | None, timeout_s: float | None = None) -> bytes:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from areal_lora.errors import EnvironmentError_
-from areal_lora.network.rpc import Connection, ConnectionLost, Server, Wire
+from areal_lora.network.rpc import Connection, ConnectionLost, Server, Subscription, Wire
 
 SECRET = "5e" * 32
 WIRE = Wire(server="server", client="client", max_request_bytes=1000, max_reply_bytes=1000)
@@ -24,7 +26,8 @@ class Echo:
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
 
-    def _take(self, client: bytes, number: bytes, payload: bytes) -> None:
+    def _take(self, client: bytes, *frames: bytes) -> None:
+        number, payload = (frames[0], frames[-1])
         if self._later is not None:
             self.server.send(*self._later)
             self._later = None
@@ -99,3 +102,24 @@ def test_an_address_of_another_machine_is_an_error_at_once() -> None:
     with pytest.raises(EnvironmentError_, match="no port can be bound"):
         elsewhere.server.port  # noqa: B018
     elsewhere.thread.join(5)
+
+
+def test_what_a_subscription_sends_after_the_end_of_its_server_is_lost(echo) -> None:
+    """It must neither wait for ever nor fail: the next connection greets, and the other end states what it expects."""
+
+    async def run() -> None:
+        context = zmq.asyncio.Context()
+        subscription = Subscription(context, "127.0.0.1", echo.server.port, SECRET, WIRE)
+        with pytest.raises(ConnectionLost, match="closed the connection"):
+            async with asyncio.timeout(10):
+                await subscription.run(lambda: b"hello", lambda _: None, echo_ends)
+        async with asyncio.timeout(5):
+            await subscription.send(b"lost")
+        subscription.close()
+        context.destroy(linger=0)
+
+    def echo_ends() -> bool:
+        echo.server.close()
+        return False
+
+    asyncio.run(run())

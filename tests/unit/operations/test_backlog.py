@@ -124,12 +124,12 @@ def test_outcomes_wait_for_those_before_them() -> None:
     for number, what in enumerate((PASS, STEP, PASS, Publish(), STEP), 1):
         backlog.receive(operation(number, what))
     assert backlog.complete(operation(1), SCORED) == [said(1, SCORED)]
-    backlog.begin(operation(2, STEP), STEPPED)
+    backlog.start(operation(2, STEP), STEPPED)
     assert backlog.first(["a.1"]) == operation(3), "what follows may be carried out"
     assert backlog.complete(operation(3), SCORED) == []
-    backlog.begin(operation(4, Publish()), None)
+    backlog.start(operation(4, Publish()), None)
     assert backlog.refused(operation(5, STEP)) is None, "its window began with the step that is not final"
-    backlog.begin(operation(5, STEP), STEPPED)
+    backlog.start(operation(5, STEP), STEPPED)
     assert backlog.end("a.1", 4, Published(version=2)) == []
     assert backlog.receive(Hello()) == [said(1, SCORED), Expects(adapter="a.1", number=6)]
     known = [said(2, STEPPED), said(3, SCORED), said(4, Published(version=2))]

@@ -92,7 +92,7 @@ def test_a_large_adapter_takes_little_memory_on_every_rank(ranks: Any) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_gone_is_named_instead_of_waited_for(tmp_path: Path) -> None:
     said = run_ranks(lose_a_rank, 2, tmp_path, (tmp_path,), timeout_s=60.0)[0]
-    assert said.startswith("trainer rank 0: a trainer rank is gone or late (")
+    assert said.startswith("trainer rank 0: a trainer rank has ended or is late (")
 
 
 class PlainEngine:

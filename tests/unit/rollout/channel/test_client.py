@@ -137,7 +137,7 @@ def test_waiting_is_said_and_ends(
     client, lines = connect(handler), verbs.WaitingLines()
     with caplog.at_level(logging.INFO, "areal_lora"):
         while isinstance(reply := client.poll((m.Wanted(adapter=NAME, step=12, version=12),)), m.NotReady):
-            lines.say(reply.lacking)
+            lines.report(reply.lacking)
     assert asked == 3
     assert "waiting for rollouts since 0 s: " in caplog.text
     assert f"{NAME} 40/64 groups ready, 90 running, 1 dropped; last fault: connection: refused" in caplog.text

@@ -242,9 +242,9 @@ def test_a_prompt_that_mixes_texts_and_tokens_is_refused(prompt: list[Any]) -> N
 
 def test_one_tenants_downloads_do_not_end_anothers() -> None:
     exports, state = Exports(), Saved.__new__(Saved)
-    exports.begin("bolt", "s", 0, state)
+    exports.start("bolt", "s", 0, state)
     for k in range(200):
-        exports.begin("acme", "s", k, state)
+        exports.start("acme", "s", k, state)
     assert exports.state("bolt", "s:train:0") is state
     assert exports.state("acme", "s:train:0") is None
     assert exports.state("acme", "s:train:199") is state
