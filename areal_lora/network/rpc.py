@@ -167,7 +167,7 @@ class Server:
 
 
 class ConnectionLost(Exception):
-    """This connection can deliver no answer any more; ``refused`` if the handshake was, ``late`` if none came."""
+    """No answer comes; ``refused`` if the handshake was. Unless ``late`` the connection must not be used again."""
 
     def __init__(self, reason: str, *, refused: bool = False, late: bool = False) -> None:
         self.reason, self.refused, self.late = reason, refused, late

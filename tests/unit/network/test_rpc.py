@@ -66,13 +66,17 @@ def test_a_late_reply_is_not_taken_for_that_of_the_next_request(echo, context) -
 
 
 def test_a_server_that_ends_is_noticed_while_waiting_and_afterwards(echo, context) -> None:
-    connection = Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE)
+    connection, idle = (Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE) for _ in range(2))
+    assert idle.exchange(b"one", 5.0) == b"one"
+    assert connection.exchange(b"one", 5.0) == b"one"
+    assert idle.usable()
     threading.Timer(0.2, echo.server.close).start()
     with pytest.raises(ConnectionLost, match="closed the connection"):
         connection.exchange(b"no", 30.0)
     with pytest.raises(ConnectionLost, match="closed the connection"):
-        connection.exchange(b"no", 30.0)
+        idle.exchange(b"no", 30.0)
     connection.close()
+    idle.close()
     another = Connection(context, "127.0.0.1", echo.server.port, SECRET, WIRE)
     with pytest.raises(ConnectionLost, match="refused the connection") as lost:
         another.exchange(b"no", 30.0)
