@@ -33,18 +33,17 @@ from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secre
 from areal_lora.run_folder.status import LoadingServers, set_status
 from areal_lora.trainer.adapter import ControllerState, Restored, TokenRows, TrainingState, build_adapter, probe_rows
 from areal_lora.trainer.audit import Auditor
-from areal_lora.trainer.checkpointing import Checkpointing, resume
-from areal_lora.trainer.clients import Clients
+from areal_lora.trainer.clients.link import Clients
+from areal_lora.trainer.clients.passes import Limits
+from areal_lora.trainer.clients.saved_states import tidy_states
 from areal_lora.trainer.controller_link import ControllerLink
 from areal_lora.trainer.learn import ALIGNMENT_LIMITS
-from areal_lora.trainer.newcomers import newcomers
-from areal_lora.trainer.passes import Limits
-from areal_lora.trainer.payload import outgoing_payload
-from areal_lora.trainer.publishing import AdapterPublishing
 from areal_lora.trainer.recording import Recorder
-from areal_lora.trainer.saved_states import tidy_states
+from areal_lora.trainer.roster.desired import desired_view
 from areal_lora.trainer.state import Rank0, Trainer
 from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.versions.checkpointing import Checkpointing, resume
+from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.trainer.leader import Active, Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
@@ -103,7 +102,7 @@ def build_trainer(config: Config, run_folder: RunFolder, rank: int) -> Trainer:
         states=states,
         checkpointing=Checkpointing(config, engine, saver, versions),
         publishing=AdapterPublishing(
-            engine, publisher, outgoing_payload(config, engine), on_report, rank_0.recorder.members if rank_0 else None
+            engine, publisher, config.rollout.adapter_mode, on_report, rank_0.recorder.members if rank_0 else None
         ),
         control=control,
         rank_0=rank_0,
@@ -163,7 +162,7 @@ def _rank_0(
         recorder=recorder,
         auditor=auditor,
         turns=Turns({name: state.adapter.run.weight for name, state in states.items()}),
-        newcomers=newcomers(config, run_folder) if config.service else None,
+        desired=desired_view(config, run_folder) if config.service else None,
         clients=clients,
     )
 

@@ -11,8 +11,8 @@
 
 Step k is consumed once the checkpoint of version k + 1 is durable; a crash repeats at most one step (C9). With several
 adapters the same line is run for whichever has a batch and whose turn it is (`turns`); a fault of one of them ends
-that one (`containment`). Between two steps adapters may join, pause and leave (`joining`), and clients drive adapters
-of their own with the same verbs (`operating`).
+that one (`fault_isolation`). Between two steps adapters may join, pause and leave (`joining`), and clients drive their
+adapters with the same verbs (`operating`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from functools import partial
 from areal_lora.errors import AdapterRolloutError
 from areal_lora.processes.faults import reached
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.containment import contained, enter, first_failure, leave
-from areal_lora.trainer.joining import delete, join, pause, roll
-from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
-from areal_lora.trainer.operating import conclude, operate
-from areal_lora.trainer.peft import export_adapter
-from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.waits import (
+from areal_lora.trainer.collective.fault_isolation import contained, enter, first_failure, leave
+from areal_lora.trainer.collective.joining import delete, join, next_change, pause
+from areal_lora.trainer.collective.next_work import next_work
+from areal_lora.trainer.collective.operating import conclude, operate
+from areal_lora.trainer.collective.waits import (
     batch_of,
     begin_audit,
     collect_audit,
@@ -38,9 +36,22 @@ from areal_lora.trainer.waits import (
     join_last,
     join_publish,
     make_durable,
-    next_work,
 )
-from areal_lora.trainer.work import Concludes, Drained, Faulted, Joins, Leaves, Operates, Pauses, TrainOn, Unpublished
+from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
+from areal_lora.trainer.state import Trainer
+from areal_lora.trainer.versions.peft import export_adapter
+from areal_lora.trainer.work import (
+    Concludes,
+    Drained,
+    Faulted,
+    Join,
+    Leave,
+    Operates,
+    Pause,
+    Resume,
+    TrainOn,
+    Unpublished,
+)
 from areal_lora.types import AdapterPhase, AdapterRef, TrajectoryGroup
 
 
@@ -52,15 +63,15 @@ def train(trainer: Trainer) -> None:
     for state in list(trainer.states.values()):
         begin(trainer, state)
     began_s = time.perf_counter()
-    while (work := next_work(trainer, partial(roll, trainer))) is not None:
+    while (work := next_work(trainer, partial(next_change, trainer))) is not None:
         match work:
-            case Joins():
-                if (newcomer := join(trainer, work)) is not None:
-                    begin(trainer, newcomer)
-            case Leaves(adapter=name):
+            case Join():
+                if (joined := join(trainer, work)) is not None:
+                    begin(trainer, joined)
+            case Leave(adapter=name):
                 delete(trainer, trainer.states[name])
-            case Pauses(adapter=name, paused=paused):
-                pause(trainer, trainer.states[name], paused)
+            case Pause(adapter=name) | Resume(adapter=name):
+                pause(trainer, trainer.states[name], isinstance(work, Pause))
             case Operates(adapter=name):
                 operate(trainer, trainer.states[name], work)
             case Concludes(adapter=name, publish=publish):

@@ -15,7 +15,7 @@ from areal_lora.engine.megatron_engine import MegatronEngine
 from areal_lora.trainer.adapter import Adapter
 from areal_lora.trainer.companions import begin
 from areal_lora.trainer.learn import annotate
-from areal_lora.trainer.peft import warm_start
+from areal_lora.trainer.versions.peft import warm_start
 from tests.support.distributed.engine_ranks import (
     OPTIMIZER,
     TARGETS,

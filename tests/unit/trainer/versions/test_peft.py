@@ -20,8 +20,8 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.engine.common.plan import wire_layout
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer import peft as peft_module
-from areal_lora.trainer.peft import export_adapter
+from areal_lora.trainer.versions import peft as peft_module
+from areal_lora.trainer.versions.peft import export_adapter
 from areal_lora.types import ExpertLayout
 from areal_lora.weight_sync.layout import AdapterLayout
 from tests.support.distributed.spawn import run_ranks

@@ -18,7 +18,7 @@ from areal_lora.errors import (
     RolloutError,
 )
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.containment import contained, first_failure
+from areal_lora.trainer.collective.fault_isolation import contained, first_failure
 from areal_lora.trainer.turns import Turns
 from areal_lora.types import AdapterPhase
 

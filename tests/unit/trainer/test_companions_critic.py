@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_lora.algorithms.credit import explained_variance
-from areal_lora.trainer.critic import improve
+from areal_lora.trainer.companions import improve
 from areal_lora.trainer.learn import annotate, learn
 from areal_lora.types import TrainBatch
 from tests.support.trainer.recorded import RecordedEngine, make_adapter, make_batch

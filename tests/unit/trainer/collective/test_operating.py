@@ -29,8 +29,8 @@ from areal_lora.operations.messages import (
     Scored,
     Stepped,
 )
-from areal_lora.trainer import underway
-from areal_lora.trainer.clients import _decode
+from areal_lora.trainer.clients.link import _decode
+from areal_lora.trainer.collective import next_work
 from areal_lora.types import AdapterPhase
 from tests.support.operations.client import datum, floats
 from tests.support.operations.side import HeldDisk, Side
@@ -177,7 +177,7 @@ def test_a_full_disk_fails_the_state_that_is_saved_and_nothing_else(side: Side) 
 
 
 def test_a_checkpoint_is_tried_again_while_others_train(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(underway, "AGAIN_S", 3600.0)
+    monkeypatch.setattr(next_work, "RETRY_S", 3600.0)
     assert isinstance(side.disk, HeldDisk)
     side.disk.full = {"a.1"}
     side.client.begin("a.1", SFT, STEP)
@@ -186,13 +186,13 @@ def test_a_checkpoint_is_tried_again_while_others_train(side: Side, monkeypatch:
     assert isinstance(side.client.do("b.1", SFT, STEP)[1], Stepped)
     side.wait(lambda: side.beside_steps > trained + 5, "steps beside it")
     side.disk.full = set()
-    monkeypatch.setattr(underway, "AGAIN_S", 0.0)
+    monkeypatch.setattr(next_work, "RETRY_S", 0.0)
     side.client.wait(lambda: 2 in side.client.outcomes("a.1"))
     assert side.client.outcomes("a.1")[2] == side.client.outcomes("b.1")[2]
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_adapter_alone(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(underway, "AGAIN_S", 0.0)
+    monkeypatch.setattr(next_work, "RETRY_S", 0.0)
     assert isinstance(side.disk, HeldDisk)
     side.disk.full = {"a.1"}
     step, later = side.client.do("a.1", SFT, STEP, SFT)[1:]

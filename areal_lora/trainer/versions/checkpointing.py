@@ -30,7 +30,7 @@ from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer import companions
 from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState
-from areal_lora.trainer.peft import warm_start
+from areal_lora.trainer.versions.peft import warm_start
 from areal_lora.types import AdapterRef
 
 log = get_logger(__name__)

@@ -6,8 +6,8 @@
     Publish               the newest version is active on the servers -> answer
 
 Checkpoints, saved states and publishes run in the background, as those of training steps do, while the next
-operations and other adapters have their turns (`underway`). Answers follow each other in the order of the operations
-(`Clients`). What is wrong with an operation fails it, what is wrong with the adapter ends the adapter (`containment`).
+operations and other adapters have their turns (`next_work`). Answers follow each other in the order of the operations
+(`Clients`). A fault of an operation fails it, a fault of the adapter ends the adapter (`fault_isolation`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from areal_lora.operations.messages import (
 )
 from areal_lora.processes.faults import reached
 from areal_lora.trainer.adapter import TrainingState
-from areal_lora.trainer.containment import contained
-from areal_lora.trainer.passes import carry_out
-from areal_lora.trainer.saved_states import load_saved
+from areal_lora.trainer.clients.passes import carry_out
+from areal_lora.trainer.clients.saved_states import load_saved
+from areal_lora.trainer.collective.fault_isolation import contained
+from areal_lora.trainer.collective.waits import controller_state, join_checkpoint, join_publish
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.waits import controller_state, join_checkpoint, join_publish
 from areal_lora.trainer.work import Operates
 
 

@@ -12,7 +12,7 @@ import torch
 
 from areal_lora.config.models import Config
 from areal_lora.operations.messages import Datum, Loss, LossSettings, Pass
-from areal_lora.trainer.passes import Limits, batch_of, carry_out, problem
+from areal_lora.trainer.clients.passes import Limits, batch_of, carry_out, problem
 from tests.support.operations.client import datum, floats
 from tests.support.operations.side import client_adapter, service_config
 from tests.support.operations.toy_engine import VOCABULARY, ToyEngine

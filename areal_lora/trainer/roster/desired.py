@@ -1,4 +1,4 @@
-"""Rank 0 looks at the desired state: what it asks for next, and whether a newcomer can be trained at all."""
+"""Rank 0's view of the desired state, and whether a joining adapter can be trained at all."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredWatch
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.check import task_problems
 from areal_lora.trainer.adapter import probe_rows
-from areal_lora.trainer.checkpointing import chosen
-from areal_lora.trainer.work import Joins
+from areal_lora.trainer.versions.checkpointing import chosen
+from areal_lora.trainer.work import Join
 from areal_lora.types import AdapterPhase
 
 log = get_logger(__name__)
 
 FINAL = (AdapterPhase.DONE, AdapterPhase.DELETED)
-"""States that outlast a session; a failed newcomer is tried again, as a failed adapter of the configuration is."""
+"""States that outlast a session; a failed adapter is tried again, as one of the configuration is."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Newcomers:
-    """Rank 0's view of the desired state. ``beside`` are states of adapters that are not there, by key."""
+class DesiredView:
+    """``absent`` are states of adapters that are not there, by key."""
 
     config: Config
     run_folder: RunFolder
     watch: DesiredWatch
-    beside: dict[str, AdapterPhase] = field(default_factory=dict)
-    _said: str = ""
+    absent: dict[str, AdapterPhase] = field(default_factory=dict)
+    _problem: str = ""
 
     @property
     def closed(self) -> bool:
@@ -51,33 +51,33 @@ class Newcomers:
             desired, problem = self.watch.look(), ""
         except ArealLoraError as error:
             desired, problem = self.watch.newest, str(error)
-        if problem and problem != self._said:
+        if problem and problem != self._problem:
             log.error("the desired state is ignored: %s", problem)
-        self._said = problem
+        self._problem = problem
         return desired
 
 
-def newcomers(config: Config, run_folder: RunFolder) -> Newcomers:
-    """Begin to look; what is recorded as done or deleted stays so."""
+def desired_view(config: Config, run_folder: RunFolder) -> DesiredView:
+    """The view at the start of a session; what is recorded as done or deleted stays so."""
     newest = {r.adapter: r.state for r in state_records(run_folder) if isinstance(r, AdapterStateRecord)}
     final = {key: state for key, state in newest.items() if state in FINAL}
-    return Newcomers(config=config, run_folder=run_folder, watch=DesiredWatch(run_folder), beside=final)
+    return DesiredView(config=config, run_folder=run_folder, watch=DesiredWatch(run_folder), absent=final)
 
 
-def prepared(config: Config, run_folder: RunFolder, desired: DesiredAdapter) -> Joins:
-    """The work of attaching a newcomer, which has passed the rules of a start.
+def prepared(config: Config, run_folder: RunFolder, desired: DesiredAdapter) -> Join:
+    """The change that attaches an adapter, which has passed the rules of a start.
 
-    Raises an ArealLoraError that says what is wrong with it, its task or its checkpoints.
+    Raises an ArealLoraError that states what is wrong with it, its task or its checkpoints.
     """
     adapter = checked(config, desired)
     single = alone(config, adapter)
     [checkpoint] = chosen(explain(run_folder, single), single)
     rows = probe_rows(config, adapter, load_tokenizer(config.model.folder))
-    return Joins(adapter=adapter.name, config=adapter.model_dump_json().encode(), probe=rows, checkpoint=checkpoint)
+    return Join(adapter=adapter.name, config=adapter.model_dump_json().encode(), probe=rows, checkpoint=checkpoint)
 
 
 def checked(config: Config, desired: DesiredAdapter) -> AdapterConfig:
-    """The newcomer's settings with resolved targets, by the rules of a start. Raises ConfigError or ConfigErrors."""
+    """The settings with resolved targets, by the rules of a start. Raises ConfigError or ConfigErrors."""
     adapter = joined(config, desired)
     # Without the service: its rule is about names that a configuration may give.
     single = alone(config.model_copy(update={"service": None}), adapter)

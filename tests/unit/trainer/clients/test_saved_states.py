@@ -22,7 +22,7 @@ from areal_lora.errors import CheckpointError
 from areal_lora.operations.messages import Failed, Kept, LoadState
 from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.saved_states import leftovers, load_saved, loadable, named, tidy_states
+from areal_lora.trainer.clients.saved_states import leftovers, load_saved, loadable, named, tidy_states
 from tests.support.checkpoint.helpers import SPEC, snapshot_of, state_of
 from tests.support.distributed.spawn import run_ranks
 from tests.support.trainer.control_ranks import load

@@ -22,7 +22,7 @@ from areal_lora.operations.messages import (
     SaveState,
     What,
 )
-from areal_lora.trainer.underway import AGAIN_S, concluded, may_begin
+from areal_lora.trainer.collective.next_work import RETRY_S, concluded, may_start
 from areal_lora.trainer.work import Concludes
 from areal_lora.types import AdapterPhase, AdapterRef
 
@@ -60,7 +60,7 @@ def trainer(
 
 
 def begins(what: What, held: Any) -> bool:
-    return may_begin(held, Operation(adapter="a", number=1, what=what))
+    return may_start(held, Operation(adapter="a", number=1, what=what))
 
 
 def test_a_pass_waits_for_nothing() -> None:
@@ -95,6 +95,6 @@ def test_only_clients_adapters_with_a_place_are_looked_at(found: dict[str, Any])
 
 def test_a_checkpoint_that_failed_is_concluded_after_a_while_as_it_is_tried_again_then() -> None:
     assert concluded(trainer(save(ended=True, failed=True))) is None
-    assert concluded(trainer(save(ended=True, failed=True, ago_s=AGAIN_S))) is not None
+    assert concluded(trainer(save(ended=True, failed=True, ago_s=RETRY_S))) is not None
     assert concluded(trainer(save(ended=True, failed=True, label="x"))) is not None, "a saved state is not"
     assert concluded(trainer(save(ended=True, failed=True, error=PublishError("a rank is lost")))) is not None

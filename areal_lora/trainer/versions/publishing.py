@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
-from areal_lora.algorithms.merging import MOST_LOST
+from areal_lora.algorithms.merging import MOST_LOST, CastLoss
 from areal_lora.checkpoint.saver import Save
 from areal_lora.data.collate import split_rows
 from areal_lora.engine.base import TrainEngine
+from areal_lora.engine.common.adapter_engine import DTYPES
+from areal_lora.engine.common.merged import MEASURED_ROWS
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.trainer.adapter import Adapter
-from areal_lora.trainer.payload import OutgoingPayload
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.layout import AdapterLayout
 from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.job import PublishHandle
+from areal_lora.weight_sync.trainer.packed_shard import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
 from areal_lora.weight_sync.trainer.report import PublishReport
 
@@ -47,6 +51,28 @@ class _Published:
     handle: PublishHandle | None = None
 
 
+class _Payload:
+    """What a version is on the wire: lora_A and lora_B, or where rollouts are ``merged`` the weights that they change.
+
+    Both travel in the wire type of the adapter's `AdapterRun`, which is that of the servers where weights are merged.
+    """
+
+    def __init__(self, engine: TrainEngine, merged: bool) -> None:
+        self._engine, self._merged = engine, merged
+
+    def layout(self, adapter: Adapter) -> AdapterLayout:
+        """The layout of every version of the adapter."""
+        describe = self._engine.merged_layout if self._merged else self._engine.adapter_layout
+        return describe(adapter.name, adapter.run.wire_dtype)
+
+    def pack(self, adapter: Adapter) -> tuple[Pack, CastLoss | None]:
+        """Packs the next version, and counts what that loses by a cast; None: nothing is cast. Collective."""
+        if not self._merged:
+            return partial(self._engine.pack_adapter, adapter.name, adapter.run.wire_dtype), None
+        cast = CastLoss(dtype=DTYPES[adapter.run.wire_dtype], rows=MEASURED_ROWS)
+        return partial(self._engine.pack_merged, adapter.name, cast), cast
+
+
 class AdapterPublishing:
     """One per rank; all calls but ``changed`` are collective over the trainer's ranks."""
 
@@ -54,11 +80,11 @@ class AdapterPublishing:
         self,
         engine: TrainEngine,
         publisher: Publisher,
-        payload: OutgoingPayload,
+        mode: Literal["unmerged", "merged"],
         on_report: Callable[[PublishReport], None] | None,
         on_members: Callable[[PublishReport], None] | None = None,
     ) -> None:
-        self._engine, self._publisher, self._payload = engine, publisher, payload
+        self._engine, self._publisher, self._payload = engine, publisher, _Payload(engine, mode == "merged")
         self._on_report, self._on_members = on_report, on_members
         self._published: dict[str, _Published] = {}
         self._lossy = False
@@ -75,13 +101,13 @@ class AdapterPublishing:
                 save.wait_settled()
             reached("trainer.publish_begun")
 
-        kept = self._kept(adapter)
+        kept, (pack, cast) = self._kept(adapter), self._payload.pack(adapter)
         kept.handle = self._publisher.publish(
             ref=AdapterRef(name=adapter.name, version=version),
             parent=AdapterRef(name=adapter.name, version=version - 1) if version else None,
             layout=kept.layout,
-            pack=self._payload.pack(adapter),
-            cast=self._payload.cast,
+            pack=pack,
+            cast=cast,
             base_digest=self._engine.base_digest(),
             probe=self._expected(adapter, version, kept),
             gate=gate,

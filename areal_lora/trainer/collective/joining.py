@@ -1,10 +1,10 @@
 """Adapters that join, pause and leave while the others train: what rank 0 decides, and what every rank does.
 
-    desired state -> rank 0: `roll` (rules of a start, checkpoint)  -- Joins, Pauses, Leaves --> all ranks
+    desired state -> rank 0: `next_change` (rules of a start, checkpoint)  -- Join, Leave, Pause, Resume --> all ranks
     join:    resident, first version or checkpoint -> controller -> first publish -> active
     delete:  what is in progress ends -> controller, servers and residents forget it -> deleted
 
-A newcomer that cannot be trained has failed with the reason, and nothing else has changed.
+An adapter that cannot be trained has failed with the reason, and nothing else has changed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from areal_lora.errors import AdapterError, ArealLoraError
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.desired import DesiredAdapter
 from areal_lora.trainer.adapter import Adapter, ControllerState, Restored, TrainingState, build_adapter
-from areal_lora.trainer.checkpointing import load
-from areal_lora.trainer.containment import CONTAINED, enter, leave, release
-from areal_lora.trainer.newcomers import Newcomers, prepared
-from areal_lora.trainer.roster import SERVED, Join, Leave, Note, Pause, Roster, Unpause, next_change
+from areal_lora.trainer.collective.fault_isolation import CONTAINED, enter, leave, release
+from areal_lora.trainer.collective.waits import join_last
+from areal_lora.trainer.roster import plan
+from areal_lora.trainer.roster.desired import DesiredView, prepared
+from areal_lora.trainer.roster.plan import SERVED, Note, Roster
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.waits import join_last
-from areal_lora.trainer.work import Joins, Leaves, Pauses, Roll
+from areal_lora.trainer.versions.checkpointing import load
+from areal_lora.trainer.work import AdapterChange, Join
 from areal_lora.types import AdapterPhase, AdapterRef
 
 log = get_logger(__name__)
@@ -33,51 +34,50 @@ log = get_logger(__name__)
 # ---------------------------------------------------------------- rank 0
 
 
-def roll(trainer: Trainer) -> Roll | None:
+def next_change(trainer: Trainer) -> AdapterChange | None:
     """The next change of which adapters there are, on rank 0. What concerns none that is there, is done here."""
-    newcomers = trainer.rank_0.newcomers if trainer.rank_0 else None
-    if newcomers is None:
+    view = trainer.rank_0.desired if trainer.rank_0 else None
+    if view is None:
         return None
-    while (change := next_change(newcomers.look(), _roster(trainer, newcomers))) is not None:
+    while (change := plan.next_change(desired := view.look(), _roster(trainer, view))) is not None:
         match change:
-            case Leave(key=key):
-                return Leaves(adapter=key)
-            case Pause(key=key) | Unpause(key=key):
-                return Pauses(adapter=key, paused=isinstance(change, Pause))
-            case Join(adapter=desired):
-                if (work := _prepared(trainer, desired)) is not None:
-                    return work
-            case Note(key=key, phase=phase, reason=reason):
+            case Note(adapter=key, phase=phase, reason=reason):
                 note(trainer, key, phase, reason)
+            case Join(adapter=key):
+                [entry] = [adapter for adapter in desired.adapters if adapter.key == key]
+                if (join := _prepared(trainer, entry)) is not None:
+                    return join
+            case _:
+                return change
     return None
 
 
 def note(trainer: Trainer, key: str, phase: AdapterPhase, reason: str = "") -> None:
     """Record the state of an adapter that is not there, on rank 0."""
-    if trainer.rank_0 and trainer.rank_0.newcomers:
-        trainer.rank_0.newcomers.beside[key] = phase
+    if trainer.rank_0 and trainer.rank_0.desired:
+        trainer.rank_0.desired.absent[key] = phase
         trainer.rank_0.recorder.phase(AdapterRef(name=key, version=0), phase, reason)
 
 
-def _roster(trainer: Trainer, newcomers: Newcomers) -> Roster:
+def _roster(trainer: Trainer, view: DesiredView) -> Roster:
     own = {adapter.name for adapter in trainer.config.adapters}
     return Roster(
         here={name: state.phase for name, state in trainer.states.items() if name not in own},
-        beside=newcomers.beside,
+        absent=view.absent,
         configured=sum(state.phase in SERVED for name, state in trainer.states.items() if name in own),
         capacity=adapter_capacity(trainer.config),
     )
 
 
-def _prepared(trainer: Trainer, desired: DesiredAdapter) -> Joins | None:
+def _prepared(trainer: Trainer, desired: DesiredAdapter) -> Join | None:
     assert trainer.rank_0
     trainer.rank_0.recorder.status(f"{desired.key} joins")
     try:
         return prepared(trainer.config, trainer.run_folder, desired)
     except ArealLoraError as error:
         _refused(trainer, desired.key, "; ".join(str(error).splitlines()))
-    except Exception as error:  # fault boundary: a newcomer's data
-        log.exception("the newcomer %s", desired.key)
+    except Exception as error:  # fault boundary: a joining adapter's data
+        log.exception("joining of %s", desired.key)
         _refused(trainer, desired.key, f"{type(error).__name__}: {error}")
     return None
 
@@ -90,8 +90,8 @@ def _refused(trainer: Trainer, key: str, reason: str) -> None:
 # ---------------------------------------------------------------- every rank
 
 
-def join(trainer: Trainer, work: Joins) -> TrainingState | None:
-    """Attach a newcomer to this rank, and on rank 0 to the controller; None if it cannot be. Collective."""
+def join(trainer: Trainer, work: Join) -> TrainingState | None:
+    """Attach a joining adapter to this rank, and on rank 0 to the controller; None if it cannot be. Collective."""
     config = AdapterConfig.model_validate_json(work.config)
     adapter = build_adapter(trainer.config, config, work.probe)
     restored, problem = None, ""
@@ -119,13 +119,13 @@ def join(trainer: Trainer, work: Joins) -> TrainingState | None:
 
 
 def _announce(trainer: Trainer, adapter: Adapter, restored: Restored | None) -> str:
-    """Make the newcomer known on rank 0; returns why it cannot be driven, or nothing."""
+    """Make the joining adapter known on rank 0; returns why it cannot be driven, or nothing."""
     assert trainer.rank_0
-    assert trainer.rank_0.newcomers
+    assert trainer.rank_0.desired
     version, kept = (restored.version, restored.controller) if restored else (0, ControllerState())
     if problem := trainer.rank_0.driver(adapter).join(adapter, version, kept):
         return problem
-    trainer.rank_0.newcomers.beside.pop(adapter.name, None)
+    trainer.rank_0.desired.absent.pop(adapter.name, None)
     steps = None if adapter.run.endless else adapter.run.steps
     ref = AdapterRef(name=adapter.name, version=version)
     trainer.rank_0.recorder.joined(ref, steps=steps, resumed=restored is not None)
@@ -149,6 +149,6 @@ def delete(trainer: Trainer, state: TrainingState) -> None:
     enter(trainer, state, AdapterPhase.DELETED)
     del trainer.states[state.name]
     trainer.spans.pop(state.name, None)
-    if trainer.rank_0 and trainer.rank_0.newcomers:
-        trainer.rank_0.newcomers.beside[state.name] = AdapterPhase.DELETED
+    if trainer.rank_0 and trainer.rank_0.desired:
+        trainer.rank_0.desired.absent[state.name] = AdapterPhase.DELETED
     log.info("%s has left", state.ref)

@@ -18,10 +18,11 @@ from areal_lora.checkpoint.store import Store
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer import loop, waits
+from areal_lora.trainer import loop
 from areal_lora.trainer.adapter import ControllerState, TrainingState, build_adapter
-from areal_lora.trainer.checkpointing import Checkpointing
+from areal_lora.trainer.collective import waits
 from areal_lora.trainer.turns import Turns
+from areal_lora.trainer.versions.checkpointing import Checkpointing
 from areal_lora.trainer.work import Drained
 from areal_lora.types import AdapterPhase, AdapterRef
 from tests.support.checkpoint.helpers import state_of
@@ -85,7 +86,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(waits, "AGAIN_S", 0.0)
+    monkeypatch.setattr(waits, "RETRY_S", 0.0)
     made: list[Trainer] = []
     monkeypatch.setattr(loop, "export_adapter", lambda *_: made[0].log.append("exported"))
 

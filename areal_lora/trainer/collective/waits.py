@@ -1,30 +1,24 @@
-"""The points where the loop waits: batches, publishes, checkpoints, evaluations, audits. Collective over the ranks.
+"""The points where the loop waits: publishes, checkpoints, evaluations, audits. Collective over the ranks.
 
-Rank 0 asks the controller. The other ranks wait for rank 0 in the control exchange, which has the longest time-out;
-while rank 0 waits for work, it renews that (`work.Waiting`).
+The other ranks wait for rank 0 in the control exchange, which has the longest time-out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
 
 from areal_lora.checkpoint.saver import Save
 from areal_lora.data.collate import assert_staleness, collate
 from areal_lora.errors import AlignmentError
-from areal_lora.rollout.channel.client import SHORT_POLL_S
 from areal_lora.trainer.adapter import ControllerState, TrainingState
 from areal_lora.trainer.audit import Audit
-from areal_lora.trainer.containment import contained
-from areal_lora.trainer.roster import SERVED
+from areal_lora.trainer.collective.fault_isolation import contained
+from areal_lora.trainer.roster.plan import SERVED
 from areal_lora.trainer.state import Trainer
-from areal_lora.trainer.underway import AGAIN_S, concluded, may_begin
-from areal_lora.trainer.work import Concludes, Ended, Operates, Roll, ServersChanged, Unpublished, Waiting, Work, share
-from areal_lora.types import AdapterPhase, TrainBatch, TrajectoryGroup
+from areal_lora.types import TrainBatch, TrajectoryGroup
 
-_LISTENING_S = 0.02
-"""Of a poll of the controller, where clients wait for answers."""
+RETRY_S = 1.0
+"""Before a checkpoint that could not be written is tried again."""
 
 
 def catch_up(trainer: Trainer) -> None:
@@ -61,7 +55,7 @@ def make_durable(trainer: Trainer, state: TrainingState) -> None:
     while (save := trainer.checkpointing.save(state, controller_state(trainer, state))) is not None:
         join_checkpoint(trainer, state)
         if save.failed:
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
 
 
 def join_publish(trainer: Trainer, state: TrainingState) -> None:
@@ -101,66 +95,6 @@ def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False)
     if error:
         raise AlignmentError(error)
     return audit
-
-
-def next_work(trainer: Trainer, roll: Callable[[], Roll | None] = lambda: None) -> Work | None:
-    """What is to be done next, the same on every rank; None once no adapter remains and none will come.
-
-    Of several adapters whose batch is ready, the one trains whose turn it is (`turns`). Rank 0 asks ``roll`` whether
-    adapters come or go, between two steps and about every second while it waits.
-    """
-    while True:
-        work = share(_decide(trainer, roll) if trainer.rank_0 else None, trainer.control)
-        if isinstance(work, Ended):
-            return None
-        if not isinstance(work, ServersChanged):
-            return work
-        catch_up(trainer)
-
-
-def _decide(trainer: Trainer, roll: Callable[[], Roll | None]) -> Work:
-    """Rank 0's decision."""
-    assert trainer.rank_0
-    if (change := roll()) is not None:
-        return change
-    operation = _of_clients(trainer)
-    if isinstance(operation, Concludes):
-        return operation
-    by_phase = {phase: [s.name for s in trainer.states.values() if s.phase is phase] for phase in SERVED}
-    if not any(by_phase.values()) and (trainer.rank_0.newcomers is None or trainer.rank_0.newcomers.closed):
-        return Ended()
-    order = trainer.rank_0.turns.order(by_phase[AdapterPhase.ACTIVE])
-    if operation is not None:
-        order = order[: order.index(operation.adapter)]
-    wanted = [trainer.states[name].ref for name in order if not trainer.states[name].adapter.config.is_client]
-    if operation is not None and not wanted:
-        return operation
-    interruption = partial(_interruption, trainer, roll, Waiting(trainer.control))
-    driven = any(state.adapter.config.is_client for state in trainer.states.values())
-    wait_s = 0.0 if operation else _LISTENING_S if driven else SHORT_POLL_S
-    return trainer.rank_0.controller.next_work(wanted, by_phase[AdapterPhase.DRAINING], interruption, wait_s)
-
-
-def _interruption(trainer: Trainer, roll: Callable[[], Roll | None], waiting: Waiting) -> Work | None:
-    """What is to be done before the next batch, on rank 0."""
-    waiting.signal()
-    if (failed := trainer.publishing.failed()) is not None:
-        return Unpublished(adapter=failed)
-    if trainer.publishing.changed():
-        return ServersChanged()
-    return roll() or _of_clients(trainer)
-
-
-def _of_clients(trainer: Trainer) -> Operates | Concludes | None:
-    """What has ended in the background, else the operation of the client whose turn it is among them, on rank 0."""
-    if trainer.rank_0 is None or trainer.rank_0.clients is None:
-        return None
-    if (ended := concluded(trainer)) is not None:
-        return ended
-    trainer.rank_0.clients.listen()
-    active = (s for s in trainer.states.values() if s.phase is AdapterPhase.ACTIVE and s.adapter.config.is_client)
-    order = trainer.rank_0.turns.order(state.name for state in active)
-    return trainer.rank_0.clients.first(order, partial(may_begin, trainer))
 
 
 def batch_of(state: TrainingState, groups: list[TrajectoryGroup]) -> tuple[TrainBatch, dict[int, int]]:

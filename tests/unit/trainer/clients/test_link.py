@@ -32,8 +32,8 @@ from areal_lora.operations.messages import (
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret
 from areal_lora.trainer.adapter import ControllerState
-from areal_lora.trainer.clients import Clients, _decode
-from areal_lora.trainer.passes import Limits
+from areal_lora.trainer.clients.link import Clients, _decode
+from areal_lora.trainer.clients.passes import Limits
 from areal_lora.trainer.work import Operates
 from areal_lora.types import AdapterRef
 from tests.support.operations.client import Client, datum

@@ -17,7 +17,7 @@ from areal_lora.obs.metrics.records import AdapterStateRecord
 from areal_lora.obs.metrics.writer import MetricsWriter
 from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.trainer.newcomers import checked, newcomers
+from areal_lora.trainer.roster.desired import checked, desired_view
 from areal_lora.types import AdapterPhase
 from tests.support.paths import EXAMPLES
 
@@ -72,7 +72,7 @@ def test_a_desired_state_that_cannot_be_read_changes_nothing(tmp_path: Path) -> 
     folder = RunFolder(tmp_path / "a run")
     first = Desired(generation=1, adapters=(newcomer(),))
     write_desired(folder, first)
-    found = newcomers(service(), folder)
+    found = desired_view(service(), folder)
     assert found.look() == first
     folder.desired.write_text("{")
     assert [found.look(), found.look()] == [first, first]
@@ -89,4 +89,4 @@ def test_what_is_done_or_deleted_stays_so_in_the_next_session(tmp_path: Path) ->
         for phase in phases:
             writer.write(AdapterStateRecord(adapter=key, state=AdapterPhase(phase), version=0))
     writer.close()
-    assert newcomers(service(), folder).beside == {"a.1": AdapterPhase.DONE, "b.1": AdapterPhase.DELETED}
+    assert desired_view(service(), folder).absent == {"a.1": AdapterPhase.DONE, "b.1": AdapterPhase.DELETED}
