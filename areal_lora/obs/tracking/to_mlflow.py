@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import position
 from areal_lora.obs.metrics.scalars import scalars
-from areal_lora.obs.tracking.boundary import require, speaking_to
 from areal_lora.obs.tracking.public_config import flat, masked_text
-from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun
+from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

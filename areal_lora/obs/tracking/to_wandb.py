@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lora.obs.metrics.records import EvalRecord, position
 from areal_lora.obs.metrics.scalars import scalars, tag_prefix
-from areal_lora.obs.tracking.boundary import require, speaking_to
-from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun
+from areal_lora.obs.tracking.tracker import Ending, Row, TrackedRun, require, speaking_to
 
 if TYPE_CHECKING:
     from wandb import Run

@@ -11,7 +11,7 @@ import pytest
 
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import CheckpointRecord, StepRecord
-from areal_lora.obs.tracking.following import ROWS, follow, only_one
+from areal_lora.obs.tracking.follower import ROWS, follow, only_one
 from areal_lora.obs.tracking.tracker import Ending, Row
 from areal_lora.run_folder.jsonl import JsonlSink
 from areal_lora.run_folder.paths import RunFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_lora.errors import ConfigError, EnvironmentError_, ExitCode
-from areal_lora.obs.tracking.boundary import require, speaking_to
+from areal_lora.obs.tracking.tracker import require, speaking_to
 
 
 def test_errors_become_one_line_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
