@@ -2,7 +2,7 @@
 
 ``adapter_config.json`` and ``adapter_model.safetensors``, whose names are the wire names
 with the prefix ``base_model.model.``. Values are unscaled: the reader applies alpha / rank,
-or what the configuration says instead.
+or what the configuration has instead.
 """
 
 from __future__ import annotations

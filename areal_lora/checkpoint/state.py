@@ -121,7 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     snapshot after the step that produced this version is consumed. ``evaluations`` are the known held-out
     evaluations by version, ``awaited`` the earlier versions with a pending evaluation. ``written_s`` is Unix time.
     ``kl_scale`` is the factor of the KL coefficient (`TrainingState`). ``companions`` are by role, which their files
-    begin with (`files_of`).
+    start with (`files_of`).
     """
 
     format: int = FORMAT
@@ -148,8 +148,8 @@ def rank_file(rank: int, role: str = "") -> str:
 
 def files_of(manifest: Manifest, role: str = "") -> list[FileEntry]:
     """The files of the adapter itself, or of its companion in ``role``."""
-    begin = f"{role}-rank-" if role else "rank-"
-    return [entry for entry in manifest.files if entry.name.startswith(begin)]
+    prefix = f"{role}-rank-" if role else "rank-"
+    return [entry for entry in manifest.files if entry.name.startswith(prefix)]
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

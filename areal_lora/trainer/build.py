@@ -183,7 +183,7 @@ def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clie
 def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) -> None:
     """Commit the step that produced ``ref``; the checkpoint of ``ref`` is durable. No step produces version 0.
 
-    The controller has nothing of an adapter that a client drives: the client hears it.
+    The controller has nothing of an adapter that a client drives: the client receives it.
     """
     if clients and ref.name in clients.known:
         clients.durable(ref)
@@ -195,7 +195,7 @@ def _commit(client: ControllerClient, clients: Clients | None, ref: AdapterRef) 
 def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, rank_0: Rank0) -> Leader:
     """Build rank 0's publish role, which announces to the controller the servers of each active version.
 
-    The controller has nothing of an adapter that a client drives: the client hears it.
+    The controller has nothing of an adapter that a client drives: the client receives it.
     """
     set_status(run_folder, "trainer", 0, "waiting for the rollout servers")
     watch = RendezvousWatch(run_folder, config.rollout.tp)
@@ -210,8 +210,8 @@ def _leader(config: Config, run_folder: RunFolder, client: ControllerClient, ran
         reached("trainer.published")
 
     def waits(ref: AdapterRef, held: str) -> None:
-        said = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
-        set_status(run_folder, "trainer", 0, said)
+        text = f"{ref} waits for an adapter slot: {held}" if held else f"{ref} has an adapter slot"
+        set_status(run_folder, "trainer", 0, text)
 
     servers = LoadingServers(run_folder)
 

@@ -51,7 +51,7 @@ class Critic:
 
 
 def critic_of(adapter: Adapter) -> Critic | None:
-    """The critic that the adapter's algorithm asks for; None if it asks for none.
+    """The critic of the adapter's algorithm; None if it has none.
 
     One of another rank has it, and the scale of the adapter, at all modules: patterns are for the adapter's own rank.
     """
@@ -72,7 +72,7 @@ def reference_of(adapter: Adapter) -> str | None:
     return f"{adapter.name}/{REFERENCE}" if adapter.algorithm.reference else None
 
 
-def begin(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
+def start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:
     """Make the companions of ``adapter`` resident: a new critic, its present weights as the reference."""
     if critic := critic_of(adapter):
         engine.add_adapter(critic.spec, critic.optimizer, seed)
@@ -107,7 +107,7 @@ def described(engine: TrainEngine, adapter: Adapter, found: dict[str, AdapterSta
 def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path) -> None:
     """Restore the companions, which are resident, from a checkpoint.
 
-    A critic that the checkpoint does not have begins as a new one. Raises ConfigError for one of another shape, and
+    A critic that the checkpoint does not have starts as a new one. Raises ConfigError for one of another shape, and
     for a reference that the checkpoint does not have: its version cannot be known any more.
     """
     for role, name in resident(adapter).items():
@@ -115,7 +115,7 @@ def load(engine: TrainEngine, adapter: Adapter, manifest: Manifest, folder: Path
         if kept is None and role == REFERENCE:
             raise ConfigError(
                 "algorithm.reference",
-                f"{folder} was written without a reference, and the version that the run began with is gone",
+                f"{folder} was written without a reference, and the version at the start of the run is not known",
                 "set it to base, choose another run.name, or start over with --fresh",
             )
         if kept is None:

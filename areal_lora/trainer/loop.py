@@ -29,7 +29,7 @@ from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.collective.waits import (
     batch_of,
-    begin_audit,
+    start_audit,
     collect_audit,
     controller_state,
     join_checkpoint,
@@ -61,13 +61,13 @@ def train(trainer: Trainer) -> None:
     Raises the error of the first adapter that failed, once the others are done.
     """
     for state in list(trainer.states.values()):
-        begin(trainer, state)
+        start(trainer, state)
     began_s = time.perf_counter()
     while (work := next_work(trainer, partial(next_change, trainer))) is not None:
         match work:
             case Join():
                 if (joined := join(trainer, work)) is not None:
-                    begin(trainer, joined)
+                    start(trainer, joined)
             case Leave(adapter=name):
                 delete(trainer, trainer.states[name])
             case Pause(adapter=name) | Resume(adapter=name):
@@ -83,8 +83,8 @@ def train(trainer: Trainer) -> None:
     end(trainer)
 
 
-def begin(trainer: Trainer, state: TrainingState) -> None:
-    """Publish the version that the adapter begins with; from then on it is active, or drains."""
+def start(trainer: Trainer, state: TrainingState) -> None:
+    """Publish the version that the adapter starts with; from then on it is active, or drains."""
     with contained(trainer, state):
         rerequest_evals(trainer, state)
         save_and_publish(trainer, state)
@@ -109,11 +109,11 @@ def carry_out(trainer: Trainer, state: TrainingState, work: TrainOn | Drained | 
 
 
 def train_step(trainer: Trainer, state: TrainingState, groups: list[TrajectoryGroup]) -> None:
-    """Consume one batch, make the adapter's next version, begin its checkpoint and its publish."""
+    """Consume one batch, make the adapter's next version, start its checkpoint and its publish."""
     adapter, spans = state.tuned, trainer.spans[state.name]
     batch, histogram = batch_of(state, groups)
     reached("trainer.batch_received")
-    begin_audit(trainer, state, batch)
+    start_audit(trainer, state, batch)
     with spans.span("annotate"):
         batch = annotate(trainer.engine, adapter, batch)
     reached("trainer.annotated")
@@ -155,7 +155,7 @@ def end(trainer: Trainer) -> None:
 
 
 def save_and_publish(trainer: Trainer, state: TrainingState) -> None:
-    """Begin the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
+    """Start the checkpoint and the publish of the adapter's version, and request an evaluation where one is due.
 
     This function does not wait: the next step joins checkpoint and publish, and the evaluation runs on the servers
     together with the rollouts once the version is active. The time of this function counts for the next step.

@@ -22,10 +22,10 @@ class Turns:
         self._weights = dict(weights)
         self._times = dict.fromkeys(weights, 0.0)
         self._now = 0.0
-        """The time at which the newest step began."""
+        """The time at which the newest step started."""
 
     def join(self, name: str, weight: float) -> None:
-        """A newcomer begins at the smallest time of the others: it owes nothing and is owed nothing."""
+        """A joining adapter starts at the smallest time of the others: without debt or credit."""
         self._weights[name] = weight
         self._times[name] = min(self._times.values(), default=0.0)
 

@@ -79,7 +79,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Operates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The client of ``adapter`` asks for ``operation``; ``refused`` is its outcome if it cannot be carried out."""
+    """``operation`` of the client of ``adapter``; ``refused`` is its outcome if it cannot be carried out."""
 
     adapter: str
     operation: Operation

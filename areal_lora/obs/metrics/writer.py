@@ -74,7 +74,7 @@ _HEAD_BYTES = 1 << 16
 
 
 def has_tag(folder: Path, prefix: str) -> bool:
-    """Whether a tag that begins with ``prefix`` is among the first ones of an event file in ``folder``.
+    """Whether a tag that starts with ``prefix`` is among the first ones of an event file in ``folder``.
 
     A resumed run continues the curves of its earlier sessions. Event files hold tags as plain text, after a byte with
     their length.

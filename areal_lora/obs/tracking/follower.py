@@ -123,7 +123,7 @@ def follow(
     wait: bool = True,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str | None:
-    """Send what ``tracker`` does not hold. ``ended`` says how the run has ended, None: it has not.
+    """Send what ``tracker`` does not hold. ``ended`` returns how the run has ended, None: it has not.
 
     Returns that at the end. Without ``wait`` it sends what is there once. The tracker learns of an interrupt, too.
     """

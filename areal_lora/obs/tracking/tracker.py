@@ -46,19 +46,19 @@ class Ending:
 class TrackedRun:
     """What a tracker's run is made from. ``key`` is the same for every process that tracks the run.
 
-    ``name`` is what the tracker shows, ``config`` has no secrets (`public_config`). ``began`` is the time of the first
-    start, UTC as in ``events.jsonl``; empty if it is not recorded.
+    ``name`` is what the tracker shows, ``config`` has no secrets (`public_config`). ``started_at`` is the time of the
+    first start, UTC as in ``events.jsonl``; empty if it is not recorded.
     """
 
     folder: RunFolder
     key: str
     name: str
     config: Mapping[str, Any]
-    began: str
+    started_at: str
 
 
 class Tracker(Protocol):
-    """One run of a tracker. Every method raises EnvironmentError_ in one line where the tracker refuses or is gone."""
+    """One run of a tracker. Every method raises EnvironmentError_ in one line where the tracker refuses or is lost."""
 
     @property
     def where(self) -> str:
@@ -80,10 +80,10 @@ def tracked_run(folder: RunFolder, name: str | None, config: Mapping[str, Any]) 
     Another ``name`` is another run of the tracker.
     """
     shown = name or folder.name
-    began = next((event.at for event in read_events(folder) if isinstance(event, StartEvent)), "")
-    digest = hashlib.sha256("\n".join((folder.name, began, shown)).encode()).hexdigest()
+    started_at = next((event.at for event in read_events(folder) if isinstance(event, StartEvent)), "")
+    digest = hashlib.sha256("\n".join((folder.name, started_at, shown)).encode()).hexdigest()
     key = f"{_REFUSED.sub('-', folder.name[:80])}-{digest[:10]}"
-    return TrackedRun(folder=folder, key=key, name=shown, config=config, began=began)
+    return TrackedRun(folder=folder, key=key, name=shown, config=config, started_at=started_at)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Rank 0's side of adapters that clients drive: which operation is next, and what the service hears.
+"""Rank 0's side of adapters that clients drive: which operation is next, and the answers to the service.
 
     service -> link -> `Backlog` -> `Clients.first`: the next operation that all ranks carry out
                            ^             | what cannot be carried out ends here
@@ -62,7 +62,7 @@ class Clients:
     def __init__(self, run_folder: RunFolder, end: TrainerEnd, limits: Limits, base: str) -> None:
         self._run_folder, self._end, self._limits, self._base = run_folder, end, limits, base
         self.known: set[str] = set()
-        """Adapters that a client drives or has driven. Other threads ask, too."""
+        """Adapters that a client drives or has driven. Other threads read it, too."""
         self.windows: dict[str, Window] = {}
         """By adapter, what the passes of its window were about."""
         self._adapters: dict[str, Adapter] = {}
@@ -77,7 +77,7 @@ class Clients:
     # ------------------------------------------------------------ as ControllerLink
 
     def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:
-        """The service hears what is expected; nothing prevents it."""
+        """The service receives the expected number of an operation; nothing prevents it."""
         self.known.add(adapter.name)
         self._adapters[adapter.name], self._settled[adapter.name] = adapter, kept.ledger
         self.windows[adapter.name] = Window()
@@ -157,7 +157,7 @@ class Clients:
             self._saves[operation.adapter] = operation.number
 
     def publishes(self, operation: Operation, version: int) -> None:
-        """The publish of ``version``, which begins now, is that of ``operation``."""
+        """The publish of ``version``, which starts now, is that of ``operation``."""
         with self._lock:
             self._backlog.begin(operation, None)
             self._publishes[operation.adapter] = (operation.number, version)
@@ -202,14 +202,14 @@ class Clients:
         """What is wrong with the operation itself."""
         wrong = ""
         match operation.what:
-            case Pass() as asked:
-                wrong = problem(asked, self._limits)
+            case Pass() as request:
+                wrong = problem(request, self._limits)
             case OptimStep() as step:
                 wrong = _bad_step(step)
             case SaveState(label=label) | DropState(label=label):
                 wrong = named(label)
-            case LoadState() as asked:
-                wrong = loadable(self._run_folder, asked, self._adapters[operation.adapter], self._base)
+            case LoadState() as request:
+                wrong = loadable(self._run_folder, request, self._adapters[operation.adapter], self._base)
         return Failed(reason=wrong, by_client=True) if wrong else None
 
     def _own(self, operation: Operation) -> bool:

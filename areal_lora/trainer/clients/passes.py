@@ -1,4 +1,4 @@
-"""A client's pass as a batch of the trainer, its loss, and the answer. What is wrong with its data is said before."""
+"""A client's pass as a batch of the trainer, its loss, and the answer. Faults of its data are found before."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Limits:
         return cls(vocabulary=shape.vocab, longest=min(longest, shape.max_positions or longest))
 
 
-def problem(asked: Pass, limits: Limits) -> str:
+def problem(request: Pass, limits: Limits) -> str:
     """Why the pass cannot be computed; empty if it can."""
-    if not asked.data:
+    if not request.data:
         return "a pass without data"
-    settings = asked.settings
+    settings = request.settings
     given = [x for x in (settings.clip_low, settings.clip_high, settings.beta) if x is not None]
     if not all(np.isfinite(given)) or any(x < 0 for x in given):
         return "a setting of the loss is negative or not finite"
-    bounds = bounds_of(asked.loss, settings)
+    bounds = bounds_of(request.loss, settings)
     if bounds.low > bounds.high:
         return f"the lower bound {bounds.low:g} of the ratio is above the upper one {bounds.high:g}"
-    for number, datum in enumerate(asked.data):
-        if wrong := _wrong(datum, asked.loss, limits):
+    for number, datum in enumerate(request.data):
+        if wrong := _wrong(datum, request.loss, limits):
             return f"datum {number}: {wrong}"
     return ""
 
@@ -69,12 +69,12 @@ def _wrong(datum: Datum, loss: Loss, limits: Limits) -> str:
     return ""
 
 
-def batch_of(asked: Pass, adapter: str) -> TrainBatch:
-    """The data in their order. Entry t of every array refers to token t, so that the arrays begin with a 0."""
-    tokens = [np.frombuffer(datum.tokens, "<i4").astype(np.int64) for datum in asked.data]
+def batch_of(request: Pass, adapter: str) -> TrainBatch:
+    """The data in their order. Entry t of every array refers to token t, so that the arrays start with a 0."""
+    tokens = [np.frombuffer(datum.tokens, "<i4").astype(np.int64) for datum in request.data]
     lengths = torch.tensor([0, *map(len, tokens)], device=HOST)
-    weights = _packed([datum.weights for datum in asked.data])
-    sampled = asked.loss is not Loss.CROSS_ENTROPY
+    weights = _packed([datum.weights for datum in request.data])
+    sampled = request.loss is not Loss.CROSS_ENTROPY
     zeros = torch.zeros_like(weights)
     n = len(tokens)
     mask = weights != 0
@@ -82,14 +82,14 @@ def batch_of(asked: Pass, adapter: str) -> TrainBatch:
         token_ids=torch.from_numpy(np.concatenate(tokens)),
         cu_seqlens=lengths.cumsum(0),
         loss_mask=mask,
-        rollout_logprobs=_packed([datum.logprobs for datum in asked.data]) if sampled else zeros,
+        rollout_logprobs=_packed([datum.logprobs for datum in request.data]) if sampled else zeros,
         versions=torch.where(mask, 0, -1),
         rewards=torch.zeros(n, device=HOST),
         group_ids=torch.arange(n, device=HOST),
         sample_ids=torch.arange(n, device=HOST),
         given=torch.zeros(n, dtype=torch.bool, device=HOST),
         adapters=(adapter,) * n,
-        advantages=_packed([datum.advantages for datum in asked.data]) if sampled else zeros,
+        advantages=_packed([datum.advantages for datum in request.data]) if sampled else zeros,
         weights=weights,
     )
 
@@ -116,11 +116,11 @@ def make_loss(loss: Loss, bounds: Bounds) -> LossFn:
     return sums
 
 
-def carry_out(engine: TrainEngine, asked: Pass, adapter: str) -> Scored:
+def carry_out(engine: TrainEngine, request: Pass, adapter: str) -> Scored:
     """Compute a pass that has no `problem`; with ``backward`` its gradients are added to the adapter's. Collective."""
-    batch = batch_of(asked, adapter)
-    loss_fn = make_loss(asked.loss, bounds_of(asked.loss, asked.settings))
-    if asked.backward:
+    batch = batch_of(request, adapter)
+    loss_fn = make_loss(request.loss, bounds_of(request.loss, request.settings))
+    if request.backward:
         scores = torch.zeros(batch.n_tokens, device=HOST)
         loss = engine.forward_backward(batch, loss_fn, scores=scores)["loss"]
     else:

@@ -34,43 +34,43 @@ def named(*names: str) -> str:
     return "" if wrong is None else f"{wrong[:128]!r} is no name: up to 128 letters, digits, ., _ and -"
 
 
-def loadable(run_folder: RunFolder, asked: LoadState, adapter: Adapter, base: str) -> str:
+def loadable(run_folder: RunFolder, request: LoadState, adapter: Adapter, base: str) -> str:
     """Why ``adapter`` on the base with the digest ``base`` cannot become what was saved; empty if it can."""
-    if wrong := named(asked.adapter, asked.label):
+    if wrong := named(request.adapter, request.label):
         return wrong
-    folder = run_folder.saved_state(asked.adapter, asked.label)
+    folder = run_folder.saved_state(request.adapter, request.label)
     try:
         saved = _manifest(folder)
         verify(folder, AdapterRef(name=saved.spec.name, version=saved.version))
     except FileNotFoundError:
-        return f"{asked.adapter} has no saved state {asked.label!r}"
+        return f"{request.adapter} has no saved state {request.label!r}"
     except (OSError, CheckpointError) as error:
-        return f"the saved state {asked.label!r} of {asked.adapter} cannot be read: {error}"
+        return f"the saved state {request.label!r} of {request.adapter} cannot be read: {error}"
     if saved.spec.bare() != adapter.spec.bare():
-        return f"the saved state {asked.label!r} is of an adapter with another rank, alpha or other modules"
-    return "" if saved.base_digest == base else f"the saved state {asked.label!r} is of another base model"
+        return f"the saved state {request.label!r} is of an adapter with another rank, alpha or other modules"
+    return "" if saved.base_digest == base else f"the saved state {request.label!r} is of another base model"
 
 
 def load_saved(
-    engine: TrainEngine, run_folder: RunFolder, asked: LoadState, adapter: str, exchange: Exchange
+    engine: TrainEngine, run_folder: RunFolder, request: LoadState, adapter: str, exchange: Exchange
 ) -> Kept | Failed:
-    """Set the adapter to a state that is `loadable`. Without the optimizer its moments and its clock begin again.
+    """Set the adapter to a state that is `loadable`. Without the optimizer its moments and its clock start again.
 
     Collective. Failed, and the adapter is as it was, if a rank cannot read it: a shared file system may show rank 0
     a folder before the others.
     """
-    folder = run_folder.saved_state(asked.adapter, asked.label)
+    folder = run_folder.saved_state(request.adapter, request.label)
     problem = ""
     try:
         saved = _manifest(folder)
         entries = files_of(saved)
         parts = read_files([folder / entry.name for entry in entries])
     except (OSError, CheckpointError) as error:
-        problem = f"trainer rank {exchange.rank} cannot read the saved state {asked.label!r}: {error}"
+        problem = f"trainer rank {exchange.rank} cannot read the saved state {request.label!r}: {error}"
     if problem := first_problem(problem, exchange):
         return Failed(reason=f"{problem} (fix: load it again)", by_client=False)
-    step = saved.clock.step if asked.optimizer else 0
-    if not asked.optimizer:
+    step = saved.clock.step if request.optimizer else 0
+    if not request.optimizer:
         empty = {name: np.zeros_like(values) for name, values in parts["weight"].items()}
         parts = {part: values if part == "weight" else empty for part, values in parts.items()}
     engine.load_state(adapter, parts, step)
@@ -89,7 +89,7 @@ def leftovers(run_folder: RunFolder) -> list[Leftover]:
     """What crashes left of states that were being saved. Reads manifests and sizes only.
 
     A state that takes the place of another one moves that aside first. After a crash between the two both are whole
-    and hidden, and one of them takes the place again: the save had no answer, and is asked for again.
+    and hidden, and one of them takes the place again: the save had no answer, and is requested again.
     """
     found: list[Leftover] = []
     for path in [path for root in sorted(run_folder.saved_states.glob("*")) for path in leftovers_in(root)]:

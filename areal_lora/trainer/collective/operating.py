@@ -36,7 +36,7 @@ from areal_lora.trainer.work import Operates
 
 
 def operate(trainer: Trainer, state: TrainingState, work: Operates) -> None:
-    """Carry out one operation: answer it, or begin what its answer waits for. Collective."""
+    """Carry out one operation: answer it, or start what its answer waits for. Collective."""
     operation = work.operation
     with contained(trainer, state):
         outcome = work.refused or _outcome(trainer, state, operation)
@@ -52,7 +52,7 @@ def operate(trainer: Trainer, state: TrainingState, work: Operates) -> None:
 
 
 def conclude(trainer: Trainer, state: TrainingState, *, publish: bool) -> None:
-    """Take note of what has ended in the background; begin again a checkpoint that could not be written. Collective.
+    """Take note of what has ended in the background; start again a checkpoint that could not be written. Collective.
 
     A checkpoint that could not be written in several tries ends the adapter.
     """
@@ -69,16 +69,16 @@ def _outcome(trainer: Trainer, state: TrainingState, operation: Operation) -> Ou
     """What came of the operation; None where that is known later."""
     spans = trainer.spans[state.name]
     match operation.what:
-        case Pass() as asked:
+        case Pass() as request:
             with spans.span("train"):
-                outcome: Outcome = carry_out(trainer.engine, asked, state.name)
+                outcome: Outcome = carry_out(trainer.engine, request, state.name)
             reached("trainer.operation.passed")
             return outcome
         case OptimStep() as step:
             with spans.span("train"):
                 return _step(trainer, state, step)
-        case LoadState() as asked:
-            return load_saved(trainer.engine, trainer.run_folder, asked, state.name, trainer.control)
+        case LoadState() as request:
+            return load_saved(trainer.engine, trainer.run_folder, request, state.name, trainer.control)
         case SaveState(label=label):
             if trainer.rank_0:
                 trainer.rank_0.clients_of(state.adapter).keeps(operation)
@@ -106,7 +106,7 @@ def _step(trainer: Trainer, state: TrainingState, step: OptimStep) -> Stepped:
 
 
 def _settle(trainer: Trainer, state: TrainingState, operation: Operation, outcome: Outcome) -> None:
-    """Make the operation the adapter's version, and begin its checkpoint."""
+    """Make the operation the adapter's version, and start its checkpoint."""
     before, state.version = state.ref, operation.number
     if trainer.rank_0:
         clients, spans = trainer.rank_0.clients_of(state.adapter), trainer.spans[state.name]

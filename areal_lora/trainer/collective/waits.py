@@ -75,11 +75,11 @@ def wait_for_rank_0(trainer: Trainer) -> None:
     trainer.control.broadcast_bytes(b"" if trainer.control.rank == 0 else None)
 
 
-def begin_audit(trainer: Trainer, state: TrainingState, batch: TrainBatch) -> None:
+def start_audit(trainer: Trainer, state: TrainingState, batch: TrainBatch) -> None:
     """Start the audit of the batch on rank 0. Not collective."""
     if trainer.rank_0:
         temperature = state.adapter.config.sampling.temperature
-        trainer.rank_0.auditor.begin(state.name, batch, state.version, temperature)
+        trainer.rank_0.auditor.start(state.name, batch, state.version, temperature)
 
 
 def collect_audit(trainer: Trainer, state: TrainingState, *, wait: bool = False) -> Audit | None:

@@ -54,7 +54,7 @@ class Checkpointing:
         self._newest[adapter] = version
 
     def save(self, state: TrainingState, controller: ControllerState) -> Save | None:
-        """Copy the adapter's tensors and begin to write them, if its version is due for a checkpoint and has none.
+        """Copy the adapter's tensors and start to write them, if its version is due for a checkpoint and has none.
 
         A version whose checkpoint could not be written has none. At most one save per adapter is in progress: call
         ``join`` first. Rank 0's ``controller`` goes into the manifest.
@@ -66,7 +66,7 @@ class Checkpointing:
         return self._saver.save(self._snapshot(state, controller))
 
     def keep(self, state: TrainingState, controller: ControllerState, label: str) -> Save:
-        """Copy the adapter's tensors and begin to write them as its saved state ``label``, in place of what is there.
+        """Copy the adapter's tensors and start to write them as its saved state ``label``, in place of what is there.
 
         It counts as the adapter's save in progress.
         """
@@ -173,7 +173,7 @@ def load(engine: TrainEngine, adapter: Adapter, path: str) -> Restored | None:
     """Load a resident adapter from the checkpoint at ``path``, or its first version if that is empty. Collective."""
     if not path:
         warm_start(engine, adapter, adapter.run.seed)
-    companions.begin(engine, adapter, adapter.run.seed)
+    companions.start(engine, adapter, adapter.run.seed)
     return _load(engine, adapter, Path(path)) if path else None
 
 

@@ -37,7 +37,7 @@ def export_adapter(engine: TrainEngine, adapter: Adapter, exchange: Exchange, ru
     """Write the adapter from all source ranks; rank 0 writes. Collective over all ranks.
 
     What an earlier end of the run has exported is replaced once the new folder is whole. Raises
-    CheckpointError if it cannot be written, and PublishError if a rank is gone.
+    CheckpointError if it cannot be written, and PublishError if a rank is lost.
     """
     folder, layout = run_folder.adapter_export(adapter.name), engine.adapter_layout(adapter.name)
     mine = engine.export_adapter(adapter.name)
@@ -68,7 +68,7 @@ def _write(
 
 
 def _received(shard: ShardLayout, exchange: Exchange) -> Iterator[tuple[str, Tensor]]:
-    """Another rank's tensors. Each is valid until the next is asked for."""
+    """Another rank's tensors. Each is valid until the next is taken."""
     buckets = plan_buckets(shard, CHUNK_BYTES)
     room = np.empty(max(bucket.nbytes for bucket in buckets), dtype=np.uint8)
     for bucket in buckets:
@@ -92,7 +92,7 @@ def _send(mine: Iterator[tuple[str, Tensor]], shard: ShardLayout | None, exchang
         exchange.send(room.view(np.uint8)[: bucket.nbytes], 0)
     # To the end, also on a rank without a shard: it gives its parts to the ranks that have one.
     rest = [name for name, _ in mine]
-    assert not rest, f"{len(rest)} tensors more than the layout says"
+    assert not rest, f"{len(rest)} tensors more than the layout has"
 
 
 def warm_start(engine: TrainEngine, adapter: Adapter, seed: int) -> None:

@@ -90,7 +90,7 @@ class AdapterPublishing:
         self._lossy = False
 
     def publish(self, adapter: Adapter, version: int, save: Save | None) -> None:
-        """Begin to send the adapter as ``version``. One publish per adapter may be in progress: call ``join`` first.
+        """Start to send the adapter as ``version``. One publish per adapter may be in progress: call ``join`` first.
 
         Nothing is sent before ``save``, the checkpoint of this version, is settled: a version that a server
         has ever held can be resumed, and is never made a second time with other numbers (contract C2).
@@ -180,7 +180,7 @@ class AdapterPublishing:
             self._on_members(report)
 
     def _warn_of_loss(self, report: PublishReport) -> None:
-        """Warn when the cast begins to lose much of a merged adapter (rank 0's report is that of all ranks)."""
+        """Warn when the cast starts to lose much of a merged adapter (rank 0's report is that of all ranks)."""
         lossy = report.cast is not None and report.cast.error > MOST_LOST
         if report.cast is not None and lossy and not self._lossy and self._on_report is not None:
             log.warning(

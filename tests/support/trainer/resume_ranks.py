@@ -191,7 +191,7 @@ class Controller:
     def collect(self, name: str, *, wait: bool = False) -> None:
         """Nothing was audited."""
 
-    checkpointed = finish = shutdown = begin = close = end = phase = ignored
+    checkpointed = finish = shutdown = start = close = end = phase = ignored
 
 
 def live(session: Session) -> dict[str, Any]:
