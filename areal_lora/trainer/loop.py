@@ -29,13 +29,13 @@ from areal_lora.trainer.collective.next_work import next_work
 from areal_lora.trainer.collective.operating import conclude, operate
 from areal_lora.trainer.collective.waits import (
     batch_of,
-    start_audit,
     collect_audit,
     controller_state,
     join_checkpoint,
     join_last,
     join_publish,
     make_durable,
+    start_audit,
 )
 from areal_lora.trainer.learn import annotate, check_finite, learn, learning_rate
 from areal_lora.trainer.state import Trainer
