@@ -142,6 +142,6 @@ def probe_rows(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer)
         vocabulary = ModelShape.from_hf(read_hf_config(Path(config.model.folder))).vocab
         choose = random.Random(0)
         return [[choose.randrange(vocabulary) for _ in range(sync.probe_tokens)] for _ in range(sync.probe_sequences)]
-    # Without the chat template: sequences that begin with one system prompt would test the same tokens.
+    # Without the chat template: sequences that start with one system prompt would test the same tokens.
     samples = load_samples(adapter.task, "eval")[: sync.probe_sequences]
     return [tokenizer.encode(s.prompt + s.gold, add_special_tokens=False)[: sync.probe_tokens] for s in samples]
