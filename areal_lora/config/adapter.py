@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, TypeAdapter, model_validator
 
 from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.evals import DEFAULT_SET, EvalSetConfig
-from areal_lora.config.reward import NumericMatchReward, RewardConfig, RewardsConfig, labels
+from areal_lora.config.reward import BuiltInReward, RewardConfig, RewardsConfig, labels
 from areal_lora.config.section import NAME, NonNegFloat, NonNegInt, PositiveInt, Section
 from areal_lora.config.task import TaskConfig
 from areal_lora.config.workflow import ClientWorkflowConfig, SingleTurnWorkflowConfig, WorkflowConfig
@@ -79,7 +79,7 @@ class SamplingConfig(Section):
 
 CLIENT_KEYS = frozenset(
     {"name", "rank", "alpha", "rslora", "target_modules", "exclude_modules", "expert_layout", "weight", "seed"}
-    | {"wire_dtype", "workflow"}
+    | {"workflow"}
 )
 """What the adapter of a client may set."""
 CLIENT_SECTIONS: Mapping[str, Any] = {
@@ -141,13 +141,10 @@ class AdapterConfig(Section):
     checkpoint_every_steps: PositiveInt | None = Field(
         None, description="Steps between two checkpoints of this adapter; `checkpoint.every_steps` if unset."
     )
-    wire_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Type in which this adapter is published; `weight_sync.wire_dtype` if unset."
-    )
     task: TaskConfig
     workflow: WorkflowConfig = SingleTurnWorkflowConfig()
     reward: RewardsConfig = Field(
-        NumericMatchReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
+        BuiltInReward(), description="One reward, or a list: their weighted sum; the first one states `correct`."
     )
     algorithm: AlgorithmConfig
     sft: SftConfig = SftConfig()

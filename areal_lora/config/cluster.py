@@ -9,6 +9,8 @@ from pydantic import Field, PositiveFloat
 from areal_lora.config.section import TIME_LIMIT, NonNegInt, PositiveInt, Section
 
 Role = Literal["trainer", "rollout", "controller"]
+LINK_BITS = 100e9
+"""Network bandwidth of a node in the estimates of ``--dry-run``, bit/s: one port of InfiniBand EDR or 100 GbE."""
 Word = Annotated[str, Field(pattern=r"^\S+$")]
 """One word of a #SBATCH line."""
 OwnWord = Annotated[str, Field(pattern=r"^\S*$")]
@@ -16,17 +18,6 @@ Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Memory = Annotated[str, Field(pattern=r"^\d+[KMGTkmgt]?$")]
 """An amount of memory as Slurm reads it: MiB without a unit."""
 TimeLimit = Annotated[str, Field(pattern=TIME_LIMIT)]
-
-
-class RoleWords(Section):
-    """Words for the command line of each role."""
-
-    trainer: list[Line] = Field(default_factory=list, description="For trainer ranks.")
-    rollout: list[Line] = Field(default_factory=list, description="For rollout servers.")
-    controller: list[Line] = Field(default_factory=list, description="For the controller.")
-
-    def of(self, role: Role) -> list[str]:
-        return {"trainer": self.trainer, "rollout": self.rollout, "controller": self.controller}[role]
 
 
 class SlurmComponent(Section):
@@ -38,7 +29,6 @@ class SlurmComponent(Section):
         None, description="Unset: `cluster.devices_per_node`, or 0 for nodes of the controller alone."
     )
     partition: OwnWord | None = Field(None, description="Unset: that of `cluster.slurm`, as below. Empty: none.")
-    constraint: OwnWord | None = Field(None, description="sbatch --constraint.")
     gres_type: OwnWord | None = Field(None, description="Type of the GPUs.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node.")
     extra: list[Line] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
@@ -47,34 +37,22 @@ class SlurmComponent(Section):
 class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition.")
     account: Word | None = Field(None, description="sbatch --account.")
-    qos: Word | None = Field(None, description="sbatch --qos.")
     time_limit: TimeLimit = Field("24:00:00", description="sbatch --time.")
-    constraint: Word | None = Field(None, description="sbatch --constraint: features that the nodes must have.")
-    reservation: Word | None = Field(None, description="sbatch --reservation.")
-    exclude: Word | None = Field(None, description="sbatch --exclude: nodes not to use.")
-    dependency: Word | None = Field(None, description="sbatch --dependency, such as `afterok:1234`.")
-    mail_user: Word | None = Field(None, description="sbatch --mail-user.")
-    mail_type: Word | None = Field(None, description="sbatch --mail-type, such as `END,FAIL,REQUEUE`.")
     mem: Memory | None = Field(None, description="sbatch --mem: host memory of each node, such as `800G`; `0`: all.")
-    exclusive: bool = Field(False, description="sbatch --exclusive: no other job on the nodes.")
     gres_type: Word | None = Field(None, description="Type of the GPUs, such as `h100` in `--gres=gpu:h100:8`.")
-    cpu_bind: Word | None = Field(
-        None,
-        description="srun --cpu-bind of all roles, such as `cores`; `none` if unset. Steps overlap: one that binds may "
-        "bind to the cores of another step of its node.",
+    extra: list[Line] = Field(
+        default_factory=list,
+        description="Further #SBATCH lines of the job, or of its first component, such as `--qos=high`, "
+        "`--constraint=ib`, `--exclude=n7`, `--exclusive`, `--mail-type=END`.",
     )
-    gpu_bind: Word | None = Field(None, description="srun --gpu-bind of all roles; `none` if unset.")
-    extra: list[Line] = Field(default_factory=list, description="Further #SBATCH lines, without the prefix.")
     setup: list[str] = Field(default_factory=list, description="Shell lines run on each node before a role starts.")
-    max_requeues: NonNegInt = Field(
-        3, description="Requeues in a row without a new checkpoint; after these the job ends as failed."
+    srun_extra: dict[Role, list[Line]] = Field(
+        default_factory=dict,
+        description="Further srun options by role, such as `rollout: [--container-image=...]` (enroot and pyxis).",
     )
-    srun_extra: RoleWords = Field(
-        RoleWords(), description="Further srun options of a role, such as `--container-image=...` (enroot and pyxis)."
-    )
-    wrapper: RoleWords = Field(
-        RoleWords(),
-        description="Words before the interpreter of a role, such as `apptainer exec --nv image.sif`, one per entry.",
+    wrapper: dict[Role, list[Line]] = Field(
+        default_factory=dict,
+        description="Words before the interpreter by role, such as `trainer: [apptainer, exec, --nv, image.sif]`.",
     )
     components: list[SlurmComponent] = Field(
         default_factory=list,
@@ -96,9 +74,6 @@ class ClusterConfig(Section):
     )
     device_memory_gib: PositiveFloat | None = Field(
         None, description="Memory of one device, GiB. If unset, it is read where the devices are on this machine."
-    )
-    link_gbit: PositiveFloat = Field(
-        100.0, description="Network bandwidth of a node, Gbit/s; used only for the estimates of `--dry-run`."
     )
     min_servers: PositiveInt = Field(
         1,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_lora.config.section import NAME, NonNegFloat, PositiveInt, Section
-from areal_lora.config.task import EvalTaskConfig
+from areal_lora.config.task import DatasetTask, TaskConfig
 
 DEFAULT_SET = "held-out"
 """Name of the set of an adapter that configures none."""
@@ -15,7 +16,7 @@ DEFAULT_SET = "held-out"
 
 class EvalSetConfig(Section):
     name: str = Field(pattern=NAME, description="Name of the set in records, plots and TensorBoard tags.")
-    task: EvalTaskConfig | None = Field(
+    task: TaskConfig | None = Field(
         None, description="The set has the held-out split of this task; of the adapter's own task if unset."
     )
     workflow: Literal["trained", "single_turn"] = Field(
@@ -36,3 +37,20 @@ class EvalSetConfig(Section):
         description="Smallest reward of a correct answer where neither reward nor workflow says what is correct, "
         "for example that of an agent which returns its own reward.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trains_on_nothing(cls, data: Any) -> Any:
+        """Only held-out rows of a set's data set are read, so ``train`` may be left out."""
+        task = data.get("task") if isinstance(data, Mapping) else None
+        return (
+            {**data, "task": {"train": "", **task}}
+            if isinstance(task, Mapping) and task.get("kind") == "dataset"
+            else data
+        )
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Self:
+        if isinstance(self.task, DatasetTask) and self.task.eval is None:
+            raise ValueError("a set has held-out rows only: add task.eval")
+        return self

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 from pydantic import ValidationError
 
 from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
+from areal_lora.config.problems import without_tags
+from areal_lora.config.sources import value_at
 from areal_lora.errors import ConfigError
 from areal_lora.run_folder.paths import RunFolder
 
@@ -22,14 +25,27 @@ def write_config(run_folder: RunFolder, config: Config) -> None:
 
 def read_config(run_folder: RunFolder) -> Config:
     """Inverse of :func:`write_config`. Raises ConfigError for a missing file and for one of another version."""
+    data = _without_old_keys(json.loads(_content(run_folder)))
     try:
-        return Config.model_validate_json(_content(run_folder))
+        return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(
             str(run_folder.config),
             f"this version cannot read it ({error.error_count()} keys differ), so the run cannot be resumed",
             "set another run.name, or start over with --fresh",
         ) from None
+
+
+def _without_old_keys(data: Any) -> Any:
+    """``data`` without the keys of an earlier version that are constants now."""
+    try:
+        Config.model_validate(data)
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["type"] == "extra_forbidden":
+                path = without_tags(detail["loc"], data)
+                del value_at(data, path[:-1])[path[-1]]
+    return data
 
 
 def read_config_here(run_folder: RunFolder) -> Config:

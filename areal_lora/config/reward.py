@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
-from areal_lora.config.section import NAME, NonNegInt, PositiveInt, Section
+from areal_lora.config.section import NAME, PositiveInt, Section
 
 ONE, SEVERAL = "(one)", "(several)"
 """Tags of the two spellings in pydantic's locations; no key is called so."""
@@ -20,7 +21,7 @@ _CORRECT = (
 
 
 class RewardSection(Section):
-    """Settings of every kind of reward: it is computed in killable child processes."""
+    """Settings of every kind of reward: it is computed in killable child processes (`tasks.scorer_setup`)."""
 
     name: str | None = Field(
         None, pattern=NAME, description="Name of its value and parts in the metrics; in a list the kind if unset."
@@ -28,17 +29,12 @@ class RewardSection(Section):
     weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this reward in the sum.")
     timeout_s: PositiveFloat = Field(5.0, description="Seconds for one answer; after that a `timeout`, never reward 0.")
     workers: PositiveInt = Field(1, description="Scorer processes.")
-    memory_mib: PositiveInt = Field(
-        1024, description="Address space of a scorer process, MiB beyond its size after loading."
+
+
+class BuiltInReward(RewardSection):
+    kind: Literal["numeric_match", "math_verify"] = Field(
+        "numeric_match", description="The last number is the answer's, or Math-Verify finds both equal."
     )
-
-
-class NumericMatchReward(RewardSection):
-    kind: Literal["numeric_match"] = "numeric_match"
-
-
-class MathVerifyReward(RewardSection):
-    kind: Literal["math_verify"] = "math_verify"
 
 
 class FunctionReward(RewardSection):
@@ -51,8 +47,8 @@ class FunctionReward(RewardSection):
     allow_subprocess: bool = Field(
         False, description="Let the function start processes, inside bubblewrap where it is usable."
     )
-    scratch_mib: NonNegInt = Field(
-        16, description="Largest file in a scorer's private temporary folder (`TMPDIR`), MiB; 0: no such folder."
+    memory_mib: PositiveInt = Field(
+        1024, description="Address space of a scorer process, MiB beyond its size after loading."
     )
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
@@ -68,49 +64,28 @@ class JudgeReward(RewardSection):
     key_env: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the API key; no key is sent if unset."
     )
-    network: Literal[True] = Field(True, description="A judge's scorer processes open sockets.")
     json_field: str | None = Field(
         None, description="Read the score from this field of the reply's last JSON object, instead of by `pattern`."
     )
     pattern: str = Field(
         r"(?i)score\s*[:=]\s*(-?[0-9]+(?:\.[0-9]+)?)",
-        description="Regular expression; its first group in the last match is the score.",
+        description="Regular expression; its first group in the last match is the score: 0 to 10, which become reward "
+        "0 to 1. Other scores are refused.",
     )
-    scale: tuple[float, float] = Field(
-        (0.0, 10.0), description="Lowest and highest score, which become reward 0 and 1; others are refused."
-    )
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="Temperature of the judge's reply.")
-    max_tokens: PositiveInt = Field(512, description="Longest reply, in tokens.")
     parameters: dict[str, Any] = Field(
-        default_factory=dict, description="Further fields of the request, such as `response_format` or `seed`."
+        default_factory=dict,
+        description="Further fields of the request, such as `response_format` or `seed`, over `temperature: 0` and "
+        "`max_tokens: 512`.",
     )
     timeout_s: PositiveFloat = Field(
         180.0, description="Seconds for one answer with all attempts; after that a `timeout`, never reward 0."
     )
-    attempt_s: PositiveFloat = Field(60.0, description="Seconds of one attempt.")
-    attempts: PositiveInt = Field(
-        5, description="Attempts per answer: at 429, 5xx, time-out, lost connection and unreadable reply."
-    )
-    backoff_s: PositiveFloat = Field(
-        1.0, description="Pause before the second attempt; it doubles each time, unless the server asks for more."
-    )
     workers: PositiveInt = Field(4, description="Scorer processes; each scores the answers of one group at a time.")
-    concurrency: PositiveInt = Field(16, description="Open requests of all scorer processes together.")
     cache: bool = Field(True, description="Keep replies in the run folder; equal questions are asked once.")
-    price_prompt: float | None = Field(None, ge=0, description="Price per million prompt tokens, for the metrics.")
-    price_completion: float | None = Field(None, ge=0, description="Price per million completion tokens.")
     correct_threshold: float | None = Field(None, allow_inf_nan=False, description=_CORRECT)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        import re
-
-        if self.scale[0] >= self.scale[1]:
-            raise ValueError(f"scale {list(self.scale)} is empty: give the lowest score, then the highest")
-        if self.concurrency < self.workers:
-            raise ValueError(
-                f"concurrency {self.concurrency} is less than workers {self.workers}: raise it, or lower workers"
-            )
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
@@ -133,12 +108,8 @@ class CodeReward(RewardSection):
         "all", description="`all`: 1 if every test passes, else 0. `partial`: the share of tests that pass."
     )
     timeout_s: PositiveFloat = Field(60.0, description="Seconds for all tests of one answer; further tests fail.")
-    test_cpu_s: PositiveInt = Field(4, description="CPU seconds of one test.")
-    test_s: PositiveFloat = Field(10.0, description="Seconds of one test.")
+    test_s: PositiveFloat = Field(4.0, description="CPU seconds of one test; it ends after 2.5 times as many seconds.")
     test_memory_mib: PositiveInt = Field(256, description="Address space of the program in a test, MiB.")
-    test_output_kib: PositiveInt = Field(
-        256, description="Largest output of a test, and largest file in its temporary folder, KiB."
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -149,9 +120,7 @@ class CodeReward(RewardSection):
         return self
 
 
-RewardConfig = Annotated[
-    NumericMatchReward | MathVerifyReward | FunctionReward | JudgeReward | CodeReward, Field(discriminator="kind")
-]
+RewardConfig = Annotated[BuiltInReward | FunctionReward | JudgeReward | CodeReward, Field(discriminator="kind")]
 
 
 def _spelling(value: Any) -> str:

@@ -79,7 +79,6 @@ class RolloutConfig(Section):
     port: NonNegInt = Field(
         0, description="Data-plane port of server 0; server i uses `port + i`. 0: the system chooses."
     )
-    max_restarts: NonNegInt = Field(3, description="Restarts of each server after a failure.")
     python: str | None = Field(None, description="Interpreter of the rollout role; this one if unset.")
 
     @property
@@ -110,8 +109,6 @@ class WeightSyncConfig(Section):
         120.0,
         description="Seconds that a publish with fewer than `cluster.min_servers` members waits for servers to rejoin.",
     )
-    probe_sequences: PositiveInt = Field(4, description="Fixed sequences scored by trainer and server after a publish.")
-    probe_tokens: PositiveInt = Field(32, description="Tokens per probe sequence.")
     probe_tolerance: PositiveFloat | None = Field(
         None,
         description="Largest allowed mean |logp trainer - logp server|; if unset 1e-4 with `model.dtype` `float32`, "

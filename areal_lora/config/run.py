@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
+from pydantic.json_schema import SkipJsonSchema
 
 from areal_lora.config.section import NAME, NonNegInt, PositiveInt, Section
 
@@ -17,21 +18,15 @@ class RunConfig(Section):
     steps: PositiveInt = Field(
         description="Number of training steps; each trains on one batch and publishes one version."
     )
-    stop_grace_s: Annotated[float, Field(gt=0, le=8)] = Field(
-        8.0, description="Seconds between SIGTERM and SIGKILL; at most 8, so that a stop takes less than 10."
-    )
     max_restarts: NonNegInt = Field(
-        3, description="Restarts after a failure, for the trainer and for the controller each."
+        3,
+        description="Restarts after a failure: of the trainer, of the controller and of each server; requeues in a row "
+        "of a Slurm job without a new checkpoint.",
     )
     stall_s: PositiveFloat = Field(
         900.0,
         description="Seconds without progress after which trainer rank 0, the controller's event loop or a server's "
         "engine counts as stuck: the stacks are written and it is restarted.",
-    )
-    heartbeat_timeout_s: PositiveFloat = Field(
-        45.0,
-        description="Seconds without a heartbeat after which a controller or server is restarted. "
-        "A heartbeat is written once a second, however long a step takes.",
     )
 
 
@@ -46,8 +41,12 @@ class ModelConfig(Section):
         description="The trainer ranks of a node read the base from disk once, into shared memory that is kept while "
         "they run.",
     )
-    commit: str | None = Field(None, description="Written by the launcher: the commit of a hub name that the run uses.")
-    snapshot: str | None = Field(None, description="Written by the launcher: the folder that holds this commit.")
+    commit: SkipJsonSchema[str | None] = Field(
+        None, description="Written by the launcher: the commit of a hub name that the run uses."
+    )
+    snapshot: SkipJsonSchema[str | None] = Field(
+        None, description="Written by the launcher: the folder that holds this commit."
+    )
 
     @property
     def folder(self) -> str:
@@ -63,9 +62,6 @@ class CheckpointConfig(Section):
     )
     keep_best: bool = Field(
         True, description="Also keep the checkpoint with the best evaluation: by accuracy, then by mean reward."
-    )
-    max_failures: NonNegInt = Field(
-        3, description="Failed checkpoint writes in a row that the run tolerates; the next one stops the run."
     )
 
 

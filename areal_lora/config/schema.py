@@ -57,7 +57,7 @@ def choose(field: FieldInfo, data: Any) -> type[Section] | None:
     if len(options) <= 1:
         return options[0] if options else None
     kind = data.get("kind") if isinstance(data, Mapping) else None
-    return next((option for option in options if option.model_fields["kind"].default == kind), None)
+    return next((option for option in options if kind in get_args(option.model_fields["kind"].annotation)), None)
 
 
 def leaf_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:

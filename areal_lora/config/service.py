@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from areal_lora.config.section import NonNegInt, PositiveInt, Section
 
@@ -12,22 +12,12 @@ CODE_REWARD = "code"
 
 
 class QuotaConfig(Section):
-    """Of each tenant; ``areal-lora adapters keys`` can give one tenant another quota."""
+    """Of each tenant. ``areal-lora adapters keys --quota`` can give one tenant others of these limits, and of those in
+    `service.rows.Quota` that no run sets for all."""
 
     adapters: PositiveInt = Field(4, description="Adapters at a time; deleted ones do not count.")
     rank: PositiveInt = Field(32, description="Largest rank of an adapter.")
-    weight: PositiveFloat = Field(1.0, description="Largest `weight` of an adapter.")
-    operations: PositiveInt = Field(64, description="Acknowledged operations that the run has not carried out yet.")
-    body_kib: PositiveInt = Field(256, description="Longest body of a request, KiB.")
     sequences: PositiveInt = Field(4096, description="Answers of one training step: prompts times answers per prompt.")
-    problems: PositiveInt = Field(100_000, description="Generated problems of a `word_problems` split.")
-    workers: PositiveInt = Field(4, description="Scorer processes of an adapter.")
-    queued: PositiveInt = Field(256, description="Requests of SDK clients that are not answered yet.")
-    queued_mib: PositiveInt = Field(
-        256, description="Data of SDK clients that are kept: of requests that wait, and of those since the last step."
-    )
-    pass_kib: PositiveInt = Field(8192, description="Longest body of a pass of an SDK client, KiB.")
-    saved: PositiveInt = Field(64, description="Saved states of SDK clients.")
     tokens: PositiveInt = Field(
         1 << 23, description="Tokens of inference in progress: prompts and the longest answers, times 1 + `logprobs`."
     )

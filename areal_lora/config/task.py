@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_lora.config.section import NonNegInt, PositiveInt, Scalar, Section
 
 
-class TemplateFormat(Section):
-    kind: Literal["template"] = "template"
+class PromptFormat(Section):
+    kind: Literal["template", "chat"] = Field("template", description="`chat`: by the tokenizer's chat template.")
     template: str = Field(
         "{prompt}",
-        description="Text of the prompt; `{name}` is replaced by that column, `{prompt}` by `columns.prompt`.",
+        description="Text of the prompt or of the user message; `{name}` is replaced by that column, `{prompt}` by "
+        "`columns.prompt`. Unused with `columns.messages`.",
     )
-
-
-class ChatFormat(Section):
-    kind: Literal["chat"] = "chat"
     system_prompt: str | None = Field(
-        None, description="System message put first, unless the row's messages begin with one."
-    )
-    template: str = Field(
-        "{prompt}", description="Text of the user message, as in `kind: template`; unused with messages."
+        None, description="System message put first, unless the row's messages begin with one (`chat`)."
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the tokenizer's chat template, such as `enable_thinking: false`.",
+        default_factory=dict, description="Arguments of the chat template, such as `enable_thinking: false` (`chat`)."
     )
-    prefill: str = Field("", description="Text with which each answer begins; it is given, not sampled.")
+    prefill: str = Field("", description="Text with which each answer begins; it is given, not sampled (`chat`).")
 
+    @property
+    def is_chat(self) -> bool:
+        return self.kind == "chat"
 
-PromptFormat = Annotated[TemplateFormat | ChatFormat, Field(discriminator="kind")]
+    @model_validator(mode="after")
+    def _only_of_a_chat(self) -> Self:
+        for key in ("system_prompt", "chat_template_kwargs", "prefill"):
+            if getattr(self, key) and not self.is_chat:
+                raise ValueError(f"kind template has no {key}: set kind=chat, or leave it out")
+        return self
 
 
 class Columns(Section):
@@ -56,21 +58,24 @@ class WordProblemsTask(Section):
     n_train: PositiveInt = Field(4096, description="Size of the generated training split.")
     n_eval: PositiveInt = Field(256, description="Size of the held-out split (disjoint from training).")
     seed: NonNegInt = Field(0, description="Chooses the problems.")
-    format: PromptFormat = TemplateFormat()
+    format: PromptFormat = PromptFormat()
 
 
-class Gsm8kTask(Section):
-    kind: Literal["gsm8k"] = "gsm8k"
-    train: str = Field("openai/gsm8k", description="File of question/answer rows, or a hub data set name.")
-    eval: str = Field("openai/gsm8k", description="Held-out file, or a hub data set name (its test split).")
-    n_eval: PositiveInt = Field(1319, description="Held-out problems of one evaluation.")
-    prompt_template: str = Field(
-        "Question: {question}\nAnswer:", description="`{question}` is replaced; end answers with `#### n`."
-    )
+GSM8K: dict[str, Any] = {
+    "train": "openai/gsm8k",
+    "eval": "openai/gsm8k",
+    "subset": "main",
+    "n_eval": 1319,
+    "columns": {"prompt": "question", "answer": "answer"},
+    "format": {"template": "Question: {question}\nAnswer:"},
+}
+"""What ``kind: gsm8k`` sets; its answers end with ``#### n``."""
 
 
 class DatasetTask(Section):
-    kind: Literal["dataset"] = "dataset"
+    kind: Literal["dataset", "gsm8k"] = Field(
+        "dataset", description="`gsm8k`: rows with `question` and `answer`, whose answers end with `#### n`."
+    )
     train: str = Field(
         description="JSONL, JSON, CSV or parquet file, a folder of such files, or a hub data set name `org/name`."
     )
@@ -78,7 +83,7 @@ class DatasetTask(Section):
         None, description="Held-out rows, as `train`; if unset, `n_eval` rows of `train` are held out."
     )
     columns: Columns = Columns()
-    format: PromptFormat = TemplateFormat()
+    format: PromptFormat = PromptFormat()
     subset: str | None = Field(None, description="Configuration of a hub data set, such as `main`.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
     train_split: str = Field("train", description="Split of a hub data set or folder to train on.")
@@ -92,15 +97,12 @@ class DatasetTask(Section):
         None, description="`package.module:name` or `file.py:name` of `keep(row) -> bool`; it gets each row as a dict."
     )
 
-
-TaskConfig = Annotated[WordProblemsTask | Gsm8kTask | DatasetTask, Field(discriminator="kind")]
-
-
-class HeldOutTask(DatasetTask):
-    """The data set of an evaluation: only its held-out rows are read."""
-
-    train: str = Field("", description="Not read in an evaluation set.")
-    eval: str = Field(description="Held-out rows: a file, folder or hub data set name.")
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("kind") == "gsm8k":
+            return {**GSM8K, **data}
+        return data
 
 
-EvalTaskConfig = Annotated[WordProblemsTask | Gsm8kTask | HeldOutTask, Field(discriminator="kind")]
+TaskConfig = Annotated[WordProblemsTask | DatasetTask, Field(discriminator="kind")]

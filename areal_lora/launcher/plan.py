@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_lora.config.adapter_run import adapter_run
+from areal_lora.config.cluster import Role
 from areal_lora.config.facts import Facts, server_ports
 from areal_lora.config.memory import JobMemory, job_memory, kv_token_bytes, version_bytes
 from areal_lora.config.models import Config
@@ -177,11 +178,8 @@ def _argv(config: Config, role: str, folder: RunFolder, *more: str) -> tuple[str
         CONTROLLER: config.cluster.controller_python,
         SERVICE: config.cluster.controller_python,
     }[role]
-    slurm = config.cluster.slurm.wrapper
-    wrapper = {TRAINER: slurm.trainer, SERVER: slurm.rollout, CONTROLLER: slurm.controller, SERVICE: slurm.controller}[
-        role
-    ]
-    words = wrapper if config.cluster.kind == "slurm" else []
+    names: dict[str, Role] = {TRAINER: "trainer", SERVER: "rollout", CONTROLLER: "controller", SERVICE: "controller"}
+    words = config.cluster.slurm.wrapper.get(names[role], []) if config.cluster.kind == "slurm" else []
     return (*words, python or sys.executable, "-m", MODULES[role], "--run-folder", str(folder), *more)
 
 

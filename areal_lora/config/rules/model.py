@@ -98,13 +98,6 @@ def lengths(config: Config, facts: Facts) -> Iterator[Finding]:
             reason=f"{budget} cannot hold one sequence of rollout.max_model_len = {longest} tokens",
             fix=f"set it to at least {longest}",
         )
-    probe = config.weight_sync.probe_tokens
-    if probe >= longest:
-        yield Finding(
-            path="weight_sync.probe_tokens",
-            reason=f"{probe} tokens do not fit rollout.max_model_len = {longest}",
-            fix="lower it",
-        )
     shape = shape_of(facts)
     if shape and shape.max_positions and longest > shape.max_positions:
         yield Finding(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from areal_lora.config.facts import Facts
 from areal_lora.config.models import Config
 from areal_lora.config.rules.findings import Finding, Severity
-from areal_lora.config.task import ChatFormat, DatasetTask, Gsm8kTask, TaskConfig, WordProblemsTask
+from areal_lora.config.task import DatasetTask, TaskConfig, WordProblemsTask
 
 
 def _tasks(config: Config) -> Iterator[tuple[str, TaskConfig]]:
@@ -22,7 +22,7 @@ def _tasks(config: Config) -> Iterator[tuple[str, TaskConfig]]:
 def chat_template(config: Config, facts: Facts) -> Iterator[Finding]:
     """The format chat needs a chat template, and messages need the format chat."""
     for at, task in _tasks(config):
-        chat = not isinstance(task, Gsm8kTask) and isinstance(task.format, ChatFormat)
+        chat = task.format.is_chat
         if chat and facts.chat_template is False:
             yield Finding(
                 path=f"{at}.format.kind",

@@ -75,7 +75,7 @@ class Job:
         self._take_folder()
         lifetime = self._begin()
         words = Words(sys.stdin.fileno(), self._folder)
-        if why := too_many(lifetime.without, self._config.cluster.slurm.max_requeues):
+        if why := too_many(lifetime.without, self._config.run.max_restarts):
             self._say(f"The job ends as failed: {why}")
             return ExitCode.COMPONENT_FAILED
         with SlurmSteps(self._config, self._plan, self._job) as steps:
@@ -139,13 +139,13 @@ class Job:
     def _requeue(self, lifetime: Lifetime, result: Outcome) -> Outcome:
         """Requeue the job, or say why it ends instead."""
         without = lifetime.next_without(self._newest())
-        if why := too_many(without, self._config.cluster.slurm.max_requeues):
+        if why := too_many(without, self._config.run.max_restarts):
             return Outcome(code=ExitCode.COMPONENT_FAILED, text=f"{result.requeue}; the job ends as failed: {why}")
         state = self._state()
         if state != RUNNING:
             # scancel, while the steps stopped.
             return outcome(None, result.requeue, state)
-        count = f" ({without} of {self._config.cluster.slurm.max_requeues} without a new checkpoint)" if without else ""
+        count = f" ({without} of {self._config.run.max_restarts} without a new checkpoint)" if without else ""
         self._say(f"The job is requeued: {result.requeue}{count}")
         self._record_requeue(result.requeue, without)
         write_lifetime(self._folder, lifetime.requeued(result.requeue))

@@ -69,7 +69,9 @@ STATES: dict[str, Explanation] = {
         do=f"{RESUME}; give more time with cluster.slurm.time_limit",
     ),
     "NODE_FAIL": Explanation(
-        phase=_OVER, what="a node of the job failed", do=f"{RESUME}; cluster.slurm.exclude keeps off a bad node"
+        phase=_OVER,
+        what="a node of the job failed",
+        do=f"{RESUME}; --exclude (cluster.slurm.extra) keeps off a bad node",
     ),
     "PREEMPTED": Explanation(
         phase=_OVER,
@@ -121,7 +123,7 @@ STATES: dict[str, Explanation] = {
     "RESV_DEL_HOLD": Explanation(
         phase=_WAITING,
         what="the job is on hold because its reservation was deleted",
-        do="areal-lora stop RUN, then areal-lora resume RUN cluster.slurm.reservation=NAME",
+        do="areal-lora stop RUN, then areal-lora resume RUN 'cluster.slurm.extra=[--reservation=NAME]'",
     ),
 }
 """By Slurm's state, without the details of FAILED (``CODES``) and PENDING (``REASONS``)."""
@@ -177,9 +179,9 @@ REASONS: tuple[tuple[str, Explanation], ...] = tuple(
         (
             "DependencyNeverSatisfied",
             "the job it depends on ended in a way that never starts it",
-            "areal-lora stop RUN, then areal-lora resume RUN with another cluster.slurm.dependency",
+            "areal-lora stop RUN, then areal-lora resume RUN with another --dependency in cluster.slurm.extra",
         ),
-        ("Dependency", "another job has to end first (cluster.slurm.dependency)", ""),
+        ("Dependency", "another job has to end first (--dependency)", ""),
         (
             "ReqNodeNotAvail",
             "a node that it requires is down, drained or reserved",
@@ -189,11 +191,11 @@ REASONS: tuple[tuple[str, Explanation], ...] = tuple(
         ("JobHeldUser", "it is on hold by its user", "scontrol release JOB"),
         ("JobHeldAdmin", "an admin holds it", "ask the admins why"),
         ("JobHoldMaxRequeue", "Slurm requeued it as often as MaxBatchRequeue allows", "scontrol release JOB"),
-        ("QOS", "a limit of its QOS is reached", "wait for other jobs of the QOS, or set another cluster.slurm.qos"),
+        ("QOS", "a limit of its QOS is reached", "wait, or set another --qos (cluster.slurm.extra)"),
         ("MaxCpuPerAccount", "a limit of its account is reached", "wait for other jobs of the account"),
         ("Assoc", "a limit of its account or user is reached", "wait for other jobs of the account"),
         ("InvalidAccount", "its account is not valid (any more)", "resume with another cluster.slurm.account"),
-        ("InvalidQOS", "its QOS is not valid (any more)", "resume with another cluster.slurm.qos"),
+        ("InvalidQOS", "its QOS is not valid (any more)", "resume with another --qos of cluster.slurm.extra"),
         (
             "PartitionTimeLimit",
             "its time limit is above that of the partition",
@@ -207,8 +209,16 @@ REASONS: tuple[tuple[str, Explanation], ...] = tuple(
         ("PartitionDown", "its partition is down", "wait, or resume with another cluster.slurm.partition"),
         ("PartitionInactive", "its partition is inactive", "wait, or resume with another cluster.slurm.partition"),
         ("NodeDown", "a node that it requires is down", "wait, or relax constraint and nodelist"),
-        ("BadConstraints", "no node satisfies its constraints", "resume with another cluster.slurm.constraint"),
-        ("ReservationDeleted", "its reservation was deleted", "resume with another cluster.slurm.reservation"),
+        (
+            "BadConstraints",
+            "no node satisfies its constraints",
+            "resume with another --constraint (cluster.slurm.extra)",
+        ),
+        (
+            "ReservationDeleted",
+            "its reservation was deleted",
+            "resume with another --reservation (cluster.slurm.extra)",
+        ),
         ("Reservation", "its reservation has not begun", ""),
         ("Licenses", "a license that it asks for is in use", ""),
         ("MaxMemPerLimit", "it asks for more memory than a job may have", "resume with a smaller cluster.slurm.mem"),

@@ -17,6 +17,8 @@ from tests.support.paths import ROOT
 FILES = sorted((ROOT / "examples").glob("*/*.yaml"))
 SCHEMA = json.loads(json_schema.render())
 
+MAX_KEYS = 270
+
 
 def problems(data: Any) -> list[str]:
     return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(data)]
@@ -33,6 +35,12 @@ def test_examples_name_the_schema_and_fit_it(file: Path) -> None:
     assert first.startswith("# yaml-language-server: $schema=")
     assert (file.parent / first.partition("=")[2]).resolve() == ROOT / json_schema.TARGET
     assert problems(yaml.safe_load(text)) == []
+
+
+def test_keys_may_only_become_fewer() -> None:
+    """A setting that no user would choose is a constant with its reason; lower the number with each key that goes."""
+    sections = [SCHEMA, *SCHEMA["$defs"].values()]
+    assert sum(len(section.get("properties", {})) for section in sections) <= MAX_KEYS
 
 
 def test_mistakes_are_marked() -> None:

@@ -8,7 +8,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.memory import GIB, Memory, Part, job_memory, slurm_bytes, staging_bytes
 from areal_lora.config.models import AdapterConfig, Config, ServiceConfig
-from areal_lora.config.reward import NumericMatchReward
+from areal_lora.config.reward import BuiltInReward
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check
 from areal_lora.engine.common.arena import ShardedModel
@@ -104,7 +104,7 @@ def test_adapters_that_may_join_count_like_listed_ones_of_their_size() -> None:
     small = listed.model_copy(update={"rank": 4, "target_modules": ["linear_qkv"]})
     largest = [
         listed.model_copy(
-            update={"name": f"more-{i}", "rank": 32, "target_modules": targets, "reward": NumericMatchReward()}
+            update={"name": f"more-{i}", "rank": 32, "target_modules": targets, "reward": BuiltInReward()}
         )
         for i in range(2)
     ]
