@@ -15,7 +15,6 @@ import typer
 from areal_lora.cli.processes import descendants, holder, local_processes
 from areal_lora.cli.runs import RUN_HELP, find_run, recorded_config, run_names
 from areal_lora.errors import ConfigError, ProcessFailed
-from areal_lora.launcher.supervise import STOP_GRACE_S
 
 if TYPE_CHECKING:
     from areal_lora.run_folder.paths import RunFolder
@@ -43,6 +42,8 @@ def stop(
 
 def stop_launcher(folder: RunFolder, now: bool) -> None:
     """TERM to the launcher (twice for ``now``), then wait for it and for the processes of the run."""
+    from areal_lora.launcher.supervise import STOP_GRACE_S
+
     held = holder(folder)
     if held is None:
         if local_processes(folder):

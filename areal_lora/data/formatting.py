@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lora.config.task import PromptFormat
+from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.tokenizer import TextTokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample

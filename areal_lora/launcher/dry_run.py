@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lora.config.adapter_run import adapter_runs, total_steps
-from areal_lora.config.algorithm import PRESETS
-from areal_lora.config.cluster import LINK_BITS
 from areal_lora.config.facts import machine_memory
-from areal_lora.config.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
 from areal_lora.config.models import Config
+from areal_lora.config.sections.algorithm import PRESETS
+from areal_lora.config.sections.cluster import LINK_BITS
+from areal_lora.config.sizing.memory import GIB, LEAST_KV, Memory, device_bytes, slurm_bytes
 from areal_lora.launcher.details import details, human_bytes, make_table
 from areal_lora.launcher.plan import CONTROLLER, SERVER, SERVICE, TRAINER, JobPlan, ProcessSpec
 from areal_lora.launcher.slurm.script import sbatch_script

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.config.adapter_run import adapter_run
-from areal_lora.config.joined import alone
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
-from areal_lora.config.place import own_place
-from areal_lora.config.recorded import read_config
+from areal_lora.config.recorded import alone, read_config
+from areal_lora.config.sections.cluster import own_place
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream
 from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer

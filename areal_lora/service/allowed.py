@@ -13,9 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, CustomWorkflowConfig, MultiTurnWorkflowConfig
-from areal_lora.config.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig, RewardsConfig, reward_keys
-from areal_lora.config.service import CODE_REWARD, ApiConfig
-from areal_lora.config.task import DatasetTask, TaskConfig, WordProblemsTask
+from areal_lora.config.sections.reward import (
+    CodeReward,
+    FunctionReward,
+    JudgeReward,
+    RewardConfig,
+    RewardsConfig,
+    reward_keys,
+)
+from areal_lora.config.sections.service import CODE_REWARD, ApiConfig
+from areal_lora.config.sections.task import DatasetTask, TaskConfig, WordProblemsTask
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Quota
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lora.config.service import QuotaConfig
+from areal_lora.config.sections.service import QuotaConfig
 from areal_lora.run_folder.desired import Desired, DesiredAdapter, DesiredPhase
 
 TENANT = re.compile(r"[a-z][a-z0-9]{0,15}")

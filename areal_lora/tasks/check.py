@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from areal_lora.config.models import AdapterConfig, Config
-from areal_lora.config.reward import BuiltInReward, CodeReward, RewardsConfig, reward_keys
-from areal_lora.config.task import TaskConfig, WordProblemsTask
+from areal_lora.config.sections.reward import BuiltInReward, CodeReward, RewardsConfig, reward_keys
+from areal_lora.config.sections.task import TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.code_reward import CodeSettings, row_tests
 from areal_lora.tasks.datasets import hub_sources, load_samples

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, assert_never
 
-from areal_lora.config.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
+from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, TaskConfig, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.loading import load_import_path
 from areal_lora.tasks.long_problems import long_problem

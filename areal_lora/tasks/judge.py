@@ -39,7 +39,7 @@ class JudgeFault(Exception):
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of ``config.reward.JudgeReward`` that matter here, and `scorer_setup.JUDGE_LIMITS`."""
+    """The keys of ``config.sections.reward.JudgeReward`` that matter here, and `scorer_setup.JUDGE_LIMITS`."""
 
     url: str
     model: str

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_lora.config.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
+from areal_lora.config.sections.reward import CodeReward, FunctionReward, JudgeReward, RewardConfig
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.tasks.box import PARENT_PID, boxed
 from areal_lora.tasks.scorer_child import Setup

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from areal_lora.config.task import DatasetTask, TaskConfig
+from areal_lora.config.sections.task import DatasetTask, TaskConfig
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample
 

@@ -15,9 +15,9 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.adapter_run import probe_tolerance
-from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.pools import broadcast_backend
 from areal_lora.data.tokenizer import load_tokenizer
 from areal_lora.distributed.exchange import Exchange, GroupExchange
 from areal_lora.engine.base import TrainEngine

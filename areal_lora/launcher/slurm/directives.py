@@ -7,9 +7,9 @@ its nodes; what concerns the job is in the first only.
 
 from __future__ import annotations
 
-from areal_lora.config.cluster import Role, SlurmComponent, SlurmConfig
 from areal_lora.config.models import Config
-from areal_lora.config.pools import Pool
+from areal_lora.config.sections.cluster import Role, SlurmComponent, SlurmConfig
+from areal_lora.config.sizing.pools import Pool
 from areal_lora.launcher.plan import CONTROLLER, SERVER, TRAINER, JobPlan
 
 SIGNAL_LEAD_S = 60

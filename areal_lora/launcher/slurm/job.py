@@ -18,9 +18,8 @@ from rich.console import Console
 from areal_lora.checkpoint.store import versions_in
 from areal_lora.config.adapter_run import ends_of
 from areal_lora.config.facts import gather_facts
-from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
-from areal_lora.config.recorded import read_config
+from areal_lora.config.recorded import read_config, with_joined
 from areal_lora.errors import ArealLoraError, ConfigError, EnvironmentError_, ExitCode
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm import commands

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_lora.config.evals import EvalSetConfig
 from areal_lora.config.models import AdapterConfig, Config, SamplingConfig, SingleTurnWorkflowConfig, WorkflowConfig
+from areal_lora.config.sections.task import EvalSetConfig
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import tokenize
 from areal_lora.data.tokenizer import TextTokenizer

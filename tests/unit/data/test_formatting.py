@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from areal_lora.config.task import PromptFormat
+from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.formatting import Formatter
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample

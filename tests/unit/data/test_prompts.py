@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from areal_lora.config.task import DatasetTask, PromptFormat
+from areal_lora.config.sections.task import DatasetTask, PromptFormat
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream, tokenize
 from areal_lora.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_lora.config.models import AdapterConfig
-from areal_lora.config.service import ApiConfig, QuotaConfig
+from areal_lora.config.sections.service import ApiConfig, QuotaConfig
 from areal_lora.service.allowed import allowed
 from areal_lora.service.refused import Refused
 from areal_lora.service.rows import Quota

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config.task import DatasetTask, PromptFormat, WordProblemsTask
+from areal_lora.config.sections.task import DatasetTask, PromptFormat, WordProblemsTask
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.rewards import numeric_match

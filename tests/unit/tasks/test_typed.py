@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_lora.config.task import Columns, DatasetTask, PromptFormat, WordProblemsTask
+from areal_lora.config.sections.task import Columns, DatasetTask, PromptFormat, WordProblemsTask
 from areal_lora.errors import ConfigError
 from areal_lora.tasks.typed import typed_sample
 from areal_lora.tasks.word_problems import draw_problem

@@ -11,7 +11,7 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets
-from areal_lora.config.slots import adapter_capacity, served_targets
+from areal_lora.config.sizing.slots import adapter_capacity, served_targets
 from areal_lora.errors import ConfigError
 from areal_lora.families.derived import derive
 from areal_lora.families.published import known_config
