@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_lora.config.algorithm import PRESETS
+from areal_lora.config.sections.algorithm import PRESETS
 from areal_lora.config.support import ASKS, LAYOUTS, MODES, REFUSALS, Combination, Refusal, group_of
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported

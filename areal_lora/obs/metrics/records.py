@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.types import AdapterPhase
 
 SEQUENCE = ("wire", "verify", "write", "commit_wait")

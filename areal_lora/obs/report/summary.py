@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_lora.config.adapter_run import AdapterRun, adapter_runs
-from areal_lora.config.joined import with_joined
-from areal_lora.config.recorded import config_digest, read_config
+from areal_lora.config.recorded import config_digest, read_config, with_joined
 from areal_lora.obs.metrics.records import EvalRecord
 from areal_lora.obs.report.figures import Figures, read_figures
 from areal_lora.obs.run_view import newest_state

@@ -37,9 +37,9 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.config.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions
 from areal_lora.engine.vllm_ext.guards import guarded
 from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.openai_api import Answer, CompletionBody, CompletionChoice, Usage, error_body
