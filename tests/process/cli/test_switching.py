@@ -1,4 +1,4 @@
-"""docs/en/your_own_task.md, Coming from another system: its keys exist, and its files train what verl's data and rewards describe."""
+"""Coming from another system, in docs/en/your_own_task.md: its keys exist, its files train what verl's data describes."""
 
 from __future__ import annotations
 
