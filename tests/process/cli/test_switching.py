@@ -1,4 +1,4 @@
-"""Coming from another system, in docs/en/your_own_task.md: its keys exist, its files train what verl's data describes."""
+"""Coming from another system, in docs/en/your_own_task.md: keys exist, files train what verl's data describes."""
 
 from __future__ import annotations
 
