@@ -1,7 +1,7 @@
 """Memory of every trainer rank, server replica and controller, estimated from the configuration. Pure.
 
 The parts are what the docstrings of `_trainer` and `_server` list, with the source of each formula. Constants that no
-formula gives are measured: on CPUs by `tests/support/launcher/memory_runs.py`. Those of GPUs (`GPU_CONTEXT`,
+formula gives are measured: on CPUs by the memory tests (`memory_runs`). Those of GPUs (`GPU_CONTEXT`,
 `GPU_GRAPHS`) are typical values and have not been measured by this project.
 """
 

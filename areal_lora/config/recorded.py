@@ -10,14 +10,13 @@ from pydantic import ValidationError
 from areal_lora.config.joined import with_joined
 from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
 
 def write_config(run_folder: RunFolder, config: Config) -> None:
     """Record ``config``; readers see the previous file or the new one."""
-    temporary = run_folder.config.with_name(f".{run_folder.config.name}.tmp")
-    temporary.write_text(config.model_dump_json(indent=2), encoding="utf-8")
-    temporary.replace(run_folder.config)
+    write_file(run_folder.config, config.model_dump_json(indent=2))
 
 
 def read_config(run_folder: RunFolder) -> Config:

@@ -1,7 +1,7 @@
 """What works together: engine, model family, expert layout, rollout mode, and what an algorithm asks of them.
 
-Pure data and the only judge of such combinations. The start-up rules report `refusals`; `config.support_tables` pairs
-the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
+Pure data and the only judge of such combinations. The start-up rules report `refusals`; `docs/tools/support_tables`
+pairs the axes and names the tests behind each pair; docs/en/support.md is rendered from both. What a single config.json
 requires beyond its family (a soft cap, another activation) is in `families.engines`.
 """
 

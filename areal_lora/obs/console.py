@@ -70,7 +70,8 @@ def sampling_rate(record: StepRecord) -> str:
 
     The batches of the last steps are sampled earlier, so nothing is sampled then.
     """
-    return f"{number(record.rollout_tokens_per_s, 0)} tok/s" if record.rollout_tokens_per_s != 0.0 else "no sampling"
+    rate = record.metrics.get("train/rollout_tokens_per_s")
+    return "no sampling" if rate == 0.0 else f"{number(rate, 0)} tok/s"
 
 
 def members_line(record: MembersRecord) -> str | None:
@@ -186,12 +187,12 @@ class LiveConsole:
                 return name + state_text(record) if name or record.state is AdapterPhase.FAILED else None
 
     def _step_line(self, record: StepRecord) -> str:
-        view, adapter = self.view, self.view.adapter(record.adapter)
+        view, adapter, get = self.view, self.view.adapter(record.adapter), record.metrics.get
         sync, left = view.sync_p50(), view.remaining_s()
         if record.by_client:
             return client_line(record, view)
         parts = [f"step {counted(record.step + 1, adapter.total)}", f"reward {number(record.reward_mean)}"]
-        parts += [f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
+        parts += [f"loss {number(get('train/loss'))}", f"grad {number(get('train/grad_norm'))}"]
         parts += [f"staleness {histogram(record.staleness)}", f"sync {number(sync[0], 1) if sync else '-'} ms"]
         parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
         parts += [sampling_rate(record), f"{record.step_s:.2f} s"]
@@ -235,12 +236,15 @@ class LiveConsole:
             rewards = [s.reward_mean for s in view.steps if s.reward_mean is not None]
             if rewards:
                 rows.add_row("reward", f"{number(last.reward_mean)}  {sparkline(rewards)}")
-            rows.add_row("loss", f"{number(last.loss)}   grad {number(last.grad_norm)}   lr {number(last.lr)}")
+            loss, grad, lr = (number(last.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
+            rows.add_row("loss", f"{loss}   grad {grad}   lr {lr}")
         if view.staleness:
             rows.add_row("staleness", f"{histogram(view.staleness)}   mean {number(mean_lag(view.staleness), 2)}")
         if not last.by_client:
-            rows.add_row("rollout", f"{sampling_rate(last)}   {last.groups_ready} groups ready")
-        rows.add_row("step", f"{last.step_s:.2f} s: wait {last.wait_batch_s:.2f}  train {last.train_s:.2f}")
+            ready = last.metrics.get("train/groups_ready") or 0
+            rows.add_row("rollout", f"{sampling_rate(last)}   {ready:.0f} groups ready")
+        wait_s, train_s = (last.spans.get(name, 0.0) for name in ("wait_batch", "train"))
+        rows.add_row("step", f"{last.step_s:.2f} s: wait {wait_s:.2f}  train {train_s:.2f}")
 
     def _status_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -252,10 +256,11 @@ class LiveConsole:
 def client_line(record: StepRecord, view: RunView) -> str:
     """A client's step: what is known of it. ``step 12  loss 0.310  grad 0.120  lr 0.004  48 tokens ...``."""
     taken = "" if record.taken else " skipped: its gradient is not finite"
-    parts = [f"step {record.step + 1}{taken}", f"loss {number(record.loss)}", f"grad {number(record.grad_norm)}"]
-    parts += [f"lr {number(record.lr)}", f"{record.n_tokens} tokens"]
+    loss, grad, lr = (number(record.metrics.get(f"train/{name}")) for name in ("loss", "grad_norm", "lr"))
+    parts = [f"step {record.step + 1}{taken}", f"loss {loss}", f"grad {grad}", f"lr {lr}"]
+    parts += [f"{record.metrics.get('train/n_tokens') or 0:.0f} tokens"]
     parts += [] if view.only else [f"share {percent(view.shares()[record.adapter])}"]
-    return "  ".join([*parts, f"train {record.train_s:.2f} of {record.step_s:.2f} s"])
+    return "  ".join([*parts, f"train {record.spans.get('train', 0.0):.2f} of {record.step_s:.2f} s"])
 
 
 def histogram(counts: dict[int, int]) -> str:

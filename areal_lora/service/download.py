@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tarfile
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -105,7 +105,8 @@ async def _sent(chunks: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
         while chunk := await asyncio.to_thread(next, chunks, b""):
             yield chunk
     finally:
-        chunks.close()
+        with suppress(ValueError):  # a thread reads the next one; with it the generator ends
+            chunks.close()
 
 
 def _exported(run_folder: RunFolder, version: Version, prefix: str) -> tuple[tuple[str, BinaryIO], ...]:

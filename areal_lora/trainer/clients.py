@@ -43,9 +43,9 @@ from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.adapter import Adapter, ControllerState
-from areal_lora.trainer.client_steps import Window
 from areal_lora.trainer.passes import Limits, problem
 from areal_lora.trainer.saved_states import loadable, named
+from areal_lora.trainer.step_metrics import Window
 from areal_lora.trainer.work import Operates
 from areal_lora.types import AdapterRef
 

@@ -18,7 +18,6 @@ from areal_lora.rollout.channel import messages as m
 from areal_lora.rollout.channel.client import SHORT_POLL_S, ControllerClient, WaitingLines
 from areal_lora.rollout.channel.messages import EvalResult
 from areal_lora.trainer.adapter import Adapter, ControllerState
-from areal_lora.trainer.group_figures import group_figures
 from areal_lora.trainer.recording import Recorder
 from areal_lora.trainer.work import Drained, Faulted, TrainOn, Work
 from areal_lora.types import AdapterRef
@@ -132,8 +131,7 @@ class ControllerLink:
         ref = AdapterRef(name=batch.adapter, version=batch.step)
         self._recorder.status(f"step {ref.version}: training {ref.name}")
         self._ledgers[ref.name] = batch.snapshot
-        figures = group_figures(batch.groups)
-        self._recorder.batch(ref, batch.stats, batch.samples, batch.reward_components, batch.reward_costs, figures)
+        self._recorder.batch(batch)
         return TrainOn(adapter=ref.name, groups=list(batch.groups))
 
     def join(self, adapter: Adapter, version: int, kept: ControllerState) -> str:

@@ -14,11 +14,11 @@ from areal_lora.config.rules.guardrails import check
 from areal_lora.data.prompts import Prompt
 from areal_lora.rollout.gateway import AgentGateway
 from areal_lora.rollout.loading import build_workflow
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.rollout.workflow import Episode
 from areal_lora.types import Sample
 from tests.support.docs import blocks
 from tests.support.paths import ROOT
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.texts import EOS, SAMPLING, V1, Graded, served
 
 ALL_EXAMPLES = ROOT / "examples"

@@ -169,7 +169,6 @@ async def assemble(config: Config, run_folder: RunFolder, index: int, secret: st
         n_slots=adapter_slots(config),
         resident=kept_versions(config) + 1,
         adapters=adapter_capacity(config),
-        generating=lambda: counters.in_flight > 0,
         merged=payload is Payload.MERGED,
     )
     model = engine.model_config

@@ -61,7 +61,7 @@ from areal_lora.run_folder.status import set_status
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.digests import base_digest
 from areal_lora.weight_sync.served import served_shapes
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
+from tests.support.weight_sync.memory_server import MemoryServer
 
 log = get_logger("areal_lora.engine.vllm_ext.stand_in")  # __name__ is __main__ here
 

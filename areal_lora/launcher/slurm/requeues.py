@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.paths import RunFolder
 
 
@@ -59,7 +60,4 @@ def read_lifetime(run_folder: RunFolder) -> Lifetime | None:
 
 
 def write_lifetime(run_folder: RunFolder, lifetime: Lifetime) -> None:
-    target = run_folder.job_requeues
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_bytes(msgspec.json.encode(lifetime) + b"\n")
-    temporary.replace(target)
+    write_file(run_folder.job_requeues, msgspec.json.encode(lifetime) + b"\n")

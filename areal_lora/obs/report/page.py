@@ -17,6 +17,7 @@ from areal_lora.obs.report.adapters import RunPlots, overview, sections
 from areal_lora.obs.report.figures import Figures, RunFigures
 from areal_lora.obs.report.parts import charts, figures_of, samples, table
 from areal_lora.obs.report.plots import Plots
+from areal_lora.run_folder.atomic import write_file
 from areal_lora.run_folder.events import (
     AbandonEvent,
     EndEvent,
@@ -60,14 +61,8 @@ def write_report(run_folder: RunFolder | Path | str) -> Path:
     """Write ``report.html`` from the current run folder; the run need not be finished."""
     folder = RunFolder.of(run_folder)
     page = report_page(folder, lambda config: config.model_dump_json(indent=2))
-    target = folder.report
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:  # that of a write names no file
-        raise OSError(error.errno, error.strerror, str(target)) from error
-    return target
+    write_file(folder.report, page)
+    return folder.report
 
 
 def report_page(folder: RunFolder, shown: Callable[[Config], str]) -> str:
@@ -170,8 +165,10 @@ def _counts(metrics: Figures) -> str:
     """Outcomes of the groups of each adapter, from the adapter's last step."""
     sizes, rows = metrics.checkpoint_bytes, []
     for name, step in metrics.last_by_adapter.items():
-        groups = [str(step.groups_issued), str(step.groups_consumed), _listed(step.dropped), _listed(step.retried)]
-        groups += [str(step.reissued), str(step.late), step.faults_text or "-"]
+        names = ("groups_issued", "groups_consumed", "reissued", "late")
+        issued, consumed, reissued, late = (f"{step.metrics.get(f'train/{n}') or 0:.0f}" for n in names)
+        groups = [issued, consumed, _listed(step.dropped), _listed(step.retried), reissued, late]
+        groups += [step.faults_text or "-"]
         rows.append(
             (
                 name or "-",

@@ -106,8 +106,6 @@ class Servers:
         self._active(AdapterRef(name=name, version=self._newest[name]))
         self._running[name].set()
 
-    def needed(self, name: str) -> None: ...
-
     def newest(self, name: str) -> int | None:
         return self._newest.get(name)
 

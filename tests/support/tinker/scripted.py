@@ -24,11 +24,11 @@ from areal_lora.config.recorded import write_config
 from areal_lora.engine.vllm_ext.openai_api import CompletionBody, error_body
 from areal_lora.network.request_size import DEFAULT_MAX_TOKENS, prompts_of
 from areal_lora.operations.messages import Failed, Operation
-from areal_lora.operations.testing import ScriptedTrainer
 from areal_lora.run_folder.desired import DesiredPhase, read_desired
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint, publish_endpoint, read_endpoint
 from tests.support.clocks import wait_until
+from tests.support.operations.scripted_trainer import ScriptedTrainer
 from tests.support.service.running import service_config
 from tests.support.tinker.sdk import environment
 

@@ -23,7 +23,7 @@ from areal_lora.run_folder.rendezvous import publish_endpoint
 from areal_lora.service import requests, streams, writer
 from areal_lora.service.main import bound
 from areal_lora.service.refused import ErrorBody
-from areal_lora.service.rows import Quota
+from areal_lora.service.rows import Quota, Tables
 from tests.support.checkpoint import trained_run
 from tests.support.service.running import Running, data_plane, running, section, service_config
 
@@ -259,6 +259,12 @@ def test_an_unexpected_exception_is_one_callers_error(tmp_path: Path, monkeypatc
             await it.ask("acme", "POST", "/v1/adapters", json=section())
             refused(await it.ask("acme", "GET", "/v1/adapters/sums/metrics"), 500, "service")
         assert (await it.ask("bolt", "POST", "/v1/adapters", json=section())).status_code == 201
+        with monkeypatch.context() as patch:
+            patch.setattr(Tables, "after", fails)  # after the commit: the run has to read what is durable
+            refused(await it.ask("bolt", "POST", "/v1/adapters", json=section(name="late")), 500, "service")
+        assert "bolt-late.1" not in desired(it)
+        await it.writer.settle()
+        assert desired(it)["bolt-late.1"] == "active"
 
     play(tmp_path, scene)
 

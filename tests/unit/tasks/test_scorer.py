@@ -702,24 +702,27 @@ def test_512_scores_are_quick():
 
 
 @pytest.mark.parametrize("lasts", [2, 9])
-def test_a_start_that_fails_is_tried_again(lasts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_a_start_that_fails_is_tried_again(first: bool, lasts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorer, "START_PAUSES_S", (0.0, 0.0, 0.0))
     spawn, failures = scorer._Child.spawn, iter([BlockingIOError(11, "no more processes"), OSError(12, "memory")] * 5)
+    left = lasts
+
+    async def refused(*arguments):
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise next(failures)
+        return await spawn(*arguments)
 
     async def run() -> list[Score]:
-        async with ScorerPool(faulty()) as pool:
-            await pool._discard(await pool._idle.get())
-            pool._idle.put_nowait(None)
-            left = lasts
-
-            async def refused(*arguments):
-                nonlocal left
-                left -= 1
-                if left >= 0:
-                    raise next(failures)
-                return await spawn(*arguments)
-
+        if first:
             monkeypatch.setattr(scorer._Child, "spawn", refused)
+        async with ScorerPool(faulty()) as pool:
+            if not first:
+                await pool._discard(await pool._idle.get())
+                pool._idle.put_nowait(None)
+                monkeypatch.setattr(scorer._Child, "spawn", refused)
             return await pool.score([ScoreItem(completion="7", columns={})])
 
     if lasts == 2:
@@ -727,3 +730,17 @@ def test_a_start_that_fails_is_tried_again(lasts: int, monkeypatch: pytest.Monke
     else:
         with pytest.raises(EnvironmentError_, match="no process can be started"):
             asyncio.run(run())
+
+
+def test_a_first_start_that_no_time_helps_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def absent(*_: object) -> None:
+        raise FileNotFoundError(2, "no such program")
+
+    monkeypatch.setattr(scorer._Child, "spawn", absent)
+
+    async def run() -> None:
+        async with asyncio.timeout(0.5), ScorerPool(faulty()):
+            pass
+
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(run())

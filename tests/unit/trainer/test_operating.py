@@ -212,13 +212,14 @@ def test_each_step_has_one_record_with_what_is_known(side: Side) -> None:
     scored = side.client.outcomes("a.1")[1]
     assert isinstance(scored, Scored)
     assert (first.adapter, first.step, first.version, first.by_client) == ("a.1", 0, 0, True)
-    assert (first.n_tokens, first.n_sequences, first.n_targets) == (14, 4, 8)
-    assert first.loss == pytest.approx(2 * scored.loss / 8)
-    assert (first.lr, first.taken, first.reward_mean, first.staleness) == (0.1, True, None, {})
-    assert first.grad_norm == pytest.approx(side.client.outcomes("a.1")[4].grad_norm)  # type: ignore[union-attr]
-    assert 0 < first.train_s <= first.step_s
+    assert (first.metrics["train/n_tokens"], first.metrics["train/n_sequences"], first.n_targets) == (14, 4, 8)
+    assert first.metrics["train/loss"] == pytest.approx(2 * scored.loss / 8)
+    assert (first.metrics["train/lr"], first.taken, first.reward_mean, first.staleness) == (0.1, True, None, {})
+    assert first.metrics["train/grad_norm"] == pytest.approx(side.client.outcomes("a.1")[4].grad_norm)  # type: ignore[union-attr]
+    assert 0 < first.spans["train"] <= first.step_s
     # The window with a bad pass made no step, and the third one's gradient was not finite.
-    assert (skipped.step, skipped.version, skipped.taken, skipped.grad_norm) == (1, 7, False, None)
+    assert (skipped.step, skipped.version, skipped.taken) == (1, 7, False)
+    assert "train/grad_norm" not in skipped.metrics
     assert (last.step, last.version, last.taken) == (1, 9, True)
     assert [record.version for record in side.records.checkpoints] == [4, 7, 9, 11]
 

@@ -16,13 +16,13 @@ import pytest
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.state import MANIFEST_FILE, PARTS
 from areal_lora.checkpoint.store import Store
-from areal_lora.checkpoint.testing import FaultyDisk
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import CheckpointError
 from areal_lora.operations.messages import Failed, Kept, LoadState
 from areal_lora.processes import faults
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.trainer.saved_states import leftovers, load_saved, loadable, named, tidy_states
+from tests.support.checkpoint.faulty_disk import FaultyDisk
 from tests.support.checkpoint.helpers import SPEC, snapshot_of, state_of
 from tests.support.distributed.spawn import run_ranks
 from tests.support.trainer.control_ranks import load

@@ -17,10 +17,10 @@ from areal_lora.rollout.channel.messages import EvalResult, EvalSetResult
 from areal_lora.rollout.controller.base_evals import BaseEvals
 from areal_lora.rollout.eval_record import eval_record
 from areal_lora.rollout.main import adapter_data
-from areal_lora.rollout.testing import FakeServer
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret
 from areal_lora.types import AdapterRef
+from tests.support.rollout.fake_server import FakeServer
 from tests.support.rollout.helpers import NAME, CharTokenizer, config
 from tests.support.rollout.patient_client import PatientClient
 from tests.support.rollout.running import Running

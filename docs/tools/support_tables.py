@@ -308,8 +308,8 @@ TABLES = (
 INTRO = """\
 # What works together
 
-This page is generated from `areal_lora/config/support.py` and `support_tables.py` by `make docs`. The start-up check
-reads the same table, so a cell that is refused here is refused there with the same words.
+This page is generated from `areal_lora/config/support.py` and `docs/tools/support_tables.py` by `make docs`. The
+start-up check reads the same table, so a cell that is refused here is refused there with the same words.
 
 Engine, model family, expert layout, rollout mode and algorithm are judged in pairs. A combination of five is supported
 if none of its pairs, and nothing in [Refused](#refused), is refused. `support_tables.py` names the tests that prove

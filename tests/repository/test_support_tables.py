@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.config import support, support_tables
+from areal_lora.config import support
 from areal_lora.config.algorithm import PRESETS
 from areal_lora.config.support import Combination, Layout
-from areal_lora.config.support_tables import TABLES, Table, combination, conditions, refused
 from areal_lora.families.engines import PACKED
 from areal_lora.types import ExpertLayout
+from docs.tools import support_tables
+from docs.tools.support_tables import TABLES, Table, combination, conditions, refused
 from tests.support.combinations import said
 from tests.support.paths import ROOT
 

@@ -28,8 +28,8 @@ from areal_lora.weight_sync.manifest import Announcement, decode
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
 from areal_lora.weight_sync.server.transaction import AwaitRelease, PublishTransaction, Stage, check_turn, late_turn
 from areal_lora.weight_sync.server.versions import ServedVersions
-from areal_lora.weight_sync.testing.https_server import AdminHttpsServer
-from areal_lora.weight_sync.testing.memory_writer import MemoryWriter, Shapes
+from tests.support.weight_sync.https_server import AdminHttpsServer
+from tests.support.weight_sync.memory_writer import MemoryWriter, Shapes
 
 Score = Callable[[str | None, list[list[int]]], list[list[float]]]
 
@@ -144,9 +144,6 @@ class MemoryServer:
                 announcement = decode(body)
                 with self._turn(str(announcement.manifest.ref), announcement.timeout_s) as left_s:
                     return 200, tp.encode_message(self._publish(announcement, left_s))
-            if (method, path) == ("POST", tp.HURRY_PATH):
-                self._hurry(AdapterRef.parse(tp.decode_message(body, tp.HurryRequest).ref))
-                return 200, tp.encode_message(tp.HurryReply())
             if (method, path) == ("POST", tp.DROP_PATH):
                 return 200, tp.encode_message(self._drop(tp.decode_message(body, tp.DropRequest).name))
             if (method, path) == ("POST", tp.SHUTDOWN_PATH) and self._on_shutdown is not None:
@@ -194,10 +191,6 @@ class MemoryServer:
             join.result()
         return tp.JoinReply(workers=len(self._receivers))
 
-    def _hurry(self, ref: AdapterRef) -> None:
-        for receiver in self._receivers:
-            receiver.hurry(ref)
-
     def _drop(self, name: str) -> tp.DropReply:
         with self._one_publish, self._released:
             running = self._versions.drop(name)
@@ -241,7 +234,7 @@ class MemoryServer:
         """Stage on all workers and return their results."""
         self._staged = [None] * len(self._receivers)
         for receiver in self._receivers:
-            receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s, announcement.pace_s)
+            receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s)
         with self._arrived:
             if not self._arrived.wait_for(lambda: all(self._staged), timeout_s + 1.0):
                 raise PublishError(f"{announcement.manifest.ref}: staging did not end")

@@ -1,8 +1,4 @@
-"""Generate the configuration reference from the models.
-
-``python -m areal_lora.config.docs`` rewrites docs/en/configuration.md, docs/en/support.md and examples/schema.json;
-tests fail when the files are out of date.
-"""
+"""docs/en/configuration.md, made from the configuration's models."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from areal_lora.config import json_schema, schema, support_tables
+from areal_lora.config import schema
 from areal_lora.config.models import Config
 from areal_lora.config.section import Section
 
@@ -26,7 +22,7 @@ _PLAIN: dict[type, str] = {str: "text", int: "integer", float: "number", bool: "
 INTRO = """\
 # Configuration
 
-This page is generated from `areal_lora/config/models.py` by `python -m areal_lora.config.docs`.
+This page is generated from `areal_lora/config/models.py` by `make docs`.
 
 A run is one tree of keys. Unknown keys are errors, and the error names the nearest key.
 
@@ -194,15 +190,3 @@ def _default(field: FieldInfo) -> str:
     text = str(value) if isinstance(value, (str, Path)) else json.dumps(value)
     # Line breaks would end the table's row.
     return "`" + text.replace("\n", "\\n") + "`"
-
-
-def main() -> None:
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    TARGET.write_text(render(), encoding="utf-8")
-    support_tables.TARGET.write_text(support_tables.render(), encoding="utf-8")
-    json_schema.TARGET.write_text(json_schema.render(), encoding="utf-8")
-    print(f"wrote {TARGET}, {support_tables.TARGET} and {json_schema.TARGET}")
-
-
-if __name__ == "__main__":
-    main()

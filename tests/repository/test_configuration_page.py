@@ -6,25 +6,26 @@ import re
 
 import pytest
 
-from areal_lora.config import docs, schema
+from areal_lora.config import schema
 from areal_lora.errors import ExitCode
+from docs.tools import configuration
 from tests.support.paths import ROOT
 
-PAGE = ROOT / docs.TARGET
+PAGE = ROOT / configuration.TARGET
 
 
 def test_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == docs.render(), "run python -m areal_lora.config.docs"
+    assert PAGE.read_text(encoding="utf-8") == configuration.render(), "run make docs"
 
 
 def test_every_key_is_on_the_page() -> None:
-    page = docs.render()
+    page = configuration.render()
     for key in schema.leaf_keys():
         assert f"| `{key.rpartition('.')[2]}` |" in page
 
 
 def test_every_key_but_kind_has_a_meaning() -> None:
-    bare = re.findall(r"^\| `(\w+)` \|.*\|  \|$", docs.render(), re.M)
+    bare = re.findall(r"^\| `(\w+)` \|.*\|  \|$", configuration.render(), re.M)
     assert set(bare) == {"kind"}
 
 
