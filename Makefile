@@ -6,7 +6,7 @@
 # make test-gpu   the tests that need a CUDA GPU (tests/gpu/README.md); each takes at most 10 minutes
 # make check   ruff (format and rules), mypy and import-linter
 # make format  format the code with ruff
-# make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden, and docs/en/versions.md
+# make golden  rewrite the recorded plans and batch scripts of tests/unit/launcher/golden, and docs/en/results.md
 .PHONY: setup demo test test-unit test-all test-gpu check format docs golden clean
 PY := .venv/bin/python
 PYTHON ?= $(PY)
@@ -46,7 +46,7 @@ docs: setup
 	$(PY) -m docs.tools
 
 golden: setup
-	AREAL_LORA_GOLDEN=1 $(PY) -m pytest -q tests/unit/launcher/test_plan_golden.py tests/unit/engine/test_internals.py
+	AREAL_LORA_GOLDEN=1 $(PY) -m pytest -q tests/unit/launcher/test_plan_golden.py tests/repository/test_internals.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -16,7 +16,7 @@ from areal_lora.errors import ConfigError
 ENDLESS = 1 << 53
 """Steps of an adapter that a client drives."""
 PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
-"""nats, by type of the base; measured: docs/en/weight_sync.md."""
+"""nats, by type of the base; measured: docs/en/results.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

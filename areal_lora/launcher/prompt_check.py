@@ -50,5 +50,5 @@ def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample],
     if len(shortest[0].prompt.encode()) < room or not (Path(config.model.folder) / "tokenizer.json").is_file():
         return True
     # The process may be a notebook that uses transformers' models later.
-    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder, models=True), how=adapter.task.format)
+    formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=adapter.task.format)
     return any(len(formatter.token_ids(sample)) <= room for sample in shortest)

@@ -99,10 +99,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
     set_status(run_folder, ROLE, 0, "reading prompts")
-    # User code in this process may want transformers' models.
-    user_code = any(not isinstance(adapter.workflow, SingleTurnWorkflowConfig) for adapter in config.adapters)
     with collector_paused():
-        tokenizer = load_tokenizer(config.model.folder, models=user_code)
+        tokenizer = load_tokenizer(config.model.folder)
     return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
 
 

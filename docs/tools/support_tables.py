@@ -312,39 +312,33 @@ This page is generated from `areal_lora/config/support.py` and `docs/tools/suppo
 start-up check reads the same table, so a cell that is refused here is refused there with the same words.
 
 Engine, model family, expert layout, rollout mode and algorithm are judged in pairs. A combination of five is supported
-if none of its pairs, and nothing in [Refused](#refused), is refused. Each supported pair names the tests that prove
-it; a whole combination has been run only where a test below `tests/e2e` says so. A number is a test in
-[the list](#tests). **no** is a refusal, *if* one that needs something else, too. Some tests run with
-`make test-all` only.
+if none of its pairs, and nothing in [Refused](#refused), is refused. `support_tables.py` names the tests of each
+supported pair. **no** is a refusal, *if* one that needs something else, too. Rows with equal cells are one row.
 
-A config.json may require something beyond its family that an engine does not compute
-([variants](model_families.md)); sizes, devices and files are judged by other rules.
+A config.json may require something beyond its family that an engine does not compute ([models](models.md)); sizes,
+devices and files are judged by other rules.
 """
 
 
 def render() -> str:
     """The whole page as Markdown."""
-    numbers: dict[str, int] = {}
-    parts = [_table(table, numbers) for table in TABLES]
-    listed = "".join(f"{number}. `{test}`\n" for test, number in numbers.items())
-    return "\n".join([INTRO, *parts, _refusals(), f"## Tests\n\n{listed}"])
+    return "\n".join([INTRO, *map(_table, TABLES), _refusals()])
 
 
-def _table(table: Table, numbers: dict[str, int]) -> str:
+def _table(table: Table) -> str:
     lines = [f"## {table.title}\n\n{table.intro}\n", f"| {table.axes[0]} | {' | '.join(table.columns)} |"]
     lines.append("|---" * (1 + len(table.columns)) + "|")
+    rows: dict[str, list[str]] = {}
     for row in table.rows:
-        cells = [_cell(table, row, column, numbers) for column in table.columns]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+        rows.setdefault(" | ".join(_cell(table, row, column) for column in table.columns), []).append(row)
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     return "\n".join(lines) + "\n"
 
 
-def _cell(table: Table, row: str, column: str, numbers: dict[str, int]) -> str:
+def _cell(table: Table, row: str, column: str) -> str:
     if found := refused(table, row, column):
         return "**no** " + ", ".join(f"({_letter(r)})" for r in found)
-    named = [str(numbers.setdefault(test, len(numbers) + 1)) for test in table.tests[row, column]]
-    notes = [f"*if* ({_letter(r)})" for r in conditions(table, row, column)]
-    return ", ".join([*named, *notes])
+    return ", ".join(["yes", *(f"*if* ({_letter(r)})" for r in conditions(table, row, column))])
 
 
 def _letter(refusal: Refusal) -> str:

@@ -58,7 +58,7 @@ def test_a_run_folder_is_read_and_several_adapters_are_refused(
 
 
 def test_the_picture_of_the_documentation_names_algorithms_of_its_table() -> None:
-    page = (ROOT / "docs" / "en" / "algorithms.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "en" / "results.md").read_text(encoding="utf-8")
     names = legend(PICTURE.read_text(encoding="utf-8"))
     assert "img/algorithm_curves.svg" in page
     assert len(names) == 8

@@ -1,4 +1,4 @@
-"""The configurations of docs/en/tasks.md, with data as it describes."""
+"""The configurations of docs/en/tasks.md, section Tasks, with data as it describes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import yaml
 
 from areal_lora.config.load import load_config
 from areal_lora.tasks.datasets import load_samples
+from tests.support.docs import section
 from tests.support.paths import EXAMPLES, ROOT
 
 BASE = [EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml", EXAMPLES / "embedded.yaml"]
@@ -27,7 +28,7 @@ def blocks(tmp_path: Path) -> list[dict[str, Any]]:
     data.mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), data / "train.parquet")
     (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    text = (ROOT / "docs" / "en" / "tasks.md").read_text()
+    text = section(ROOT / "docs" / "en" / "tasks.md", "Tasks")
     return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
 
 

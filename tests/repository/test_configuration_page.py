@@ -29,7 +29,7 @@ def test_every_key_but_kind_has_a_meaning() -> None:
     assert set(bare) == {"kind"}
 
 
-@pytest.mark.parametrize("page", ["configuration.md", "operations.md"])
+@pytest.mark.parametrize("page", ["configuration.md", "running.md"])
 def test_every_exit_code_is_in_the_table(page: str) -> None:
     text = (ROOT / "docs" / "en" / page).read_text(encoding="utf-8")
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {int(code) for code in ExitCode}

@@ -126,7 +126,7 @@ def rates_suit_lora(config: Config, facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 path=f"adapters.{i}.optimizer.lr",
                 reason=f"{optimizer.lr:g} is low for LoRA whose product is scaled by {scale:g}: little may be learned",
-                fix="use 1e-5 to 5e-5, or a higher alpha (docs/en/lora.md)",
+                fix="use 1e-5 to 5e-5, or a higher alpha (docs/en/models.md)",
                 severity=Severity.WARNING,
             )
 

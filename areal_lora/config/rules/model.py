@@ -57,7 +57,7 @@ def model_trainable(config: Config, facts: Facts) -> Iterator[Finding]:
     possible = engines(facts.hf_config)
     if not possible:
         reasons = [f"{engine}: {why}" for engine in ENGINES for why in engine_problems(engine, facts.hf_config)]
-        fix = f"use a model of type {', '.join(supported())}, or one that docs/en/model_families.md lists"
+        fix = f"use a model of type {', '.join(supported())}, or one that docs/en/models.md lists"
         yield Finding(path="model.path", reason=f"no engine trains it; {'; '.join(reasons)}", fix=fix)
     elif config.trainer.engine not in possible:
         reason = "; ".join(engine_problems(config.trainer.engine, facts.hf_config))

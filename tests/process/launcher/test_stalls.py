@@ -25,7 +25,7 @@ BOTH = ("controller-0", "server-0")
 LATER_S = 12.0  # writing down the stacks, the first restart's wait, a busy machine
 CONTROLLER = "import sys; from areal_lora.rollout.main import main; sys.exit(main(['--run-folder', {folder!r}]))"
 SERVER = (
-    "import os; from areal_lora.engine.vllm_ext.stand_in import main; "
+    "import os; from tests.support.engine.vllm_ext.stand_in import main; "
     "os._exit(main(['--run-folder', {folder!r}, '--index', '0']))"
 )
 TRAINER = "import pathlib, time\nwhile not (pathlib.Path({folder!r}) / 'enough').exists(): time.sleep(0.05)"

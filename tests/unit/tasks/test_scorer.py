@@ -24,6 +24,7 @@ from areal_lora.tasks import scorer
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.tasks.tally import tally
 from areal_lora.types import Cause, Outcome, Sample
+from tests.support.docs import section
 from tests.support.paths import ROOT, SUPPORT
 
 FAULTY = f"{SUPPORT / 'tasks' / 'faulty_reward.py'}:reward"
@@ -595,9 +596,9 @@ def test_a_reward_of_a_batch_gets_lists_as_trl_gives_them(tmp_path):
 
 @pytest.mark.parametrize(("example", "threshold"), [(0, 0.5), (1, None)])
 def test_the_shaped_rewards_of_the_docs_give_all_right_answers_an_accuracy_of_one(tmp_path, example, threshold):
-    page = ROOT / "docs" / "en" / "rewards.md"
+    page = section(ROOT / "docs" / "en" / "tasks.md", "Rewards")
     path = tmp_path / "rewards.py"
-    path.write_text(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[example])
+    path.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[example])
     reward = FunctionReward(path=f"{path}:reward", correct_threshold=threshold)
     right, wrong = [item(f"it is {k}", f"{k}") for k in range(64)], [item("I do not know", "7")] * 64
     [of_right, of_all] = score(right, right + wrong, reward=reward)

@@ -11,7 +11,8 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import check
-from areal_lora.launch import parse
+from areal_lora.launch import main
+from areal_lora.launcher import run
 from areal_lora.launcher.plan import SERVICE, make_plan
 from tests.support.paths import EXAMPLES
 
@@ -57,6 +58,9 @@ def test_what_the_operator_offers_exists(tmp_path: Path) -> None:
     assert findings(serving(data=str(tmp_path), code=[f"{tmp_path}/mine.py:reward", "json:loads", "code"])) == []
 
 
-def test_the_switch() -> None:
-    assert parse(["--config", "x.yaml", "--serve"]).serve
-    assert not parse(["--config", "x.yaml"]).serve
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Config] = []
+    monkeypatch.setattr(run, "run", lambda config, fresh: started.append(config) or 0)
+    command = ["--config", str(EXAMPLES / "gsm8k_grpo_megatron_lora_moe.yaml")]
+    assert (main(command), main([*command, "--serve"])) == (0, 0)
+    assert [config.service is not None for config in started] == [False, True]

@@ -180,8 +180,8 @@ def test_a_stop_does_not_wait_for_idle_connections(caplog: pytest.LogCaptureFixt
 
 
 def documented(fence: str) -> str:
-    """The only block of that kind in docs/en/security.md that is about a client outside the run."""
-    text = (ROOT / "docs" / "en" / "security.md").read_text()
+    """The only block of that kind in docs/en/cluster.md that is about a client outside the run."""
+    text = (ROOT / "docs" / "en" / "cluster.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     [block] = [block for kind, block in blocks if kind == fence and "ca.pem" in block]
     return block.replace("runs/NAME/", "").replace("HOST", "localhost")

@@ -25,7 +25,7 @@ PROBLEMS = samples(100)
 
 
 class ExactMatch:
-    """``!`` cannot be scored. The reward is shaped as in docs/en/rewards.md: a right answer has a little less than 1.
+    """``!`` cannot be scored. The reward is shaped as in docs/en/tasks.md: a right answer has a little less than 1.
 
     Without ``rule`` nothing says what is correct; "no" is left without where ``rule`` is "some".
     """
