@@ -1,6 +1,6 @@
 """The names of vLLM that this package uses, with what it relies on. Data; nothing is imported.
 
-``tests/unit/engine/test_internals.py`` compares the table with the imports of `engine.vllm_ext` and with vLLM's
+``test_internals`` compares the table with the imports of `engine.vllm_ext` and with vLLM's
 sources: the installed version always, newer wheels in the nightly suite (docs/en/results.md).
 """
 
