@@ -32,7 +32,8 @@ def train(
     from rich.console import Console
 
     from areal_lora.config.load import load_config
-    from areal_lora.launcher import explain, run
+    from areal_lora.launcher import dry_run as preview
+    from areal_lora.launcher import run
 
     parts: list[Path | dict[str, Any]] = [{"service": {"api": {}}}] if serve else []
     chosen = load_config([*parts, *config], overrides or [])
@@ -40,7 +41,7 @@ def train(
         print_dry_run(chosen, fresh=fresh, details=details)
     elif explain_resume:
         prepared = run.prepare(chosen, Console(stderr=True, highlight=False), fresh=fresh, starts=False)
-        for line in explain.explain_resume(prepared.config):
+        for line in preview.explain_resume(prepared.config):
             print(line)
     else:
         raise typer.Exit(run.run(chosen, fresh=fresh))

@@ -16,8 +16,8 @@ from areal_lora.config.facts import Facts
 from areal_lora.config.load import load_config
 from areal_lora.families.published import known_config
 from areal_lora.launcher import watch
-from areal_lora.launcher.local import run_local
 from areal_lora.launcher.plan import JobPlan, ProcessSpec, make_plan
+from areal_lora.launcher.run import run_local
 from areal_lora.run_folder.paths import RunFolder
 from tests.support.paths import EXAMPLES
 
