@@ -46,7 +46,7 @@ docs: setup
 	$(PY) -m docs.tools
 
 golden: setup
-	AREAL_LORA_GOLDEN=1 $(PY) -m pytest -q tests/unit/launcher/test_plan_golden.py tests/unit/engine/test_internals.py
+	AREAL_LORA_GOLDEN=1 $(PY) -m pytest -q tests/unit/launcher/test_plan_golden.py tests/repository/test_internals.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

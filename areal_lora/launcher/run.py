@@ -21,7 +21,7 @@ from areal_lora.launcher.hub import Download, download, resolve
 from areal_lora.launcher.plan import JobPlan, make_plan
 from areal_lora.launcher.slurm.script import submit
 from areal_lora.launcher.start import PreviousRun, RunStart, recorded_model
-from areal_lora.launcher.supervise import Interrupts, Supervisor
+from areal_lora.launcher.supervise import STOP_GRACE_S, Interrupts, Supervisor
 from areal_lora.launcher.watch import Watch, end_event, print_failure
 from areal_lora.obs.console import LiveConsole
 from areal_lora.obs.report.closing import print_closing
@@ -147,7 +147,7 @@ def run_local(config: Config, plan: JobPlan, console: Console) -> RunEnd:
     run remains.
     """
     view = LiveConsole(plan.run_folder, ends_of(config), console)
-    with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, config.run.stop_grace_s) as supervisor:
+    with Interrupts() as interrupts, Supervisor(plan.run_folder.logs, STOP_GRACE_S) as supervisor:
         supervisor.start(plan.processes)
         view.start()
         try:

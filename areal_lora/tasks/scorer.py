@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from areal_lora.config.reward import JudgeReward, RewardConfig
+from areal_lora.config.sections.reward import JudgeReward, RewardConfig
 from areal_lora.errors import ConfigError, EnvironmentError_, RolloutError
 from areal_lora.tasks.reward_calls import Style
 from areal_lora.tasks.sandbox.seccomp import Processes

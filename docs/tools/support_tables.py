@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_lora.config.algorithm import PRESETS
+from areal_lora.config.sections.algorithm import PRESETS
 from areal_lora.config.support import ASKS, LAYOUTS, MODES, REFUSALS, Combination, Refusal, group_of
 from areal_lora.families.engines import ENGINES, PACKED, UNSERVED
 from areal_lora.families.registry import FAMILIES, supported
@@ -312,7 +312,7 @@ This page is generated from `areal_lora/config/support.py` and `docs/tools/suppo
 start-up check reads the same table, so a cell that is refused here is refused there with the same words.
 
 Engine, model family, expert layout, rollout mode and algorithm are judged in pairs. A combination of five is supported
-if none of its pairs, and nothing in [Refused](#refused), is refused. `support_tables.py` names the tests that prove each
+if none of its pairs, and nothing in [Refused](#refused), is refused. `support_tables.py` names the tests of each
 supported pair. **no** is a refusal, *if* one that needs something else, too. Rows with equal cells are one row.
 
 A config.json may require something beyond its family that an engine does not compute ([models](models.md)); sizes,

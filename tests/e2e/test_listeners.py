@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.engine.vllm_ext.stand_in import TOKEN_S, interpreter
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import read_secret, wait_endpoint
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from tests.support.e2e.listeners import Listener
 from tests.support.e2e.metrics import records
+from tests.support.engine.vllm_ext.stand_in import TOKEN_S, interpreter
 from tests.support.launcher.command import configs, embedded_run
 from tests.support.paths import ROOT
 

@@ -16,8 +16,8 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
-from areal_lora.config.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import adapter_capacity, adapter_slots, has_tenants, kept_versions, served_targets
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters, VersionLease
 from areal_lora.engine.vllm_ext.admin_routes import AdminPlane
 from areal_lora.engine.vllm_ext.compat.engine import start_engine

@@ -32,9 +32,9 @@ import psutil
 import uvloop
 
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
 from areal_lora.config.recorded import read_config
-from areal_lora.config.slots import has_tenants
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.slots import has_tenants
 from areal_lora.engine.vllm_ext.leaving import Door, Stop, leave_in_order
 from areal_lora.engine.vllm_ext.plugin import SERVER_PID
 from areal_lora.errors import ArealLoraError, ConfigError, ProcessFailed, PublishError

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lora.config.pools import Pool
+from areal_lora.config.sizing.pools import Pool
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.launcher.slurm import commands
 from areal_lora.run_folder.paths import RunFolder

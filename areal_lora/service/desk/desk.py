@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from areal_lora.config.models import Config
-from areal_lora.config.slots import adapter_capacity
+from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.operations.messages import Operation, Outcome
 from areal_lora.operations.outbox import Outbox
 from areal_lora.processes.log import get_logger

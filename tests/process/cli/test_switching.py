@@ -1,4 +1,4 @@
-"""docs/en/your_own_task.md, Coming from another system: its keys exist, and its files train what verl's data and rewards describe."""
+"""your_own_task.md, Coming from another system: its keys exist, and its files train what verl's data describe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from areal_lora.config.load import load_config
-from areal_lora.config.reward import FunctionReward
+from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.score_item import ScoreItem
 from areal_lora.tasks.scorer import ScorerPool
