@@ -1,7 +1,9 @@
-"""Examine the training prompts before anything starts: whether one fits, and whether they differ."""
+"""Before any process starts: whether the packages of its roles are installed, and whether training prompts fit."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from areal_lora.config.models import AdapterConfig, Config
 from areal_lora.config.rules.findings import Finding, Severity
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.tokenizer import load_tokenizer
+from areal_lora.errors import EnvironmentError_
 from areal_lora.tasks.datasets import hub_sources, load_samples
 from areal_lora.types import Sample
 
@@ -52,3 +55,30 @@ def _one_fits(config: Config, adapter: AdapterConfig, samples: Sequence[Sample],
     # The process may be a notebook that uses transformers' models later.
     formatter = Formatter(tokenizer=load_tokenizer(config.model.folder), how=adapter.task.format)
     return any(len(formatter.token_ids(sample)) <= room for sample in shortest)
+
+
+ENGINES = {"megatron": ("megatron.core", "megatron.bridge"), "fsdp": ("transformers",)}
+"""Modules of the trainer role by engine; its other packages are dependencies of these or of areal_lora."""
+SERVERS = ("vllm",)
+
+
+def check_packages(config: Config) -> None:
+    """Raise EnvironmentError_ for a missing package of a role that this interpreter runs; imports nothing.
+
+    Roles with an interpreter of their own are examined by `areal-lora doctor`.
+    """
+    own = {"trainer": config.trainer.python, "rollout": config.rollout.python}
+    for role, modules in {"trainer": ENGINES[config.trainer.engine], "rollout": SERVERS}.items():
+        if own[role] not in (None, sys.executable):
+            continue
+        for module in modules:
+            if not _is_here(module):
+                fix = f"see 'Install' in docs/en/quickstart.md, or set {role}.python to an interpreter that has it"
+                raise EnvironmentError_(f"{role}: {sys.executable} has no package {module} (fix: {fix})")
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False

@@ -12,8 +12,7 @@ from areal_lora.config.models import Config
 from areal_lora.errors import ConfigError, EnvironmentError_
 from areal_lora.families.published import known_config
 from areal_lora.launcher.plan import JobPlan, make_plan
-from areal_lora.launcher.slurm.script import sbatch_script
-from areal_lora.launcher.slurm.submit import submit
+from areal_lora.launcher.slurm.script import sbatch_script, submit
 from areal_lora.launcher.start import RunStart
 from tests.support.paths import EXAMPLES
 

@@ -10,8 +10,8 @@ import psutil
 
 from areal_lora.config.sections.reward import FunctionReward
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks import box
-from areal_lora.tasks import fence as fence_module
+from areal_lora.tasks.sandbox import box
+from areal_lora.tasks.sandbox import fence as fence_module
 from areal_lora.tasks.scorer import Score, ScoreItem, ScorerPool
 from areal_lora.types import Outcome
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.launcher.slurm import words
-from areal_lora.launcher.slurm.words import REPLACED, Words
+from areal_lora.launcher.slurm import outcome
+from areal_lora.launcher.slurm.outcome import REPLACED, Words
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.sessions import begin_session
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    monkeypatch.setattr(words, "LOOK_S", 0.0)
+    monkeypatch.setattr(outcome, "LOOK_S", 0.0)
     run = RunFolder(tmp_path, "17-0")
     begin_session(run)
     return run

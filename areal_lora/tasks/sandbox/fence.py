@@ -1,6 +1,6 @@
 """Restrict a scorer process, whatever its reward function does.
 
-seccomp (:mod:`areal_lora.tasks.seccomp`) refuses other processes, signals to them, and sockets, unless `Doors` allow
+:mod:`areal_lora.tasks.sandbox.seccomp` refuses other processes, signals to them, and sockets, unless `Doors` allow
 them. Landlock refuses writes to files, and reads of the run folder with its secret, or of all files but those that
 `Doors` list. As root, the process keeps only the capability to read files. Both work without privileges and in
 containers. If the kernel lacks one of them, :func:`raise_fence` reports it, and Python's audit hook still refuses
@@ -22,8 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from areal_lora.run_folder.paths import RunFolder
-from areal_lora.tasks import seccomp
-from areal_lora.tasks.seccomp import Processes
+from areal_lora.tasks.sandbox import seccomp
+from areal_lora.tasks.sandbox.seccomp import Processes
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 38, 24
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}

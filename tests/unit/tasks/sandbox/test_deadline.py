@@ -11,7 +11,7 @@ import pytest
 
 HEAD = """
 import signal, sys, time
-from areal_lora.tasks.deadline import Deadline
+from areal_lora.tasks.sandbox.deadline import Deadline
 deadline = Deadline()
 assert deadline.kept
 """
@@ -57,7 +57,7 @@ def test_what_takes_too_long_ends_and_nothing_else(code: str, status: int) -> No
 
 def test_a_machine_without_such_timers_is_told_from_one_that_has_them() -> None:
     code = (
-        "from areal_lora.tasks import deadline\n"
+        "from areal_lora.tasks.sandbox import deadline\n"
         "deadline._CALLS = {}\n"
         "made = deadline.Deadline()\n"
         "assert not made.kept\n"
