@@ -174,15 +174,15 @@ class Plots:
         weights = _weights()
         self._all, self._of_client = [*_training(self._reward), *weights], [*_client_steps(), *weights]
         rows = [*self._all, *self._of_client[: -len(weights)]]
-        self._drawings = [*(drawing for *_, drawing in rows), self._accuracy, self._eval_reward]
+        self._drawings: dict[type[Record], list[Drawing]] = {}
+        for drawing in (*(drawing for *_, drawing in rows), self._accuracy, self._eval_reward):
+            self._drawings.setdefault(drawing.kind, []).append(drawing)
 
     def add(self, record: Record) -> None:
         if isinstance(record, ResumeRecord):
             self.resumed.append(float(record.version))
-        x = float(position(record))
-        for drawing in self._drawings:
-            if isinstance(record, drawing.kind):
-                drawing.add(x, record)
+        for drawing in self._drawings.get(type(record), ()):
+            drawing.add(float(position(record)), record)
 
     def all(self) -> list[Plot]:
         """Draw every plot, except those that are empty text. Dotted vertical lines mark resumed versions."""
