@@ -37,7 +37,7 @@ import torch
 from machine import environment, require_idle
 from rich.console import Console
 from rich.table import Table
-from sync_case import Case, Tensors
+from sync_case import SOCKETS, Case, Tensors
 
 from areal_lora.checkpoint.adapter_io import save_peft
 from areal_lora.distributed.exchange import SoloExchange
@@ -48,7 +48,6 @@ from areal_lora.weight_sync.layout import plan_buckets
 from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.messages import ServerEndpoint
 from areal_lora.weight_sync.seal import trailer_bytes
-from areal_lora.weight_sync.testing import SOCKETS
 from areal_lora.weight_sync.trainer.job import PublishHandle
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
@@ -388,7 +387,7 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         marks = [time.monotonic()]
         time.sleep(seconds)
         marks.append(time.monotonic())
-        paced, holds = _stepping(setup, seconds)
+        beside, holds = _stepping(setup, seconds)
         marks.append(time.monotonic())
         awaited = []
         while time.monotonic() < marks[-1] + seconds:
@@ -403,7 +402,7 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         inside = steps[(steps[:, 0] >= begin) & (steps[:, 0] < end)]
         rates.append(inside[:, 1].sum() / (end - begin))
         gaps.append(np.diff(inside[:, 0]) * 1e3)
-    publishes = [phases for _, phases in awaited] + paced
+    publishes = [phases for _, phases in awaited] + beside
     commits = [phases["commit"] for phases in publishes]
     trainer, serving = (len(part) for part in halves(sorted(os.sched_getaffinity(0))))
     table = Table(
@@ -419,7 +418,7 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         spread = " / ".join(f"{x:.1f}" for x in (*np.percentile(gap, [50, 99]), gap.max()))
         table.add_row(name, f"{rate:.0f}", f"{rate / quiet:.2f}", spread)
     console.print(table)
-    busy, spread = Spread.of([t for t, _ in awaited]), Spread.of([phases["ack"] for phases in paced])
+    busy, spread = Spread.of([t for t, _ in awaited]), Spread.of([phases["ack"] for phases in beside])
     hold = Spread.of(holds)
     console.print(
         f"  publish while generating {busy} ms where the trainer waits, {spread} ms where it does not; "
@@ -433,7 +432,7 @@ def generation(case: Case, seconds: float, console: Console) -> dict[str, Any]:
         "step_gap_ms": [[*np.percentile(g, [50, 99]), g.max()] for g in gaps],
         "publishes": len(publishes),
         "publish_ms": [busy.low, busy.middle, busy.high],
-        "publish_paced_ms": [spread.low, spread.middle, spread.high],
+        "publish_beside_steps_ms": [spread.low, spread.middle, spread.high],
         "hold_ms": [hold.low, hold.middle, hold.high],
         "commit_p99_ms": float(np.percentile(commits, 99)),
         "tokens_during_ratio": rates[2] / quiet,
@@ -454,7 +453,7 @@ def _stepping(setup: Setup, seconds: float) -> tuple[list[dict[str, float]], lis
         holds.append((time.perf_counter() - began) * 1e3)
         handle = setup.begin()
     handle.wait()
-    return phases[1:], holds[1:]  # the first one's pace comes from publishes that were waited for
+    return phases, holds
 
 
 def growth(repeats: int, console: Console) -> dict[str, Any]:

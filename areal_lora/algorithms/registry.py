@@ -8,7 +8,7 @@ from areal_lora.algorithms.advantages import ADVANTAGES, Advantage, Discount
 from areal_lora.algorithms.credit import Shaping
 from areal_lora.algorithms.kl import ESTIMATORS
 from areal_lora.algorithms.losses import LOSSES, Behaviour, Clip, PolicyTerms
-from areal_lora.config.algorithm import AlgorithmConfig
+from areal_lora.config.sections.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class Disk:
-    """Plain operations; all raise OSError. Tests have one whose n-th operation goes wrong.
+    """Plain operations; all raise OSError. The tests' `FaultyDisk` is one whose n-th operation fails.
 
     ``about_to`` is called before each: ``mkdir``, ``open``, ``write`` (once per chunk), ``fsync``,
     ``rename``, ``remove``.

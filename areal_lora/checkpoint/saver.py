@@ -26,6 +26,8 @@ from areal_lora.processes.watched import watched_thread
 from areal_lora.types import AdapterRef
 
 WAIT_LINE_S = 10.0
+MAX_FAILURES = 3
+"""Failed checkpoints of an adapter in a row that a run survives: a full or absent disk for some steps."""
 
 log = get_logger(__name__)
 
@@ -97,7 +99,7 @@ class Saver:
     def join(self, adapter: str) -> Save | None:
         """Wait for the adapter's save in progress, if any, and return it.
 
-        Raises CheckpointError on every rank when more than ``max_failures`` saves in a row have failed. Raises the
+        Raises CheckpointError on every rank when more than `MAX_FAILURES` saves in a row have failed. Raises the
         error of the saver thread otherwise: PublishError (a rank is lost), RolloutError (the controller is lost).
         """
         job = self._pending.pop(adapter, None)
@@ -109,10 +111,10 @@ class Saver:
         if job.label:
             return job
         self._failures[adapter] = self._failures.get(adapter, 0) + 1 if job.failed else 0
-        if self._failures[adapter] > self._config.max_failures:
+        if self._failures[adapter] > MAX_FAILURES:
             raise CheckpointError(
                 f"{self._failures[adapter]} checkpoints of {adapter!r} in a row could not be written, "
-                f"checkpoint.max_failures is {self._config.max_failures}; the log has path and reason of each "
+                f"at most {MAX_FAILURES} may fail; the log has path and reason of each "
                 "(fix: free disk space or repair the disk, then start the run again)"
             )
         return job

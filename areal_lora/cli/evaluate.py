@@ -37,7 +37,6 @@ def evaluate(
 
     from areal_lora.cli.serving import served
     from areal_lora.config.adapter_run import adapter_named
-    from areal_lora.config.models import SingleTurnWorkflowConfig
     from areal_lora.data.tokenizer import load_tokenizer
     from areal_lora.rollout.controller.eval_sets import load_sets
     from areal_lora.rollout.eval_record import eval_record
@@ -45,8 +44,7 @@ def evaluate(
     folder = find_run(run)
     config = recorded_config(folder)
     chosen = _with_sets(adapter_named(config, adapter), names)
-    user_code = not isinstance(chosen.workflow, SingleTurnWorkflowConfig)
-    sets = load_sets(config, chosen, load_tokenizer(config.model.folder, models=user_code))
+    sets = load_sets(config, chosen, load_tokenizer(config.model.folder))
     print(f"starting vLLM with {version} of {folder}", file=sys.stderr, flush=True)
     with served(folder, config, chosen, version, 0) as server:
         result = asyncio.run(_measured(folder, config, chosen, sets, server))

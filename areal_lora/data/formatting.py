@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lora.config.task import ChatFormat, PromptFormat, TemplateFormat
+from areal_lora.config.sections.task import PromptFormat
 from areal_lora.data.tokenizer import TextTokenizer
 from areal_lora.errors import ConfigError
 from areal_lora.types import Sample
@@ -23,10 +23,10 @@ class Formatter:
     """The format of one adapter's prompts. Raises ConfigError for chat without a chat template."""
 
     tokenizer: TextTokenizer
-    how: PromptFormat = field(default_factory=TemplateFormat)
+    how: PromptFormat = field(default_factory=PromptFormat)
 
     def __post_init__(self) -> None:
-        if isinstance(self.how, ChatFormat) and not self.tokenizer.chat_template:
+        if self.how.is_chat and not self.tokenizer.chat_template:
             raise ConfigError(
                 "task.format.kind", "the model's tokenizer has no chat template", "set task.format.kind=template"
             )
@@ -34,11 +34,11 @@ class Formatter:
     @property
     def prefill(self) -> str:
         """Text with which each answer starts; part of the prompt's tokens."""
-        return self.how.prefill if isinstance(self.how, ChatFormat) else ""
+        return self.how.prefill
 
     def text(self, sample: Sample) -> str:
         """The whole prompt as text."""
-        if not isinstance(self.how, ChatFormat) or sample.messages is None:
+        if not self.how.is_chat or sample.messages is None:
             return sample.prompt
         return self.chat(list(sample.messages), last=True) + self.how.prefill
 
@@ -58,7 +58,7 @@ class Formatter:
         Plain text goes in as it is. In a chat it is a message of ``role``: the end of the assistant's turn, if the
         model has not sampled it, the message, and the beginning of the next turn.
         """
-        if not isinstance(self.how, ChatFormat):
+        if not self.how.is_chat:
             return self.tokenizer.encode(text, add_special_tokens=False)
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         whole = self.chat([*turns, {"role": role, "content": _REPLY}], last=True)
@@ -68,7 +68,7 @@ class Formatter:
     def answer(self, text: str) -> list[int]:
         """Tokens [A] of a whole answer of the assistant after its prompt, with the end that the model has to sample."""
         ids = self.tokenizer.encode(text.removeprefix(self.prefill), add_special_tokens=False)
-        if not isinstance(self.how, ChatFormat):
+        if not self.how.is_chat:
             return [*ids, self.tokenizer.eos_token_id]
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         after = self.tokenizer.encode(self.chat(turns, last=False).partition(_ANSWER)[2], add_special_tokens=False)
@@ -83,7 +83,7 @@ class Formatter:
 
         Raises ConfigError for messages that the template refuses.
         """
-        arguments = dict(self.how.chat_template_kwargs) if isinstance(self.how, ChatFormat) else {}
+        arguments = dict(self.how.chat_template_kwargs)
         if tools:
             arguments["tools"] = list(tools)
         try:

@@ -15,8 +15,8 @@ import sys
 import torch
 
 from areal_lora.config.adapter_run import probe_tolerance
-from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.recorded import read_config
+from areal_lora.config.sizing.pools import broadcast_backend
 from areal_lora.errors import ArealLoraError, ExitCode
 from areal_lora.processes.importing import collector_paused
 from areal_lora.processes.log import get_logger, setup_logging

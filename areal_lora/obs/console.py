@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.reader import MetricsTail
 from areal_lora.obs.metrics.records import (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
-import importlib.util
 import pkgutil
 import sys
 import types
@@ -49,25 +48,6 @@ class _TorchOnCpu(types.ModuleType):
         return torch.ones(*args, **{**kwargs, "device": CPU})
 
 
-class _Normalize(torch.autograd.Function):  # type: ignore[misc]
-    """``y = x w / rms(x)`` in fp32 with a constant w: torch's own backward pass makes ten passes over memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (dy,), (x, weight, inverse) = grads, ctx.saved_tensors
-        scaled = dy * weight
-        # dx = g / rms - x (g . x) / (n rms^3)
-        along = (scaled * x).sum(-1, keepdim=True).mul_(inverse**3).div_(x.shape[-1])
-        return scaled.mul_(inverse).addcmul_(x, along, value=-1.0), None, None
-
-
 class RmsNorm(torch.nn.Module):  # type: ignore[misc]
     """RMSNorm with a frozen weight, built the way Megatron builds norms; takes part in sequence parallelism.
 
@@ -81,7 +61,8 @@ class RmsNorm(torch.nn.Module):  # type: ignore[misc]
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = _Normalize.apply(x.float(), self.weight.detach().float(), self.eps)
+        weight = self.weight.detach().float()
+        normed: torch.Tensor = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, self.eps)
         return normed.to(x.dtype)
 
 
@@ -155,11 +136,6 @@ BRIDGE_PATCHES = (
 )
 
 
-BARE_PACKAGES = ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.peft")
-"""Packages whose own file is not executed: it imports all model families with transformers, and Bridge's training.
-Their modules that areal_lora uses need none of it."""
-
-
 class _StubModule(types.ModuleType):
     """Return an empty class for `Name` and another stub for `name`, so that class bodies can be executed."""
 
@@ -189,34 +165,6 @@ def _transformer_engine_stub() -> Iterator[None]:
             del sys.modules[name]
 
 
-@contextlib.contextmanager
-def _plain_functions() -> Iterator[None]:
-    """Make `torch.compile` return its function while Megatron decorates its fused functions.
-
-    The model runs without them (`fused` in `megatron_utils.model`); decorating them would load torch's compiler.
-    """
-
-    def plain(function: Any = None, **_: object) -> Any:
-        return plain if function is None else function
-
-    compiler, torch.compile = torch.compile, plain
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-
-
-def _add_bare_packages() -> None:
-    """Register `BARE_PACKAGES` without executing their files; their modules are imported as usual."""
-    for name in BARE_PACKAGES:
-        parent, _, own = name.rpartition(".")
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        setattr(sys.modules[parent], own, sys.modules[name])
-
-
 def _apply(patches: tuple[Patch, ...]) -> None:
     for patch in patches:
         setattr(pkgutil.resolve_name(patch.module), patch.name, patch.value)
@@ -231,12 +179,10 @@ def install_cpu_patches() -> None:
     if _installed:
         return
     _apply(TORCH_PATCHES)
-    with _plain_functions():
-        _apply(MEGATRON_PATCHES)
-        importlib.import_module("megatron.core.extensions.transformer_engine")
-        _add_bare_packages()
-        with _transformer_engine_stub():
-            importlib.import_module("megatron.bridge.models.gpt_provider")
-            importlib.import_module("megatron.bridge.peft.lora_layers")
+    _apply(MEGATRON_PATCHES)
+    importlib.import_module("megatron.core.extensions.transformer_engine")
+    with _transformer_engine_stub():
+        importlib.import_module("megatron.bridge.models.gpt_provider")
+        importlib.import_module("megatron.bridge.peft.lora_layers")
     _apply(BRIDGE_PATCHES)
     _installed = True

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from areal_lora.config.adapter_run import adapter_run
-from areal_lora.config.joined import alone
 from areal_lora.config.models import AdapterConfig, AgentWorkflowConfig, Config, SingleTurnWorkflowConfig
-from areal_lora.config.place import own_place
-from areal_lora.config.recorded import read_config
+from areal_lora.config.recorded import alone, read_config
+from areal_lora.config.sections.cluster import own_place
 from areal_lora.data.formatting import Formatter
 from areal_lora.data.prompts import PromptStream
 from areal_lora.data.tokenizer import TextTokenizer, load_tokenizer
@@ -52,7 +51,7 @@ from areal_lora.run_folder.heartbeat import EVENT_LOOP, EVERY_S, Heart
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import publish_endpoint, read_secret
 from areal_lora.run_folder.status import set_status
-from areal_lora.tasks.datasets import load_samples, prompt_format
+from areal_lora.tasks.datasets import load_samples
 from areal_lora.tasks.reward_sum import RewardSum
 
 ROLE = "controller"
@@ -100,15 +99,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def load_data(config: Config, run_folder: RunFolder) -> list[AdapterData]:
     set_status(run_folder, ROLE, 0, "reading prompts")
-    # User code in this process may want transformers' models.
-    user_code = any(not isinstance(adapter.workflow, SingleTurnWorkflowConfig) for adapter in config.adapters)
     with collector_paused():
-        tokenizer = load_tokenizer(config.model.folder, models=user_code)
+        tokenizer = load_tokenizer(config.model.folder)
     return [adapter_data(config, adapter, tokenizer) for adapter in config.adapters]
 
 
 def adapter_data(config: Config, adapter: AdapterConfig, tokenizer: TextTokenizer) -> AdapterData:
-    formatter = Formatter(tokenizer=tokenizer, how=prompt_format(adapter.task))
+    formatter = Formatter(tokenizer=tokenizer, how=adapter.task.format)
     max_prompt_tokens = config.rollout.max_model_len - adapter.sampling.max_new_tokens
     sets = load_sets(config, adapter, tokenizer)
     return AdapterData(

@@ -15,9 +15,9 @@ from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.adapter_run import probe_tolerance
-from areal_lora.config.broadcast import broadcast_backend
 from areal_lora.config.models import Config
-from areal_lora.config.place import own_place
+from areal_lora.config.sections.cluster import own_place
+from areal_lora.config.sizing.pools import broadcast_backend
 from areal_lora.data.tokenizer import load_tokenizer
 from areal_lora.distributed.exchange import Exchange, GroupExchange
 from areal_lora.engine.base import TrainEngine
@@ -27,6 +27,7 @@ from areal_lora.operations.link import TrainerEnd
 from areal_lora.platforms.device import own_device
 from areal_lora.processes.faults import reached
 from areal_lora.rollout.channel.client import ControllerClient
+from areal_lora.run_folder.heartbeat import TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from areal_lora.run_folder.heartbeat import beat_on
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import Endpoint, read_endpoint, read_secret, wait_endpoint, wait_servers
@@ -169,7 +170,7 @@ def _rank_0(
 
 def controller_patience_s(config: Config) -> float:
     """Longest wait for a controller whose event loop is stuck: until it is detected, ended and restarted."""
-    return config.run.stall_s + config.run.heartbeat_timeout_s + CONTROLLER_START_S
+    return config.run.stall_s + HEARTBEAT_TIMEOUT_S + CONTROLLER_START_S
 
 
 def _clients(config: Config, run_folder: RunFolder, engine: TrainEngine) -> Clients:

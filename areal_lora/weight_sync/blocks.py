@@ -6,16 +6,17 @@ A plan is data (int64 arrays), made once per layout and checked against the memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks, fingerprints, fixed_keys, take_tensors
+from areal_lora.weight_sync.kernels import BF16, F32, copy_blocks, fingerprints, fixed_keys
 
 KINDS = {"float32": F32, "bfloat16": BF16}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _KEYS = fixed_keys("fingerprint", 1024)  # as many as stay in the first-level cache beside the data
+_PART_BYTES = 1 << 20  # measured, then copied from the second-level cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,14 @@ class Marks:
             self.sums,
             self.bad,
         )
+
+    def parts(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Cut tensors [first, last) into runs of about ``_PART_BYTES``."""
+        while first < last:
+            end = int(np.searchsorted(self.offsets, self.offsets[first] + _PART_BYTES))
+            end = min(max(end, first + 1), last)
+            yield first, end
+            first = end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,20 +150,15 @@ class TensorBlocks:
         Releases the GIL; uses the calling thread only.
         """
         a, b = tensors if tensors is not None else (0, self.n_tensors)
-        if marks is not None:
-            take_tensors(
+        for begin, end in [(a, b)] if marks is None else marks.parts(a, b):
+            if marks is not None:
+                marks.measure(src_base, begin, end)
+            copy_blocks(
                 src_base,
                 KINDS[self.src_dtype],
                 dst_base,
                 KINDS[self.dst_dtype],
                 slot,
-                marks.offsets,
-                marks.sizes,
-                _KEYS.ctypes.data,
-                len(_KEYS),
-                marks.sums,
-                marks.bad,
-                self.first,
                 self.src,
                 self.src_pitch,
                 self.dst,
@@ -163,27 +167,9 @@ class TensorBlocks:
                 self.rows,
                 self.cols,
                 self.scale,
-                a,
-                b,
+                int(self.first[begin]),
+                int(self.first[end]),
             )
-            return
-        copy_blocks(
-            src_base,
-            KINDS[self.src_dtype],
-            dst_base,
-            KINDS[self.dst_dtype],
-            slot,
-            self.src,
-            self.src_pitch,
-            self.dst,
-            self.dst_pitch,
-            self.dst_step,
-            self.rows,
-            self.cols,
-            self.scale,
-            int(self.first[a]),
-            int(self.first[b]),
-        )
 
     def _with(self, **changes: object) -> TensorBlocks:
         values = {f.name: getattr(self, f.name) for f in fields(self)} | changes

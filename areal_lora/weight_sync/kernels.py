@@ -4,7 +4,7 @@ They run without the GIL and without OpenMP, in the thread that calls them, so a
 receive beside the model that generates in the same process, and a publish of 37,000 tensors
 costs no Python work per tensor.
 
-Only this file and ``intrinsics`` work with memory addresses. Callers pass addresses of live arrays;
+Only this file works with memory addresses. Callers pass addresses of live arrays;
 ``blocks`` has checked every copy against the memory it reads and writes.
 """
 
@@ -15,24 +15,56 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import carray
-
-from areal_lora.weight_sync.intrinsics import (
-    LINE_BYTES,
-    as_bits,
-    as_float,
-    complete_stream,
-    copy_bytes,
-    pointer,
-    stream_line,
-    stream_scaled_line,
-)
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 F32, BF16 = 0, 1  # element kinds
 
-_PART_BYTES = 256 << 10  # of the second-level cache
 _SHORT_ROW = 4096  # elements; below this a loop is faster than a call of memcpy
-_SHORT_STREAM = 1024  # bytes; a shorter row has too few whole lines
+
+
+@intrinsic
+def copy_bytes(context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    """Call memcpy."""
+
+    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source, count = args
+        pointer = cgutils.voidptr_t
+        cgutils.raw_memcpy(builder, builder.inttoptr(to, pointer), builder.inttoptr(source, pointer), count, 1)
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def pointer(context: Any, address: Any) -> Any:
+    """Make a pointer for ``carray`` from an address."""
+
+    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def as_float(context: Any, bits: Any) -> Any:
+    """View uint32 as float32."""
+
+    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def as_bits(context: Any, value: Any) -> Any:
+    """View float32 as uint32."""
+
+    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -112,42 +144,6 @@ def _copy_block(
             copy_bytes(y, x, n * 2)
         else:
             _row_bf16_bf16(x, y, n, scale)
-
-
-@numba.njit(nogil=True, cache=True)
-def _stream_row(src: int, dst: int, nbytes: int, scale: Any) -> None:
-    """Copy equal kinds past the caches, with ``scale`` 1 bit for bit, otherwise float32."""
-    head = -dst % LINE_BYTES
-    lines = (nbytes - head) // LINE_BYTES
-    tail = head + lines * LINE_BYTES
-    if scale == np.float32(1.0):
-        copy_bytes(dst, src, head)
-        for k in range(lines):
-            stream_line(dst + head + k * LINE_BYTES, src + head + k * LINE_BYTES)
-        copy_bytes(dst + tail, src + tail, nbytes - tail)
-    else:
-        _row_f32_f32(src, dst, head // 4, scale)
-        for k in range(lines):
-            stream_scaled_line(dst + head + k * LINE_BYTES, src + head + k * LINE_BYTES, scale)
-        _row_f32_f32(src + tail, dst + tail, (nbytes - tail) // 4, scale)
-
-
-@numba.njit(nogil=True, cache=True)
-def _stream_block(
-    src: int, src_kind: int, src_pitch: int, dst: int, dst_kind: int, dst_pitch: int, rows: int, cols: int, scale: Any
-) -> None:
-    """``_copy_block`` into memory that no one reads soon.
-
-    A write through the caches first reads the old line, and throws out what the model computes with.
-    """
-    n, m = cols * (4 if src_kind == F32 else 2), rows
-    if m > 1 and src_pitch == n and dst_pitch == n:
-        n, m = n * m, 1
-    if n >= _SHORT_STREAM and src_kind == dst_kind and (src_kind == F32 or scale == np.float32(1.0)):
-        for r in range(m):
-            _stream_row(src + r * src_pitch, dst + r * dst_pitch, n, scale)
-    else:
-        _copy_block(src, src_kind, src_pitch, dst, dst_kind, dst_pitch, rows, cols, scale)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -252,64 +248,6 @@ def fingerprints(
         else:
             sums[i], infinite = _fingerprint_bf16(base + offsets[i], sizes[i], keys, width)
         bad[i] = np.uint8(infinite)
-
-
-@numba.njit(nogil=True, cache=True)
-def take_tensors(
-    src_base: int,
-    src_kind: int,
-    dst_base: int,
-    dst_kind: int,
-    slot: int,
-    offsets: Any,
-    sizes: Any,
-    keys: int,
-    width: int,
-    sums: Any,
-    bad: Any,
-    first_block: Any,
-    src: Any,
-    src_pitch: Any,
-    dst: Any,
-    dst_pitch: Any,
-    dst_step: Any,
-    rows: Any,
-    cols: Any,
-    scale: Any,
-    first: int,
-    last: int,
-) -> None:
-    """``fingerprints`` and ``copy_blocks`` of tensors ``first:last``, a part that fits the cache at a time.
-
-    The copies go past the caches: a serving slot is read by a later model step.
-    """
-    item = 4 if src_kind == F32 else 2
-    begin = first
-    while begin < last:
-        end, nbytes = begin, 0
-        while end < last and nbytes < _PART_BYTES:
-            nbytes += sizes[end] * item
-            end += 1
-        for i in range(begin, end):
-            if src_kind == F32:
-                sums[i], infinite = _fingerprint_f32(src_base + offsets[i], sizes[i], keys, width)
-            else:
-                sums[i], infinite = _fingerprint_bf16(src_base + offsets[i], sizes[i], keys, width)
-            bad[i] = np.uint8(infinite)
-        for k in range(first_block[begin], first_block[end]):
-            _stream_block(
-                src_base + src[k],
-                src_kind,
-                src_pitch[k],
-                dst_base + dst[k] + slot * dst_step[k],
-                dst_kind,
-                dst_pitch[k],
-                rows[k],
-                cols[k],
-                scale[k],
-            )
-        begin = end
-    complete_stream()
 
 
 @numba.njit(nogil=True, cache=True)

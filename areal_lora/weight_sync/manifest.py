@@ -19,21 +19,19 @@ from areal_lora.weight_sync.layout import AdapterLayout, Shape, ShardLayout
 from areal_lora.weight_sync.refusal import Refusal
 
 LORA_A, LORA_B = ".lora_A.", ".lora_B."
-_MAGIC = b"ALM5"  # wire format version of an encoded announcement
+_MAGIC = b"ALM6"  # wire format version of an encoded announcement
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """Body of ``POST /admin/publish``. The layout is included if the server may not know it.
 
     ``timeout_s`` is the time from sending the request to the end of the transfer: a duration, because clocks of two
-    machines differ. The server must drop a transfer that has not ended by then. While sequences run, the server may
-    take ``pace_s`` for writing, unless ``HurryRequest`` says that the trainer waits; 0: it waits, or may soon.
+    machines differ. The server must drop a transfer that has not ended by then.
     """
 
     manifest: ShardManifest
     layout: AdapterLayout | None
     timeout_s: float
-    pace_s: float = 0.0
 
 
 class Envelope:
@@ -42,9 +40,9 @@ class Envelope:
     def __init__(self, manifest: ShardManifest, layout: AdapterLayout | None) -> None:
         self._manifest, self._layout = manifest, msgspec.Raw(msgspec.msgpack.encode(layout))
 
-    def seal(self, timeout_s: float, pace_s: float) -> bytes:
+    def seal(self, timeout_s: float) -> bytes:
         return _MAGIC + msgspec.msgpack.encode(
-            _Sealed(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s, pace_s=pace_s)
+            _Sealed(manifest=self._manifest, layout=self._layout, timeout_s=timeout_s)
         )
 
 
@@ -54,7 +52,6 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
     manifest: ShardManifest
     layout: msgspec.Raw
     timeout_s: float
-    pace_s: float
 
 
 def encode(announcement: Announcement) -> bytes:
@@ -71,8 +68,6 @@ def decode(data: bytes) -> Announcement:
         raise ManifestError(Refusal.MALFORMED, str(e)) from e
     if not 0.0 < announcement.timeout_s < math.inf:
         raise ManifestError(Refusal.MALFORMED, f"timeout_s is {announcement.timeout_s}, it must be positive and finite")
-    if not 0.0 <= announcement.pace_s < math.inf:
-        raise ManifestError(Refusal.MALFORMED, f"pace_s is {announcement.pace_s}, it must be finite and not negative")
     return announcement
 
 

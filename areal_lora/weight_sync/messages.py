@@ -11,7 +11,6 @@ GET      ``/admin/modules``  none                                    200 ``Modul
 GET      ``/admin/ping``     none                                    200 ``PingReply``, 503 after ``PING_S``
 POST     ``/admin/join``     ``JoinRequest``                         200 ``JoinReply``
 POST     ``/admin/publish``  ``weight_sync.manifest.encode(a)``      200 ``PublishReply``
-POST     ``/admin/hurry``    ``HurryRequest``                        200 ``HurryReply``
 POST     ``/admin/drop``     ``DropRequest``                         200 ``DropReply``
 POST     ``/admin/score``    ``ScoreRequest``                        200 ``ScoreReply``
 POST     ``/admin/dismiss``  none                                    200: no publish counts on the server any more
@@ -44,7 +43,6 @@ MODULES_PATH = "/admin/modules"
 PING_PATH = "/admin/ping"
 JOIN_PATH = "/admin/join"
 PUBLISH_PATH = "/admin/publish"
-HURRY_PATH = "/admin/hurry"
 DROP_PATH = "/admin/drop"
 SCORE_PATH = "/admin/score"
 DISMISS_PATH = "/admin/dismiss"
@@ -180,29 +178,18 @@ class StageResult(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields
     detail: str = ""
     digest: str = ""
     wire_s: float = 0.0
-    rest_s: float = 0.0
     verify_s: float = 0.0
     write_s: float = 0.0
 
 
 class PublishReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify``, ``write``
-    and ``rest`` of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, the
+    """Acknowledgement of an activated version. ``phases`` in milliseconds: ``wire``, ``verify`` and
+    ``write`` of the slowest worker; ``stage``, from the request until all workers have reported; ``commit``, the
     pause of generation; ``commit_wait``, ``commit`` including the wait for its turn."""
 
     ref: str
     digest: str
     phases: dict[str, float]
-
-
-class HurryRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer waits for ``ref``, an adapter reference: stage it at full speed, now or when it is announced."""
-
-    ref: str
-
-
-class HurryReply(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All workers of the server have received the request."""
 
 
 class DropRequest(AdminMessage, frozen=True, kw_only=True, forbid_unknown_fields=True):

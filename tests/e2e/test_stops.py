@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lora.engine.vllm_ext import stand_in
 from tests.support.e2e import lenient_trainer
+from tests.support.engine.vllm_ext import stand_in
 from tests.support.launcher.command import embedded_run
 from tests.support.launcher.stops import GONE_S, Held, figures, marked, start, stop
 

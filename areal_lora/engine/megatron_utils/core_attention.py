@@ -20,30 +20,12 @@ class Rotary:
 
     def __init__(self, inv_freq: Tensor, dtype: torch.dtype) -> None:
         self._inv_freq, self._dtype = inv_freq, dtype
-        unit = torch.eye(inv_freq.numel(), device=inv_freq.device, dtype=dtype)
-        zero = torch.zeros_like(unit)
-        # x @ swap = (-second half, first half)
-        self.swap = torch.cat([torch.cat([zero, unit], dim=1), torch.cat([-unit, zero], dim=1)])  # [d, d]
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [t, 1, d] of ``positions`` [t]."""
         angles = torch.outer(positions.float(), self._inv_freq)
         both = torch.cat([angles, angles], dim=-1)[:, None]
         return both.cos().to(self._dtype), both.sin().to(self._dtype)
-
-
-class _Rotate(torch.autograd.Function):  # type: ignore[misc]
-    """``x cos + swap(x) sin`` of x [t, h, d]; cos and sin [t, 1, d] are constants."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, swap: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin, swap)
-        return torch.addcmul(x * cos, x @ swap, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,), (cos, sin, swap) = grads, ctx.saved_tensors
-        return (grad * cos).add_((grad * sin) @ swap.t()), None, None, None
 
 
 class Packing:
@@ -85,9 +67,10 @@ class Packing:
         return self._plans[int(number)][0]
 
     def rotate(self, number: Tensor, x: Tensor) -> Tensor:
+        """Heads ``x`` [t, h, d] at their positions."""
         _, cos, sin = self._plans[int(number)]
-        rotated: Tensor = _Rotate.apply(x, cos, sin, self._rotary.swap)
-        return rotated
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class PackedAttention(nn.Module):  # type: ignore[misc]

@@ -29,16 +29,7 @@ import msgspec
 from vllm.lora.request import LoRARequest
 
 from areal_lora.engine.vllm_ext.gate import Gate
-from areal_lora.engine.vllm_ext.worker_channel import (
-    Begin,
-    CommandDone,
-    Forget,
-    Hurry,
-    Join,
-    Ping,
-    Staged,
-    WorkerChannel,
-)
+from areal_lora.engine.vllm_ext.worker_channel import Begin, CommandDone, Forget, Join, Ping, Staged, WorkerChannel
 from areal_lora.errors import PublishError, UnknownVersionError
 from areal_lora.processes.faults import reached
 from areal_lora.processes.log import get_logger
@@ -104,11 +95,10 @@ class ServedAdapters:
         n_slots: int,
         resident: int,
         adapters: int = 1,
-        generating: Callable[[], bool],
         merged: bool = False,
     ) -> None:
         self._workers, self._channel = workers, channel
-        self._n_workers, self._generating = n_workers, generating
+        self._n_workers = n_workers
         # The incoming version needs the last slot; merged weights are one version and the staged one.
         self._versions = ServedVersions(n_slots, 0 if merged else resident - 1, adapters)
         self._merged, self._gate = merged, Gate()
@@ -181,10 +171,6 @@ class ServedAdapters:
     async def ping(self) -> None:
         """Ask every worker's background thread for a sign. Raises PublishError if one does not answer."""
         await self._channel.ask(Ping(), CommandDone, PING_S)
-
-    async def hurry(self, ref: AdapterRef) -> None:
-        """Have all workers write ``ref`` at full speed: its trainer waits. Raises PublishError."""
-        await self._channel.ask(Hurry(ref=str(ref)), CommandDone, PING_S)
 
     async def join(self, request: JoinRequest, came: float | None = None) -> None:
         """Have all workers join the trainer's groups. Raises PublishError.
@@ -295,7 +281,6 @@ class ServedAdapters:
             slot=-1 if slot is None else slot,
             deadline=deadline,
             active=tuple(map(str, self.active())),
-            generating=self._generating(),
         )
         answers = await self._channel.ask(begin, Staged, deadline - time.monotonic() + GRACE_S)
         return [a.result for a in answers]

@@ -27,17 +27,17 @@ from starlette.types import ASGIApp
 
 from areal_lora.engine.vllm_ext.adapters import BASE, ServedAdapters
 from areal_lora.engine.vllm_ext.generate import BadRequest, Generator
-from areal_lora.engine.vllm_ext.guards import BearerAuth, BodyLimit
+from areal_lora.engine.vllm_ext.guards import BearerAuth
 from areal_lora.engine.vllm_ext.leaving import Stop
 from areal_lora.engine.vllm_ext.sampling import all_of
 from areal_lora.errors import ManifestError, PublishError, UnknownVersionError
+from areal_lora.network.http_server import BodyLimit
 from areal_lora.network.keys import Plane
 from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
     DISMISS_PATH,
     DROP_PATH,
-    HURRY_PATH,
     INFO_PATH,
     JOIN_PATH,
     MAX_BODY_BYTES,
@@ -49,8 +49,6 @@ from areal_lora.weight_sync.messages import (
     AdminMessage,
     DropReply,
     DropRequest,
-    HurryReply,
-    HurryRequest,
     InfoReply,
     JoinReply,
     JoinRequest,
@@ -96,7 +94,6 @@ class AdminPlane:
             Route(PING_PATH, _guarded(self.ping)),
             Route(JOIN_PATH, _guarded(self.join), methods=["POST"]),
             Route(PUBLISH_PATH, _guarded(self.publish), methods=["POST"]),
-            Route(HURRY_PATH, _guarded(self.hurry), methods=["POST"]),
             Route(DROP_PATH, _guarded(self.drop), methods=["POST"]),
             Route(SCORE_PATH, _guarded(self.score), methods=["POST"]),
             Route(RETIRE_PATH, _guarded(self.retire), methods=["POST"]),
@@ -125,11 +122,6 @@ class AdminPlane:
     async def publish(self, request: Request) -> Response:
         came = time.monotonic()
         return _answer(await self._adapters.publish(await request.body(), came))
-
-    async def hurry(self, request: Request) -> Response:
-        want = decode_message(await request.body(), HurryRequest)
-        await self._adapters.hurry(AdapterRef.parse(want.ref))
-        return _answer(HurryReply())
 
     async def drop(self, request: Request) -> Response:
         want = decode_message(await request.body(), DropRequest)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.errors import ConfigError
 from areal_lora.obs.metrics.records import (
     AdapterStateRecord,

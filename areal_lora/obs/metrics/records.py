@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_lora.config.evals import DEFAULT_SET
+from areal_lora.config.sections.task import DEFAULT_SET
 from areal_lora.types import AdapterPhase
 
-SEQUENCE = ("wire", "rest", "verify", "write", "commit_wait")
+SEQUENCE = ("wire", "verify", "write", "commit_wait")
 """Sequential phases of a publish on the slowest server; ``wire`` includes waiting for the trainer to pack."""
 
 PHASES = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from areal_lora.config.models import AdapterConfig
-from areal_lora.config.slots import adapter_capacity
+from areal_lora.config.sizing.slots import adapter_capacity
 from areal_lora.distributed.exchange import first_problem
 from areal_lora.errors import AdapterError, ArealLoraError
 from areal_lora.processes.log import get_logger

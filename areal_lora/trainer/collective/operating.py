@@ -133,7 +133,6 @@ def _publish(trainer: Trainer, state: TrainingState, operation: Operation) -> Pu
         trainer.rank_0.clients_of(state.adapter).publishes(operation, state.version)
     with trainer.spans[state.name].span("publish_pack"):
         trainer.publishing.publish(state.adapter, state.version, None)
-    trainer.publishing.needed(state.name)
     return None
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from areal_lora.checkpoint.recover import explain
 from areal_lora.config.facts import gather_facts
-from areal_lora.config.joined import alone, joined, own_path
 from areal_lora.config.models import AdapterConfig, Config
+from areal_lora.config.recorded import alone, joined, own_path
 from areal_lora.config.rules.adapters import unserved
 from areal_lora.config.rules.findings import Severity
 from areal_lora.config.rules.guardrails import check, resolve_targets

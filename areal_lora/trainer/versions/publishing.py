@@ -129,11 +129,6 @@ class AdapterPublishing:
             self._on_report(report)
         self._note_members(report)
 
-    def needed(self, adapter: str) -> None:
-        """Someone else waits for the publish in progress: servers do not pace it (not collective)."""
-        if self.busy(adapter) and (handle := self._published[adapter].handle) is not None:
-            handle.needed()
-
     def busy(self, adapter: str) -> bool:
         """Whether a publish was not joined yet (not collective)."""
         kept = self._published.get(adapter)

@@ -31,7 +31,6 @@ from areal_lora.weight_sync.link.groups import CPU, BroadcastGroup, join_group
 from areal_lora.weight_sync.manifest import check_layout, check_successor
 from areal_lora.weight_sync.messages import SourceEndpoint, StageResult
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.server.pace import Hurry, Pace, PacePlan
 from areal_lora.weight_sync.server.reception import PhaseTimer, Reception
 from areal_lora.weight_sync.tables import LayoutTables
 
@@ -131,7 +130,6 @@ class AdapterReceiver:
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._hurry = Hurry()
 
     def join(self, endpoints: Sequence[SourceEndpoint], rank: int, timeout_s: float) -> None:
         """Leave the previous groups and join every source's group as ``rank``. Blocks.
@@ -149,21 +147,13 @@ class AdapterReceiver:
             self._leave(0.0)
             raise
 
-    def begin(
-        self,
-        manifest: ShardManifest,
-        layout: AdapterLayout | None,
-        slot: int | None,
-        timeout_s: float,
-        pace_s: float = 0.0,
-    ) -> None:
+    def begin(self, manifest: ShardManifest, layout: AdapterLayout | None, slot: int | None, timeout_s: float) -> None:
         """Start staging ``manifest`` into ``slot`` and return; ``on_staged`` is called exactly once.
 
         The first receives are posted before this returns: the sources send only after that.
         The staging thread is a child of the first caller's thread and shares its cores and priority.
-        Writing is spread over ``pace_s``, until ``hurry``. ``layout`` may be None if this worker has
-        received it before. Without a slot (none is free, or the version is active already) the
-        transfer is drained and refused.
+        ``layout`` may be None if this worker has received it before. Without a slot (none is free, or
+        the version is active already) the transfer is drained and refused.
         Raises PublishError if the previous ``begin`` is in progress or no group is joined.
         """
         if not self._idle.is_set():
@@ -175,21 +165,13 @@ class AdapterReceiver:
         begun: _Begun | Exception
         try:
             known = self._layout(manifest, layout)
-            deadline = time.monotonic() + timeout_s
-            plan = PacePlan.of(pace_s, known.layout.nbytes, deadline - timeout_s, deadline) if pace_s > 0 else None
-            pace = Pace(plan, self._hurry.begin(manifest.ref))
-            reception = Reception(known.tables, groups, deadline, timer, pace)
-            begun = _Begun(known, reception)
+            begun = _Begun(known, Reception(known.tables, groups, time.monotonic() + timeout_s, timer))
         except Exception as e:  # fault boundary: a version's errors are reported by ``on_staged``, whatever they are  # noqa: BLE001
             begun = e
         if self._thread is None:
             self._thread = watched_thread("stage", self._stage_all)
         self._idle.clear()
         self._work.put(partial(self._stage, manifest, slot, groups, begun, timer))
-
-    def hurry(self, ref: AdapterRef) -> None:
-        """Write ``ref`` at full speed from now on, or when it is begun: the trainer waits for it. Any thread."""
-        self._hurry.awaited(ref)
 
     def discard(self, ref: AdapterRef) -> None:
         """Forget a staged version that the server did not activate: it may be published again."""

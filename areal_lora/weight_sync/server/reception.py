@@ -16,19 +16,18 @@ from areal_lora.weight_sync.link.groups import BroadcastGroup
 from areal_lora.weight_sync.messages import StageResult
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.seal import SEAL_BYTES, adapter_digest, seal, shard_sum, trailer_part
-from areal_lora.weight_sync.server.pace import Pace
 from areal_lora.weight_sync.tables import LayoutTables
 
 OnTensors = Callable[[int, int, int, int, Marks], None]
-"""``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: these tensors, all or
-a part of a bucket, have arrived; they must be measured into ``marks``."""
+"""``(shard index, address where the shard would begin, first tensor, last tensor + 1, marks)``: the tensors of a
+bucket have arrived; they must be measured into ``marks``."""
 
 
 class PhaseTimer:
     """Measure the seconds per phase of one staging."""
 
     def __init__(self) -> None:
-        self._spent = {"wire": 0.0, "rest": 0.0, "verify": 0.0, "write": 0.0}
+        self._spent = {"wire": 0.0, "verify": 0.0, "write": 0.0}
         self._name, self._since = "", 0.0
 
     def phase(self, name: str) -> PhaseTimer:
@@ -52,7 +51,6 @@ class PhaseTimer:
             detail=detail,
             digest=digest,
             wire_s=self._spent["wire"],
-            rest_s=self._spent["rest"],
             verify_s=self._spent["verify"],
             write_s=self._spent["write"],
         )
@@ -64,7 +62,7 @@ class _Source:
     def __init__(self, index: int, tables: LayoutTables, group: BroadcastGroup, deadline: float) -> None:
         self.index, self.shard = index, tables.layout.shards[index]
         self._layout = tables.layout
-        self.marks, self.ends = tables.shards[index].marks(), tables.shards[index].ends
+        self.marks = tables.shards[index].marks()
         self.trailer = np.empty(0, dtype=np.uint8)
         self._buckets = tables.buckets(index, group.bucket_bytes)
         self._inbox = group.receive([*((b.begin, b.end) for b in self._buckets), trailer_part(self.shard)], deadline)
@@ -107,9 +105,9 @@ class Reception:
     """Receive all shards of one version. Receives are posted at once: the sources may be sending already."""
 
     def __init__(
-        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, timer: PhaseTimer, pace: Pace
+        self, tables: LayoutTables, groups: Mapping[int, BroadcastGroup], deadline: float, timer: PhaseTimer
     ) -> None:
-        self._layout, self._timer, self._pace, self._deadline = tables.layout, timer, pace, deadline
+        self._layout, self._timer, self._deadline = tables.layout, timer, deadline
         self._sources = [
             _Source(i, tables, groups[s.source], deadline)
             for i, s in enumerate(tables.layout.shards)
@@ -128,22 +126,13 @@ class Reception:
             try:
                 if source is self._sources[0] and bucket.first == 0:
                     reached("server.receiving")
-                self._write(source, bucket, base, on_tensors)
+                with self._timer.phase("write"):
+                    on_tensors(source.index, base, bucket.first, bucket.last, source.marks)
             except Exception:  # fault boundary: other servers may get their bytes through this one
                 self.drain()
                 raise
         with self._timer.phase("verify"):
             return adapter_digest(self._layout, [source.verify(ref) for source in self._sources])
-
-    def _write(self, source: _Source, bucket: Bucket, base: int, on_tensors: OnTensors) -> None:
-        slices = self._pace.slices(source.ends, bucket)
-        while True:
-            with self._timer.phase("rest"):
-                part = next(slices, None)
-            if part is None:
-                return
-            with self._timer.phase("write"):
-                on_tensors(source.index, base, *part, source.marks)
 
     def check_time(self, ref: AdapterRef) -> None:
         """Raise PublishError after the deadline: the sender has abandoned the version."""

@@ -7,7 +7,7 @@
     end                  always: free the slot of a version that is not active
 
 Drivers: ``engine.vllm_ext.adapters.ServedAdapters`` (asyncio, vLLM's workers) and
-``testing.memory_server.MemoryServer`` (threads). All times are of one monotonic clock, in seconds.
+the tests' ``MemoryServer`` (threads). All times are of one monotonic clock, in seconds.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class PublishTransaction:
         For ``hold_s`` before it no request could begin, because the running ones had to end first.
         """
         self._require(_Phase.COMMITTING)
-        worked = ("wire", "rest", "verify", "write")
+        worked = ("wire", "verify", "write")
         phases = {p: 1e3 * max(getattr(r, f"{p}_s") for r in commit.staged) for p in worked}
         phases["stage"], phases["commit"] = 1e3 * (commit.staged_at - self._began), 1e3 * stall_s
         if hold_s:

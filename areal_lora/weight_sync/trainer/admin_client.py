@@ -12,12 +12,10 @@ import msgspec
 from areal_lora.errors import ManifestError, PublishError
 from areal_lora.network.keys import Plane, authorization
 from areal_lora.network.tls import client_context
-from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import (
     CONTENT_TYPE,
     DISMISS_PATH,
     DROP_PATH,
-    HURRY_PATH,
     INFO_PATH,
     JOIN_PATH,
     MODULES_PATH,
@@ -28,8 +26,6 @@ from areal_lora.weight_sync.messages import (
     SHUTDOWN_PATH,
     DropReply,
     DropRequest,
-    HurryReply,
-    HurryRequest,
     InfoReply,
     JoinReply,
     JoinRequest,
@@ -50,7 +46,7 @@ M = TypeVar("M")
 class AdminClient:
     """Blocking client of one server's admin plane over one persistent connection, one call at a time.
 
-    Thread-safe. ``ping`` and ``hurry`` use a connection of their own: they never wait for another call.
+    Thread-safe. ``ping`` uses a connection of its own: it never waits for another call.
     All methods raise PublishError if the server fails or ``timeout_s`` passes.
     """
 
@@ -95,10 +91,6 @@ class AdminClient:
     def dismiss(self, timeout_s: float) -> None:
         """Release a leaving server: it is no member any more, and no request is routed to it."""
         self._aside("POST", DISMISS_PATH, b"", PingReply, timeout_s)
-
-    def hurry(self, ref: AdapterRef, timeout_s: float) -> HurryReply:
-        """Have the server stage ``ref`` at full speed, now or when it is announced: the trainer waits for it."""
-        return self._aside("POST", HURRY_PATH, encode_message(HurryRequest(ref=str(ref))), HurryReply, timeout_s)
 
     def close(self) -> None:
         with self._one_call:

@@ -139,13 +139,6 @@ class Fleet:
             ):  # the publisher thread has closed the line: it is no member any more
                 line.thread.submit(_drop, line, timeout_s)
 
-    def hurry(self, servers: Sequence[ServerEndpoint], ref: AdapterRef, timeout_s: float) -> None:
-        """Have ``servers`` stage ``ref`` at full speed. Any thread; does not wait for their answers."""
-        pool = ThreadPoolExecutor(max(1, len(servers)), thread_name_prefix="hurry")
-        for server in servers:
-            pool.submit(_hurry, AdminClient(server, self._secret), ref, timeout_s)
-        pool.shutdown(wait=False)
-
     def checked(self, members: Sequence[ServerEndpoint], layout: AdapterLayout) -> bool:
         """Whether all members passed ``check`` for ``layout``."""
         return all(layout.digest in self._lines[server].checked for server in members)
@@ -188,12 +181,10 @@ class Fleet:
         layout: AdapterLayout,
         deadline: float,
         answer_s: float,
-        pace_s: float,
     ) -> dict[ServerEndpoint, Future[PublishReply]]:
         """Announce a version to all members; the layout is included if it was not sent since the join.
 
-        The transfer has to end by ``deadline``; answers arrive up to ``answer_s`` later. Servers may take ``pace_s``
-        for staging.
+        The transfer has to end by ``deadline``; answers arrive up to ``answer_s`` later.
         """
         short, long, posts = Envelope(manifest, None), None, {}
         for server in members:
@@ -201,7 +192,7 @@ class Fleet:
             if manifest.layout not in line.layouts:
                 announcement = long = long or Envelope(manifest, layout)
                 line.layouts.add(manifest.layout)
-            posts[server] = line.thread.submit(_publish, line, announcement, deadline, answer_s, pace_s)
+            posts[server] = line.thread.submit(_publish, line, announcement, deadline, answer_s)
         return posts
 
     def probe(
@@ -258,13 +249,6 @@ def _drop(line: _Line, timeout_s: float) -> None:
             line.undropped.discard(name)
 
 
-def _hurry(client: AdminClient, ref: AdapterRef, timeout_s: float) -> None:
-    try:
-        client.hurry(ref, timeout_s)
-    except PublishError as e:
-        log.debug("%s stays paced: %s", ref, e)  # the publish itself finds out about a lost server
-
-
 def _left_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.01)
 
@@ -274,10 +258,10 @@ def _join(line: _Line, request: JoinRequest, deadline: float, answer_s: float) -
     return line.client.join(msgspec.structs.replace(request, timeout_s=left_s), left_s + answer_s)
 
 
-def _publish(line: _Line, announcement: Envelope, deadline: float, answer_s: float, pace_s: float) -> PublishReply:
+def _publish(line: _Line, announcement: Envelope, deadline: float, answer_s: float) -> PublishReply:
     _drop(line, _left_s(deadline))
     left_s = _time_to_send(line, deadline)
-    return line.client.publish(announcement.seal(left_s, pace_s), left_s + answer_s)
+    return line.client.publish(announcement.seal(left_s), left_s + answer_s)
 
 
 def _time_to_send(line: _Line, deadline: float) -> float:
@@ -329,15 +313,10 @@ class AttemptRequests:
                 raise answer
 
     def publish(
-        self,
-        members: Sequence[ServerEndpoint],
-        manifest: ShardManifest,
-        layout: AdapterLayout,
-        deadline: float,
-        pace_s: float,
+        self, members: Sequence[ServerEndpoint], manifest: ShardManifest, layout: AdapterLayout, deadline: float
     ) -> None:
-        """Announce a version to all members, which may take ``pace_s`` for staging."""
-        self._posts = self._fleet.publish(members, manifest, layout, deadline, self._answer_s, pace_s)
+        """Announce a version to all members."""
+        self._posts = self._fleet.publish(members, manifest, layout, deadline, self._answer_s)
         self._due = deadline + self._answer_s
 
     def answers(self) -> tuple[dict[ServerEndpoint, PublishReply], dict[ServerEndpoint, ArealLoraError]]:

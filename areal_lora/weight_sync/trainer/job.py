@@ -16,7 +16,6 @@ from areal_lora.weight_sync.probe import ProbeExpectation
 from areal_lora.weight_sync.trainer.decisions import Progress
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
-from areal_lora.weight_sync.trainer.spare_time import Timing
 from areal_lora.weight_sync.trainer.steps import Failure
 
 SLACK_S = 10.0
@@ -65,9 +64,8 @@ class Job:
     ``met``: the gates of all ranks are open. ``progress`` is rank 0's, and so is ``full_s``, when
     a server had no slot for it for the first time (time.monotonic). ``dropped``: its adapter is no longer wanted.
 
-    ``gate`` returns when the transfer may begin; it took ``gate_ms``. ``began_s`` and ``awaited_s``, when the main
-    thread first waited, are time.monotonic. Packing counts in ``cast``. Servers may take ``pace_s`` for staging, unless
-    the main thread waits.
+    ``gate`` returns when the transfer may begin; it took ``gate_ms``. ``began_s`` is time.monotonic. Packing counts in
+    ``cast``.
     """
 
     manifest: ShardManifest
@@ -85,10 +83,6 @@ class Job:
     gate: Callable[[], None] | None = None
     gate_ms: float = 0.0
     cast: CastLoss | None = None
-    pace_s: float = 0.0
-    awaited_s: float | None = None
-    announced_pace_s: float = 0.0
-    pace_lock: threading.Lock = field(default_factory=threading.Lock)
     packed: threading.Event = field(default_factory=threading.Event)
     pack_ms: float = 0.0
     own: Failure | None = None
@@ -99,40 +93,13 @@ class Job:
     def ref(self) -> AdapterRef:
         return self.manifest.ref
 
-    def announce_pace(self) -> float:
-        """Return the seconds for staging to announce now (publisher thread)."""
-        with self.pace_lock:
-            self.announced_pace_s = self.pace_s if self.awaited_s is None else 0.0
-            return self.announced_pace_s
-
-    def await_now(self) -> bool:
-        """Note that the main thread waits from now on, and return whether servers may be resting meanwhile."""
-        with self.pace_lock:
-            if self.awaited_s is None:
-                self.awaited_s = time.monotonic()
-            return self.announced_pace_s > 0 and not self.ended.is_set()
-
-    def hasten(self) -> bool:
-        """Note that another publish waits behind this one, and return whether servers may be resting meanwhile."""
-        with self.pace_lock:
-            self.pace_s = 0.0
-            return self.announced_pace_s > 0 and not self.ended.is_set()
-
-    def timing(self) -> Timing | None:
-        """Return the times of a publish that has ended well and was waited for."""
-        if self.awaited_s is None or not isinstance(self.answer, PublishReport):
-            return None
-        phases = self.answer.phases
-        after_ms = phases["ack"] + phases["probe"] - phases["stage"]
-        return Timing(free_s=self.awaited_s - self.began_s, after_s=after_ms / 1e3)
-
 
 class PublishHandle:
-    """A publish in progress. ``hurry`` has the servers stage a version at full speed."""
+    """A publish in progress."""
 
-    def __init__(self, job: Job, hurry: Callable[[AdapterRef], None]) -> None:
+    def __init__(self, job: Job) -> None:
         self.ref = job.ref
-        self._job, self._hurry = job, hurry
+        self._job = job
         self.waited = False
         """Whether ``wait`` has reported the outcome."""
 
@@ -143,11 +110,6 @@ class PublishHandle:
     def failed(self) -> bool:
         """Whether ``wait`` would raise at once."""
         return self.done() and not isinstance(self._job.answer, PublishReport)
-
-    def needed(self) -> None:
-        """The version is waited for from now on, here or elsewhere: servers stage it at full speed."""
-        if self._job.await_now():
-            self._hurry(self.ref)
 
     def abandon(self) -> None:
         """Wait until the publish has ended, well or not; it waits for no slot any more."""
@@ -160,7 +122,6 @@ class PublishHandle:
         Raises the same on all ranks: ManifestError (refused), AdapterError (the servers cannot
         serve this layout), PublishError (too few servers remain at the deadline) or ParityError.
         """
-        self.needed()
         self._job.ended.wait()
         self.waited = True
         if isinstance(self._job.answer, PublishReport):

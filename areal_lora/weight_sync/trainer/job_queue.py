@@ -10,7 +10,6 @@ first; rank 0 alone decides that another one goes ahead of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 from areal_lora.errors import PublishError
 from areal_lora.weight_sync.trainer.job import Job
@@ -24,15 +23,13 @@ class JobQueue:
         self._waiting: dict[int, Job] = {}  # by number, in order
         self._begun, self._closed = 0, False
 
-    def put(self, job: Job) -> Sequence[Job]:
-        """Give ``job`` the next number, and return the jobs ahead of it."""
+    def put(self, job: Job) -> None:
+        """Give ``job`` the next number."""
         with self._changed:
-            ahead = list(self._waiting.values())
             job.number = self._begun
             self._begun += 1
             self._waiting[job.number] = job
             self._changed.notify_all()
-        return ahead
 
     def close(self) -> None:
         """No ``put`` may follow; the jobs that are there still run."""

@@ -135,10 +135,7 @@ class Leader:
         self._requests.await_joins()
 
     def announce(self, job: Job, deadline: float) -> None:
-        self._requests.publish(self.roster.members, job.manifest, job.layout, deadline, job.announce_pace())
-
-    def hurry(self, ref: AdapterRef) -> None:
-        self._fleet.hurry(self.roster.members, ref, self._config.ping_s)
+        self._requests.publish(self.roster.members, job.manifest, job.layout, deadline)
 
     def drop(self, name: str) -> None:
         self._served.pop(name, None)

@@ -13,7 +13,7 @@
 A publish is a layout and a ``pack``. Only the caller and the servers know the meaning of the
 tensors: merged weights are another layout and another ``pack``.
 
-Each adapter has its own memory, versions, pace and errors. Publishes go one after the other, in the order in which
+Each adapter has its own memory, versions and errors. Publishes go one after the other, in the order in which
 they began (``job_queue``); one that waits for a slot lets the others go ahead.
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -44,7 +44,6 @@ from areal_lora.weight_sync.trainer.packed_shard import Pack, PackedShard
 from areal_lora.weight_sync.trainer.report import PublishReport
 from areal_lora.weight_sync.trainer.role import Attempted, Begun, Event, Role, Waited
 from areal_lora.weight_sync.trainer.source_group import SourceGroup
-from areal_lora.weight_sync.trainer.spare_time import SpareTime
 from areal_lora.weight_sync.trainer.steps import Attempt, Fail, Failure, Finish, Sent, Wait, Yield, agree
 
 log = get_logger(__name__)
@@ -55,7 +54,6 @@ class _Lane:
     """One adapter at one rank. ``newest`` is the job that packed ``shard`` last, ``previous`` what ``wait`` reports."""
 
     shard: PackedShard
-    spare: SpareTime = field(default_factory=SpareTime)
     newest: Job | None = None
     previous: PublishHandle | None = None
 
@@ -132,7 +130,6 @@ class Publisher:
             budget=Budget.start(self._config),
             gate=gate,
             cast=cast,
-            pace_s=lane.spare.pace_s(),
         )
         lane.newest = job
         handle = self._start(lane, job)
@@ -169,9 +166,6 @@ class Publisher:
                 budget=Budget.start(self._config),
                 gate=None,
                 gate_ms=0.0,
-                pace_s=0.0,
-                awaited_s=None,
-                announced_pace_s=0.0,
                 ended=threading.Event(),
                 answer=None,
             ),
@@ -211,18 +205,13 @@ class Publisher:
         if lane is None:
             lane = self._lanes[name] = _Lane(PackedShard(layout, self._exchange.rank, self._device))
         lane.await_previous()
-        timing = lane.newest.timing() if lane.newest is not None else None
-        if timing is not None:
-            lane.spare.add(timing)
         if lane.shard.layout.digest != layout.digest:
             lane.shard = PackedShard(layout, self._exchange.rank, self._device)
         return lane
 
     def _start(self, lane: _Lane, job: Job) -> PublishHandle:
-        lane.previous = PublishHandle(job, self._role.hurry)
-        for ahead in self._jobs.put(job):
-            if ahead.hasten():
-                self._role.hurry(ahead.ref)
+        lane.previous = PublishHandle(job)
+        self._jobs.put(job)
         return lane.previous
 
     # ------------------------------------------------------------ publisher thread

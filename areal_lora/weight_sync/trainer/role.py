@@ -19,7 +19,6 @@ from typing import Protocol
 import msgspec
 
 from areal_lora.distributed.exchange import Exchange
-from areal_lora.types import AdapterRef
 from areal_lora.weight_sync.messages import ServerEndpoint, SourceEndpoint
 from areal_lora.weight_sync.trainer.job import Job
 from areal_lora.weight_sync.trainer.steps import Decision, Sent, Step
@@ -46,7 +45,7 @@ Event = Begun | Waited | Attempted
 
 
 class Role(Protocol):
-    """Called by the publisher thread of one rank, ``changed`` and ``hurry`` by any thread."""
+    """Called by the publisher thread of one rank, ``changed`` by any thread."""
 
     def decide(self, job: Job, event: Event, exchange: Exchange) -> Step:
         """Rank 0's next step after ``event``, on every rank (collective); ``job.budget`` is that of rank 0 afterwards.
@@ -69,10 +68,6 @@ class Role(Protocol):
 
     def announce(self, job: Job, deadline: float) -> None:
         """Post the version to all members, without waiting for answers. Its transfer ends by ``deadline``."""
-        ...
-
-    def hurry(self, ref: AdapterRef) -> None:
-        """Have the servers stage ``ref`` at full speed, without waiting for answers: this rank waits for it."""
         ...
 
     def conclude(self, job: Job) -> None:
@@ -110,9 +105,6 @@ class Follower:
 
     def announce(self, job: Job, deadline: float) -> None:
         """Nothing: rank 0 announces."""
-
-    def hurry(self, ref: AdapterRef) -> None:
-        """Nothing: rank 0 waits, too."""
 
     def conclude(self, job: Job) -> None:
         """Nothing: rank 0 reports the active version."""

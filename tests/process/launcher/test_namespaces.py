@@ -12,7 +12,6 @@ from statistics import median
 
 import pytest
 
-from areal_lora.engine.vllm_ext import stand_in
 from areal_lora.launcher.plan import SERVER
 from areal_lora.network.addresses import NODES_VARIABLE
 from areal_lora.obs.metrics.reader import read_metrics
@@ -20,6 +19,7 @@ from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from tests.support.e2e import lenient_trainer
+from tests.support.engine.vllm_ext import stand_in
 from tests.support.launcher import real_slurm
 from tests.support.launcher.command import embedded_run
 from tests.support.launcher.namespaces import Host, Link, hosts, measure, unavailable

@@ -14,14 +14,11 @@ from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.errors import AdapterError, ManifestError, ParityError, PublishError
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.probe import ProbeExpectation
-from areal_lora.weight_sync.server import pace
-from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.publisher import Publisher
-from areal_lora.weight_sync.trainer.spare_time import SpareTime
-from tests.support.clocks import wait_until
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, layout_of, ref, shapes_of, share, values
+from tests.support.weight_sync.memory_server import MemoryServer
 
 pytestmark = pytest.mark.slow
 
@@ -106,74 +103,6 @@ def test_a_version_is_announced_once_it_serves_and_was_checked():
         with pytest.raises(ParityError, match="above"):
             solo.publish(3, logprob=-1.5).wait()
         assert solo.refs() == [ref(0), ref(1), ref(2)]
-
-
-PACE_S = 1.0
-
-
-@pytest.fixture
-def paced(monkeypatch):
-    """A trainer whose steps allow ``PACE_S`` for staging; a version is several slices long."""
-    monkeypatch.setattr(pace, "SLICE_BYTES", 4096)
-    monkeypatch.setattr(SpareTime, "pace_s", lambda spare: PACE_S)
-    with serve() as server, Solo(server) as solo:
-        solo.publish(0).wait()
-        yield solo
-
-
-def test_a_version_that_no_one_waits_for_takes_its_time(paced):
-    handle, began = paced.publish(1), time.monotonic()
-    wait_until(handle.done, 20.0)
-    assert time.monotonic() - began > 0.8 * PACE_S
-
-
-@pytest.mark.parametrize("waits", [lambda solo, handle: handle.wait(), lambda solo, handle: solo.publish(2)])
-def test_a_version_that_the_trainer_or_the_next_version_waits_for_hurries(paced, waits):
-    handle = paced.publish(1)
-    time.sleep(0.1 * PACE_S)  # it is announced
-    waits(paced, handle)
-    assert handle.done()
-    assert handle.wait().phases["rest"] < 0.7e3 * PACE_S
-
-
-class Deaf(MemoryServer):
-    """Answers no request to hurry."""
-
-    asked = 0
-
-    def handle(self, method, path, header, body):
-        if path == tp.HURRY_PATH:
-            self.asked += 1
-            time.sleep(3.0)
-        return super().handle(method, path, header, body)
-
-
-def test_a_server_that_does_not_answer_a_request_to_hurry_is_not_lost_by_it(monkeypatch):
-    monkeypatch.setattr(pace, "SLICE_BYTES", 4096)
-    monkeypatch.setattr(SpareTime, "pace_s", lambda spare: PACE_S)
-    with serve(Deaf) as server, Solo(server) as solo:
-        solo.publish(0).wait()
-        handle = solo.publish(1)
-        time.sleep(0.3 * PACE_S)  # it is announced
-        report = handle.wait()
-        assert server.asked >= 1
-        assert (report.attempts, report.lost) == (1, {})
-
-
-def test_steps_are_measured_until_the_trainer_waits_and_repeated_versions_are_no_steps(monkeypatch):
-    seen = []
-    monkeypatch.setattr(SpareTime, "add", lambda spare, timing: seen.append(timing))
-    with serve() as server, Solo(server) as solo:
-        handle = solo.publish(0)
-        time.sleep(0.3)
-        handle.wait()
-        time.sleep(0.3)
-        solo.publisher.again("a").wait()
-        solo.publish(1)
-        solo.publish(2)
-    assert seen[0].free_s > 0.3
-    assert seen[1].free_s < seen[0].free_s, "the next version waited for it at once"
-    assert len(seen) == 2
 
 
 def test_the_next_publish_raises_what_nobody_heard_of_the_one_before():

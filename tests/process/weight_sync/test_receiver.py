@@ -16,11 +16,9 @@ from areal_lora.weight_sync.link import same_host
 from areal_lora.weight_sync.link.groups import GroupListener
 from areal_lora.weight_sync.refusal import Refusal
 from areal_lora.weight_sync.seal import adapter_digest
-from areal_lora.weight_sync.server import pace
 from areal_lora.weight_sync.server.receiver import AdapterReceiver
-from areal_lora.weight_sync.testing import SOCKETS
-from areal_lora.weight_sync.testing.adapters import pack_of
-from areal_lora.weight_sync.testing.memory_writer import MemoryWriter
+from tests.support.weight_sync import SOCKETS
+from tests.support.weight_sync.adapters import pack_of
 from tests.support.weight_sync.helpers import (
     BASE,
     BUCKET_BYTES,
@@ -34,6 +32,7 @@ from tests.support.weight_sync.helpers import (
     spec,
     values,
 )
+from tests.support.weight_sync.memory_writer import MemoryWriter
 
 pytestmark = pytest.mark.slow
 LORA_B = "model.layers.1.mlp.experts.2.up_proj.lora_B.weight"
@@ -73,8 +72,8 @@ class Bench:
         thread.join()
         assert self.group.same_host == self.shares
 
-    def send(self, shard, announcement, slot=0, timeout_s=10.0, pace_s=0.0):
-        self.receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s, pace_s)
+    def send(self, shard, announcement, slot=0, timeout_s=10.0):
+        self.receiver.begin(announcement.manifest, announcement.layout, slot, timeout_s)
         shard.send(self.group, time.monotonic() + timeout_s)
         return self.results.get(timeout=timeout_s)
 
@@ -299,49 +298,6 @@ def test_a_source_that_stays_silent_is_reported_at_the_deadline_and_rejoining_wo
     bench.connect()
     bench.good(0)
     bench.close()
-
-
-PACE_S = 1.0
-
-
-@pytest.fixture
-def paced(backend, monkeypatch):
-    """A bench whose versions, a few ten kilobytes, are several slices long."""
-    monkeypatch.setattr(pace, "SLICE_BYTES", 4096)
-    bench = Bench(backend)
-    yield bench
-    bench.close()
-
-
-def staged(bench, version, during=lambda: None):
-    """Result of a version with a budget of ``PACE_S``, and its seconds; ``during`` is called after a tenth of them."""
-    shard, announcement = packed(*share(values(9)), version=version)
-    began = time.monotonic()
-    timer = threading.Timer(PACE_S / 10, during)
-    timer.start()
-    result = bench.send(shard, announcement, slot=version, pace_s=PACE_S)
-    took_s = time.monotonic() - began
-    timer.cancel()
-    assert result.ok, result
-    assert result.digest == adapter_digest(shard.layout, [shard.sum])
-    return result, took_s
-
-
-def test_a_version_that_no_one_waits_for_takes_its_budget(paced):
-    result, took_s = staged(paced, 0)
-    assert took_s > 0.8 * PACE_S
-    assert result.write_s < 0.2 * PACE_S, "the rest is rest"
-
-
-def test_a_version_is_written_at_once_from_the_moment_its_trainer_waits(paced):
-    result, took_s = staged(paced, 0, during=lambda: paced.receiver.hurry(ref(0)))
-    assert took_s >= PACE_S / 10
-    assert result.rest_s < 0.6 * PACE_S
-
-
-def test_a_version_whose_trainer_waits_already_never_rests(paced):
-    paced.receiver.hurry(ref(0))
-    assert staged(paced, 0)[0].rest_s < 0.1 * PACE_S
 
 
 def test_where_memory_cannot_be_shared_the_bytes_are_sent(monkeypatch):

@@ -11,11 +11,11 @@ from areal_lora.engine import megatron_engine  # noqa: E402, F401
 from areal_lora.engine.common import optimizer  # noqa: E402, F401
 from areal_lora.engine.fsdp_utils import fsdp_model  # noqa: E402, F401
 from areal_lora.engine.megatron_utils import base_weights, lora, model, schedule  # noqa: E402, F401
-from areal_lora.engine.vllm_ext import stand_in  # noqa: E402, F401
 from areal_lora.rollout import main as rollout_main  # noqa: E402, F401
 from areal_lora.trainer import build, loop, main  # noqa: E402, F401
 from areal_lora.weight_sync import blocks  # noqa: E402
-from areal_lora.weight_sync.testing import memory_server  # noqa: E402, F401
+from tests.support.engine.vllm_ext import stand_in  # noqa: E402, F401
+from tests.support.weight_sync import memory_server  # noqa: E402, F401
 
 torch.set_num_threads(1)
 

@@ -45,7 +45,7 @@ def _controller(argv: list[str], folder: Path, life: int) -> int:
 
 
 def _server(argv: list[str], folder: Path, life: int) -> int:
-    from areal_lora.engine.vllm_ext.stand_in import main
+    from tests.support.engine.vllm_ext.stand_in import main
 
     return main(argv)
 

@@ -19,7 +19,6 @@ from areal_lora.config.facts import gather_facts
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
 from areal_lora.config.rules.guardrails import resolve_targets
-from areal_lora.engine.vllm_ext import stand_in
 from areal_lora.launcher.plan import ProcessSpec, make_plan
 from areal_lora.launcher.supervise import kill_sessions
 from areal_lora.run_folder.desired import Desired, DesiredAdapter, write_desired
@@ -27,6 +26,7 @@ from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import create_secret, forget_endpoint
 from tests.support.distributed.spawn import forking
 from tests.support.e2e import crash_child
+from tests.support.engine.vllm_ext import stand_in
 from tests.support.paths import EXAMPLES
 
 TRAINER_POINTS = (

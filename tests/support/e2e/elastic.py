@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from areal_lora.engine.vllm_ext import stand_in
 from areal_lora.launcher.add_servers import remove_servers
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
 from areal_lora.run_folder.paths import RunFolder
 from areal_lora.run_folder.rendezvous import published_indices, read_endpoint
 from tests.support.e2e import lenient_trainer
+from tests.support.engine.vllm_ext import stand_in
 from tests.support.forks.starter import starter_of
 from tests.support.launcher.command import ROLES, embedded_run, forked_roles
 from tests.support.launcher.stops import marked

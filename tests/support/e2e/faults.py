@@ -33,11 +33,11 @@ from areal_lora.trainer.main import join_world
 from areal_lora.trainer.versions.publishing import AdapterPublishing
 from areal_lora.types import AdapterStructure
 from areal_lora.weight_sync.layout import AdapterLayout, make_layout
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.leader import Leader
 from areal_lora.weight_sync.trainer.membership import RendezvousWatch
 from areal_lora.weight_sync.trainer.packed_shard import Pack
 from areal_lora.weight_sync.trainer.publisher import Publisher
+from tests.support.weight_sync.adapters import pack_of
 
 Owned = list[tuple[str, Tensor]]
 EXPERT = "model.layers.1.mlp.experts.3"

@@ -39,7 +39,7 @@ PROCESSES = {
     "areal_lora.trainer.main": "trainer rank",
     "areal_lora.rollout.main": "controller",
     "areal_lora.engine.vllm_ext.server": "rollout server",
-    "areal_lora.engine.vllm_ext.stand_in": "rollout server",
+    "tests.support.engine.vllm_ext.stand_in": "rollout server",
     "areal_lora.launcher.guardian": "guardian",
     "areal_lora.tasks.scorer_child": "scorer",
     "areal_lora.launch": "launcher",
@@ -50,13 +50,7 @@ ROLES = {
     "store": ("torch-store-client", "torch-store"),
 }
 PATHS = {
-    "admin": [
-        ("GET", "/admin/info"),
-        ("GET", "/admin/ping"),
-        ("POST", "/admin/hurry"),
-        ("POST", "/admin/retire"),
-        ("POST", "/admin/score"),
-    ],
+    "admin": [("GET", "/admin/info"), ("GET", "/admin/ping"), ("POST", "/admin/retire"), ("POST", "/admin/score")],
     "data": [("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions")],
     "agents": [("POST", "/v1/chat/completions"), ("POST", "/v1/completions")],
 }

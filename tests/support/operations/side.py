@@ -20,9 +20,9 @@ import yaml
 from areal_lora.checkpoint.files import Disk
 from areal_lora.checkpoint.saver import Saver
 from areal_lora.checkpoint.store import Store
-from areal_lora.config.joined import joined
 from areal_lora.config.load import load_config
 from areal_lora.config.models import Config
+from areal_lora.config.recorded import joined
 from areal_lora.distributed.exchange import SoloExchange
 from areal_lora.obs.metrics.reader import read_metrics
 from areal_lora.obs.metrics.records import RunMetrics
@@ -105,8 +105,6 @@ class Servers:
         """The newest version of ``name`` is active."""
         self._active(AdapterRef(name=name, version=self._newest[name]))
         self._running[name].set()
-
-    def needed(self, name: str) -> None: ...
 
     def newest(self, name: str) -> int | None:
         return self._newest.get(name)

@@ -20,9 +20,9 @@ from areal_lora.checkpoint.recover import find
 from areal_lora.checkpoint.saver import Save, Saver
 from areal_lora.checkpoint.store import Store
 from areal_lora.config.adapter_run import adapter_run
-from areal_lora.config.algorithm import AlgorithmConfig
 from areal_lora.config.load import load_config
 from areal_lora.config.models import CheckpointConfig, Config, OptimizerConfig
+from areal_lora.config.sections.algorithm import AlgorithmConfig
 from areal_lora.data.collate import scoring_batch
 from areal_lora.data.order import PromptOrder
 from areal_lora.distributed.exchange import GroupExchange

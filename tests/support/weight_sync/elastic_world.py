@@ -107,9 +107,6 @@ class VirtualFleet:
     def end(self, servers: Iterable[ServerEndpoint], timeout_s: float) -> None:
         assert not list(servers), "no server holds what this trainer did not make"
 
-    def hurry(self, servers: Sequence[ServerEndpoint], ref: AdapterRef, timeout_s: float) -> None:
-        pass
-
     def checked(self, members: Sequence[ServerEndpoint], layout: object) -> bool:
         return True
 

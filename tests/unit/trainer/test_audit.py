@@ -16,8 +16,8 @@ from areal_lora.errors import AlignmentError, PublishError
 from areal_lora.trainer import audit as auditing
 from areal_lora.trainer.audit import Audit, Auditor, audit, choose
 from areal_lora.types import AdapterRef, TrainBatch
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
+from tests.support.weight_sync.memory_server import MemoryServer
 
 ETA, NOW = 2, 7
 FP32, BF16 = (1e-3, 1e-6), (0.2, 2e-2)  # limit, and how far two computations of one thing lie apart

@@ -25,7 +25,7 @@ def as_torch(raw: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def marks_of(source: np.ndarray, dtype: str) -> Marks:
-    """Marks of one tensor that is the whole of ``source``: a copy with marks writes past the caches."""
+    """Marks of one tensor that is the whole of ``source``."""
     n = source.nbytes // ITEM[dtype]
     offsets, sizes = np.zeros(1, dtype=np.int64), np.array([n])
     return Marks(dtype=dtype, offsets=offsets, sizes=sizes, sums=np.zeros(1, np.uint64), bad=np.zeros(1, np.uint8))

@@ -13,7 +13,7 @@ from areal_lora.types import AdapterSpec, ExpertLayout
 from areal_lora.weight_sync.layout import make_layout
 from areal_lora.weight_sync.manifest import Envelope, check_layout, check_successor, decode, encode
 from areal_lora.weight_sync.refusal import Refusal
-from areal_lora.weight_sync.testing.adapters import moe_shapes
+from tests.support.weight_sync.adapters import moe_shapes
 from tests.support.weight_sync.helpers import BASE, RUN, announce, layout_of, ref, share, spec, values
 
 A0 = "model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -58,9 +58,9 @@ def test_encoding_round_trips_and_is_strict(layout):
         assert decode(data) == announcement
         sealed = Envelope(announcement.manifest, announcement.layout)
         for timeout_s in (10.0, 0.25):  # what remains when each server is notified
-            want = msgspec.structs.replace(announcement, timeout_s=timeout_s, pace_s=0.4)
-            assert sealed.seal(timeout_s, 0.4) == encode(want)
-            assert decode(sealed.seal(timeout_s, 0.4)) == want
+            want = msgspec.structs.replace(announcement, timeout_s=timeout_s)
+            assert sealed.seal(timeout_s) == encode(want)
+            assert decode(sealed.seal(timeout_s)) == want
     data = encode(announce(layout))
     assert isinstance(decode(data).layout.structure.expert_layout, ExpertLayout)
     assert decode(data).layout.digest == layout.digest
@@ -69,7 +69,6 @@ def test_encoding_round_trips_and_is_strict(layout):
     torn = msgspec.msgpack.decode(data[4:])
     torn["layout"]["aliases"] = 3
     times = [msgspec.msgpack.decode(data[4:]) | {"timeout_s": t} for t in (0.0, -1.0, math.inf, math.nan, None)]
-    times += [msgspec.msgpack.decode(data[4:]) | {"pace_s": t} for t in (-0.1, math.inf, math.nan, None)]
     wrong = [data[:4] + msgspec.msgpack.encode(x) for x in (raw, torn, *times)]
     for bad in (*wrong, data[:-1], b"XXXX" + data[4:], b""):
         with pytest.raises(ManifestError) as e:

@@ -9,7 +9,6 @@ module           what                           why
                  ``PlainExperts``               oneDNN has no bfloat16 on CPUs with AVX2 only
                  ``CpuLoraLinear`` (punica)     vLLM's CPU path is slow, and base tokens (-1) read the
                                                 last slot
-                 ``rms_norm``                   vLLM keeps its C++ norms for GPUs
                  ``hide_llvmlite``              vLLM's scan of all loaded modules fails on numba's
                                                 compiler
 ``slots``        ``bound_matrices``             where a worker keeps the stacked weights of all adapters
@@ -20,12 +19,10 @@ module           what                           why
                                                 everything again
                  ``own_logprobs``               vLLM's lack the temperature, or follow top-p; the
                                                 trainer's do neither
-``cpu_sampler``  ``CpuDraw``                    vLLM's own draws cost a tensor per row
-``cpu_decoding`` ``DecodingScheduler``          vLLM's loops take a sixth of a step, and it sends every token
-                                                to the server's process
-``cpu_scheduler`` ``GroupScheduler``            vLLM computes a prompt once per sample
+``cpu_scheduler`` ``GroupScheduler``            vLLM computes a prompt once per sample, and sends every token to
+                                                the server's process
 ================ ============================== =========================================================
 
 Modules with ``cpu_`` in their names are imported on CPUs only: what vLLM renames there does not stop a server with
-GPUs. `internals` lists every name of vLLM that this package uses.
+GPUs. ``tests/support/internals/vllm.py`` lists every name of vLLM that is used, and why.
 """

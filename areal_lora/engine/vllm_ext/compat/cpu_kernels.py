@@ -1,4 +1,4 @@
-"""Replace vLLM's experts class and punica wrapper for LoRA on CPUs, and its norms."""
+"""Replace vLLM's experts class and punica wrapper for LoRA on CPUs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms.cpu import CpuPlatform
 
-from areal_lora.engine.vllm_ext.cpu.cells import ExpertRuns
-from areal_lora.engine.vllm_ext.cpu.linear_lora import BatchSlots, add_lora
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, moe_lora
+from areal_lora.engine.vllm_ext.cpu.loops import BatchSlots, add_lora_rows
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, ExpertRuns, moe_lora
 from areal_lora.errors import AdapterError
 from areal_lora.processes.log import get_logger
 
@@ -49,8 +47,9 @@ class CpuLoraLinear(PunicaWrapperCPU):
         **kwargs: Any,
     ) -> None:
         # Scale is 1: alpha / rank was folded into B when the slot was written.
-        add_lora(
-            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), lora_a_stacked, lora_b_stacked, output_slices, self.batch
+        batch = self.batch
+        add_lora_rows(
+            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), batch.rows, batch.cells, lora_a_stacked, lora_b_stacked
         )
 
 
@@ -178,7 +177,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return (0,), (0,), (M, K)
 
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
         return TopKWeightAndReduceNoOP()
 
     def apply(
@@ -211,26 +210,6 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         moe_lora(output, hidden_states, self._w1, self._w2, topk_weights, ids.numpy(), self._adapters, groups, group_of)
 
 
-def rms_norm(
-    self: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Normalize in one pass with vLLM's C++ kernel, which vLLM itself keeps for GPUs; in place with ``residual``.
-
-    ``x`` [..., H]; the kernel reads rows one after the other.
-    """
-    weight = self.weight.data
-    if self.variance_size_override is not None or not self.has_weight or weight.dtype != x.dtype:
-        return self.forward_native(x, residual)
-    if residual is not None and x.is_contiguous() and residual.is_contiguous():
-        torch.ops._C.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)
-        return x, residual
-    if residual is not None:
-        return self.forward_native(x, residual)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    torch.ops._C.rms_norm(out, x.contiguous(), weight, self.variance_epsilon)
-    return out
-
-
 def install_cpu_lora() -> None:
     """Put these classes and functions in place of vLLM's choices. Idempotent."""
     if oracle.backend_to_kernel_cls is _kernel_classes:
@@ -239,7 +218,6 @@ def install_cpu_lora() -> None:
     global _vllm_kernel_classes
     _vllm_kernel_classes = oracle.backend_to_kernel_cls
     oracle.backend_to_kernel_cls = _kernel_classes
-    RMSNorm.forward_cpu = rms_norm
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: f"{__name__}.{CpuLoraLinear.__name__}")
 
 

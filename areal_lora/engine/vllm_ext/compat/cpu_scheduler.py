@@ -1,41 +1,78 @@
-"""A scheduler for groups of answers: one computation of a prompt, one look per KV block.
+"""A scheduler for groups of answers: one computation of a prompt, one message per answer.
 
 A group samples one prompt several times. vLLM computes it for every sample, unless it fills blocks of the KV cache
-(32 tokens on a CPU), and it looks for blocks at every token.
+(32 tokens on a CPU), and its engine sends every token to the server's process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+import numpy as np
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import Request
 
-from areal_lora.engine.vllm_ext.compat.cpu_decoding import DecodingScheduler
+from areal_lora.engine.vllm_ext.extra_args import WHOLE
 
 _Key: TypeAlias = tuple[int, str | None, tuple[int, ...]]
 
 
-class GroupScheduler(DecodingScheduler):
-    """Computes the prompt of a group once.
+@dataclass(slots=True)
+class Unsent:
+    """The outputs of a request that have not been sent."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)  # vLLM's LogprobsLists, one per step
+    prompt_logprobs: Any = None
+    prefill_stats: Any = None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors
+        if output.prefill_stats is not None:
+            self.prefill_stats = output.prefill_stats
+
+    def fill(self, last: EngineCoreOutput) -> None:
+        """Put all outputs into ``last``, the final one, which was added before."""
+        last.new_token_ids, last.prefill_stats = self.token_ids, self.prefill_stats
+        last.new_prompt_logprobs_tensors = self.prompt_logprobs
+        if self.logprobs:
+            # A step has as many columns as its request with the largest number of log-probabilities.
+            width = min(step.logprobs.shape[1] for step in self.logprobs)
+            last.new_logprobs = self.logprobs[0]._replace(
+                logprob_token_ids=np.concatenate([step.logprob_token_ids[:, :width] for step in self.logprobs]),
+                logprobs=np.concatenate([step.logprobs[:, :width] for step in self.logprobs]),
+                sampled_token_ranks=np.concatenate([step.sampled_token_ranks for step in self.logprobs]),
+            )
+
+
+class GroupScheduler(Scheduler):
+    """vLLM's scheduler, without asynchronous scheduling.
 
     Of requests with the same prompt and adapter the first computes the prompt. The others wait for that step and
-    begin with copies of its KV cache: they compute the last prompt token only, which gives them their own first
+    start with copies of its KV cache: they compute the last prompt token only, which gives them their own first
     distribution. While they wait they keep their places: a request behind them does not start instead.
+
+    Outputs of a request with ``WHOLE`` are sent when it ends.
     """
+
+    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self._one_kind:
-            self._allocate = self.kv_cache_manager.allocate_slots
-            self.kv_cache_manager.allocate_slots = self._allocate_slots
+        self._unsent: dict[str, Unsent] = {}
         self._computing: WeakValueDictionary[_Key, Request] = WeakValueDictionary()  # the newest with that prompt
 
     # ------------------------------------------------------------ one computation of a prompt
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> Any:
         places = self.max_num_active_reqs
         try:
             return super().schedule(throttle_prefills)
@@ -50,23 +87,24 @@ class GroupScheduler(DecodingScheduler):
             return False
         return ready
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
         first = self._first(request)
         if first is not None:
             computed = request.num_tokens - 1  # sampling needs the hidden state of the last token
-            held = self.kv_cache_manager.get_blocks(first.request_id).blocks
-            shared = tuple(blocks[: -(-computed // self.block_size)] for blocks in held)
+            shared = tuple(blocks[: -(-computed // self.block_size)] for blocks in self._blocks(first))
             return self.kv_cache_manager.create_kv_cache_blocks(shared), computed, 0, False
         if self._shares(request):
             self._computing[_key(request)] = request
         return super()._get_local_prefix_cache_hit(request)
 
     def _first(self, request: Request) -> Request | None:
-        """The running request that has computed, or is computing, the prompt that ``request`` begins with."""
-        if not self._shares(request):
-            return None
-        first = self._computing.get(_key(request))
-        return None if first is None or first is request or first.status is not RequestStatus.RUNNING else first
+        """The running request that has computed, or is computing, the prompt that ``request`` starts with."""
+        first = self._computing.get(_key(request)) if self._shares(request) else None
+        return first if first is not None and first is not request and all(self._blocks(first)) else None
+
+    def _blocks(self, request: Request) -> Any:
+        """Its KV blocks by kind of layer; there are none before it runs, after its end, and while it is preempted."""
+        return self.kv_cache_manager.get_blocks(request.request_id).blocks
 
     def _shares(self, request: Request) -> bool:
         # A request that was preempted has tokens of its own behind the prompt.
@@ -77,21 +115,39 @@ class GroupScheduler(DecodingScheduler):
             and request.prompt_token_ids is not None
         )
 
-    # ------------------------------------------------------------ one token of a running request
+    # ------------------------------------------------------------ one message per answer
 
-    def _allocate_slots(
-        self, request: Request, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any
-    ) -> KVCacheBlocks | None:
-        """vLLM's function, which would find out for every token that its block is there and will not be full."""
-        place = request.num_computed_tokens % self.block_size
-        if (
-            num_new_tokens == 1
-            and not num_lookahead_tokens
-            and 0 < place < self.block_size - 1
-            and request.status is RequestStatus.RUNNING
-        ):
-            return self.kv_cache_manager.empty_kv_cache_blocks
-        return self._allocate(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        params = request.sampling_params
+        if params is not None and (params.extra_args or {}).get(WHOLE):
+            self._unsent[request.request_id] = Unsent()
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._unsent.pop(request.request_id, None)
+        return finished
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        sent = super().update_from_output(scheduler_output, model_runner_output)
+        for client, message in list(sent.items()):
+            message.outputs = [output for output in message.outputs if self._is_due(output)]
+            if not message.outputs and message.finished_requests is None and message.scheduler_stats is None:
+                del sent[client]
+        return sent
+
+    def _is_due(self, output: EngineCoreOutput) -> bool:
+        """Whether ``output`` is to be sent now, completed by what was kept back."""
+        unsent = self._unsent.get(output.request_id)
+        if unsent is None:
+            return True
+        unsent.add(output)
+        if output.finish_reason is None:
+            return False
+        unsent.fill(output)
+        del self._unsent[output.request_id]
+        return True
 
 
 def _key(request: Request) -> _Key:

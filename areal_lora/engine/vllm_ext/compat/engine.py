@@ -70,10 +70,6 @@ def own_logprobs(worker: Any) -> None:
         raise AdapterError(f"vLLM's model runner is a {type(runner).__name__}; set VLLM_USE_V2_MODEL_RUNNER=0")
     draw = runner.sampler.topk_topp_sampler
     truncated = draw.forward
-    if draw.forward == draw.forward_cpu:
-        from areal_lora.engine.vllm_ext.compat.cpu_sampler import CpuDraw  # its kernels exist on CPUs only
-
-        truncated = CpuDraw()
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if k is None and p is None:

@@ -1,9 +1,10 @@
-"""Compiled loops: LoRA in float32, and the order of a batch's pairs (token, expert).
+"""LoRA of a batch whose tokens use different adapters, and the order of its pairs (token, expert).
 
-LoRA matrices are so small that a call of a BLAS costs more than its arithmetic. The loops take rows of any number and
-place: no copies, no padding, no call for every adapter and expert. They compute one row at a time: what LLVM makes of
-a block of rows sums in another order than what it makes of one row, on CPUs without AVX-512, and then an answer would
-depend on the others of its batch.
+vLLM's own CPU path gathers the weights of every token and lets tokens without an adapter (index -1) read the last
+slot. LoRA matrices are so small that a call of a BLAS costs more than its arithmetic. In float32 the compiled loops
+take rows of any number and place: no copies, no padding, no call for every adapter and expert. They compute one row
+at a time: what LLVM makes of a block of rows sums in another order than what it makes of one row, on CPUs without
+AVX-512, and then an answer would depend on the others of its batch.
 
 A cell is a run of entries of ``rows`` with one adapter slot and one expert: int64 (slot, expert, first, end).
 """
@@ -11,6 +12,7 @@ A cell is a run of entries of ``rows`` with one adapter slot and one expert: int
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -84,9 +86,24 @@ def _add_part(
             _expand(y, at + begin, low, rows, first, end, bt, n)
 
 
-def looped(dtype: torch.dtype) -> bool:
-    """Whether LoRA in ``dtype`` goes through these loops. numba has no bfloat16."""
-    return bool(dtype == torch.float32)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSlots:
+    """Adapter slots of the T tokens of a batch: token t uses ``groups[group_of[t]]``, none where that is negative."""
+
+    groups: np.ndarray  # [G] int64, sorted
+    group_of: np.ndarray  # [T] int64
+    rows: np.ndarray  # [tokens with an adapter] int64, by slot
+    cells: np.ndarray  # [slots, 4] int64
+
+    @classmethod
+    def of(cls, slots: np.ndarray) -> BatchSlots:
+        """``slots`` [T] int, negative for tokens without an adapter."""
+        groups, group_of, counts = np.unique(slots, return_inverse=True, return_counts=True)
+        used = groups >= 0
+        ends = counts[used].cumsum()
+        cells = np.stack([groups[used], np.zeros_like(ends), ends - counts[used], ends], axis=1)
+        rows = np.argsort(slots, kind="stable")[np.count_nonzero(slots < 0) :]
+        return cls(groups=groups, group_of=group_of, rows=rows, cells=cells.astype(np.int64))
 
 
 def add_lora_rows(
@@ -97,14 +114,17 @@ def add_lora_rows(
     lora_a: Sequence[torch.Tensor],
     lora_b: Sequence[torch.Tensor],
 ) -> None:
-    """``y[row, part] += x[row] A^T B^T`` in place, for every part of a merged projection; float32.
+    """``y[row, part] += x[row] A^T B^T`` in place, for every part of a merged projection.
 
-    ``y`` [T, all widths], contiguous, ``x`` [T, in]; per part ``lora_a`` [S, E or 1, r, in] and ``lora_b``
+    ``y`` [T, all widths], contiguous, ``x`` [T, in], one type; per part ``lora_a`` [S, E or 1, r, in] and ``lora_b``
     [S, E or 1, width, r]. ``rows`` int64 [n] are different from each other; ``cells`` int64 [C, 4] divide them.
     Parts whose lora_A has the same numbers as the part's before, as in every adapter that a trainer publishes, share
     one product.
     """
     if not len(cells):
+        return
+    if y.dtype != torch.float32:  # numba has no bfloat16
+        _add_products(y, x, torch.from_numpy(rows), cells, lora_a, lora_b)
         return
     y_, x_ = y.numpy(), x.contiguous().numpy()
     low = np.zeros((len(rows), -(-lora_a[0].shape[2] // 4) * 4), dtype=np.float32)
@@ -114,6 +134,24 @@ def add_lora_rows(
         width = b_.shape[2]
         _add_part(y_, at, width, x_, rows, cells, a_, b_, a_ if before is None else before, before is not None, low)
         before, at = a_, at + width
+
+
+def _add_products(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    cells: np.ndarray,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+) -> None:
+    """``add_lora_rows`` in any type, through torch: two products per cell and part."""
+    for slot, expert, first, end in cells.tolist():
+        cell, at = rows[first:end], 0
+        xs = x[cell]
+        for a, b in zip(lora_a, lora_b, strict=True):
+            a_cell, b_cell = a[slot, expert if a.shape[1] > 1 else 0], b[slot, expert if b.shape[1] > 1 else 0]
+            y[:, at : at + b.shape[2]].index_add_(0, cell, xs @ a_cell.t() @ b_cell.t())
+            at += b.shape[2]
 
 
 @numba.njit(f"{_ROWS}({_IDS}, {_ROWS}, int64, int64)", nogil=True, cache=True)

@@ -8,7 +8,6 @@ RPC; all other work is a command to a background thread (``worker_channel``)::
     al_setup, al_describe       starts
     Join    ----------------->  thread, low priority: join the trainers' groups
     Begin   ----------------->  thread: receive, write, verify
-    Hurry   ----------------->  the trainer waits: write at full speed
     Forget  ----------------->  an adapter was dropped
     Ping    ----------------->  at once
     al_commit  ----------------------------------------------> slot becomes a version
@@ -45,7 +44,6 @@ from areal_lora.engine.vllm_ext.worker_channel import (
     CommandDone,
     CommandThread,
     Forget,
-    Hurry,
     Join,
     Ping,
     Respond,
@@ -172,9 +170,6 @@ class _WorkerAdapters:
         match command:
             case Ping():
                 respond(CommandDone())
-            case Hurry(ref=ref):
-                self._receiver.hurry(AdapterRef.parse(ref))
-                respond(CommandDone())
             case Forget(name=name):
                 if self._last_staged is not None and self._last_staged.name == name:
                     self._last_staged = None
@@ -200,10 +195,7 @@ class _WorkerAdapters:
         try:
             announcement = decode(command.announcement)
             slot = command.slot if command.slot >= 0 else None
-            # A burst of writing delays the next token only where the model computes on the same cores.
-            pace_s = announcement.pace_s if command.generating and self.writer.device.type == "cpu" else 0.0
-            left_s = command.deadline - time.monotonic()
-            self._receiver.begin(announcement.manifest, announcement.layout, slot, left_s, pace_s)
+            self._receiver.begin(announcement.manifest, announcement.layout, slot, command.deadline - time.monotonic())
         except ManifestError as e:
             self._answer(_unstaged(command, e.reason, e.detail))
         except PublishError as e:

@@ -129,25 +129,14 @@ def body(version: int, name: str = "a", timeout_s: float = 1.0) -> bytes:
 
 @asynccontextmanager
 async def bench(
-    resident: int = 3,
-    names: int = 1,
-    timeout_s: float = 1.0,
-    spare: int = 0,
-    generating: Callable[[], bool] = lambda: False,
-    merged: bool = False,
+    resident: int = 3, names: int = 1, timeout_s: float = 1.0, spare: int = 0, merged: bool = False
 ) -> AsyncIterator[Bench]:
     channel = ch.WorkerChannel(SECRET)
     workers = [Worker(rank, channel.ports) for rank in range(WORKERS)]
     await channel.connect(WORKERS)
     engine = Engine()
     served = ServedAdapters(
-        engine,
-        channel,
-        n_workers=WORKERS,
-        n_slots=resident * names + spare,
-        resident=resident,
-        generating=generating,
-        merged=merged,
+        engine, channel, n_workers=WORKERS, n_slots=resident * names + spare, resident=resident, merged=merged
     )
     try:
         made = Bench(engine, workers, served)
@@ -319,18 +308,6 @@ def test_a_silent_worker_is_named_and_what_it_says_later_is_nobodys(monkeypatch:
 
     monkeypatch.setattr(adapters, "GRACE_S", 0.3)
     monkeypatch.setattr(adapters, "PING_S", 0.3)
-    run(test())
-
-
-def test_workers_hear_whether_sequences_run() -> None:
-    async def test() -> None:
-        running = False
-        async with bench(generating=lambda: running) as b:
-            await b.publish(0)
-            running = True
-            await b.publish(1)
-            assert [[begin.generating for begin in w.begins] for w in b.workers] == [[False, True]] * WORKERS
-
     run(test())
 
 

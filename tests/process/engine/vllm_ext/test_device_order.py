@@ -33,8 +33,8 @@ from areal_lora.weight_sync.link.backends import Backend, Seat
 from areal_lora.weight_sync.link.groups import CPU, GroupListener
 from areal_lora.weight_sync.manifest import encode
 from areal_lora.weight_sync.messages import JoinRequest
-from areal_lora.weight_sync.testing.recorded_lane import RecordedLane
 from tests.support.weight_sync.helpers import BASE, BUCKET_BYTES, RUN, packed, spec
+from tests.support.weight_sync.recorded_lane import RecordedLane
 
 pytestmark = pytest.mark.slow  # importing vLLM
 
@@ -161,7 +161,7 @@ async def publish(gate: Gate, folder: RunFolder, path: Path, calls: list[str], m
     channel = ch.WorkerChannel(secret)
     worker = Worker(path, channel.ports, calls, monkeypatch)
     await channel.connect(1)
-    served = ServedAdapters(worker, channel, n_workers=1, n_slots=SLOTS, resident=SLOTS, generating=lambda: False)
+    served = ServedAdapters(worker, channel, n_workers=1, n_slots=SLOTS, resident=SLOTS)
 
     async def answers_while_the_library_waits() -> None:
         await asyncio.to_thread(gate.reached.wait, LONG_S)

@@ -57,13 +57,12 @@ def test_a_request_that_waits_for_the_prompt_keeps_its_place(results: dict[str, 
 
 
 @pytest.mark.parametrize("case", range(len(FREE_BLOCKS)), ids=("enough blocks", "few blocks"))
-def test_own_loops_schedule_and_sample_what_vllms_do(results: dict[str, Any], case: int) -> None:
-    """Streams and whole answers, stops, ends, aborts, preemptions, other numbers of log-probabilities."""
-    vllms, ours = results["busy"][case]
-    assert ours["own"], "the loops are off with this engine"
-    assert bool(vllms["preempted"]) == (case == 1)
-    for n, (theirs, own) in enumerate(zip(vllms["steps"], ours["steps"], strict=True)):
-        assert own == theirs, f"step {n}"
-    assert ours["sent"] == vllms["sent"]
-    assert {end for _, _, end, _ in ours["sent"].values()} >= {"stop", "length"}
-    assert (ours["preempted"], ours["free"], ours["unsent"]) == (vllms["preempted"], results["free"], 0)
+def test_whole_answers_are_those_that_are_sent_token_by_token(results: dict[str, Any], case: int) -> None:
+    """Among streams, with stops, ends, aborts, preemptions, other numbers of log-probabilities."""
+    streamed, whole = results["busy"][case]
+    assert bool(streamed["preempted"]) == (case == 1)
+    for n, (by_token, at_once) in enumerate(zip(streamed["steps"], whole["steps"], strict=True)):
+        assert at_once == by_token, f"step {n}"
+    assert whole["sent"] == streamed["sent"]
+    assert {end for _, _, end, _ in whole["sent"].values()} >= {"stop", "length"}
+    assert (whole["preempted"], whole["free"], whole["unsent"]) == (streamed["preempted"], results["free"], 0)

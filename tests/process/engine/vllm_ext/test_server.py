@@ -227,43 +227,6 @@ def test_a_probe_does_not_queue_behind_the_rollouts(server: RunningServer) -> No
     assert done < 2 * at_once, "it took the first free place, not the one after all that waited"
 
 
-def test_a_publish_beside_generation_takes_its_time_until_its_trainer_waits(server: RunningServer) -> None:
-    old, pace_s = server.publish(server.adapter(7)), 2.0
-    prompts = [[10 + k, 20, 30, 40 + k] for k in range(8)]
-
-    def paced(seed: int) -> float:
-        """Seconds that the next version rests beside running sequences."""
-        assert server.newest is not None
-        tensors = server.adapter(seed)
-        ref = AdapterRef(name="math", version=server.newest.version + 1)
-        reply = server.source.publish(
-            ref, server.layout(tensors), tensors, base=base_digest(server.model), pace_s=pace_s
-        )
-        server.newest = ref
-        return reply.phases["rest"] / 1e3
-
-    async def run() -> tuple[float, float]:
-        async with aiohttp.ClientSession() as session:
-
-            async def generate() -> None:
-                while True:
-                    await asyncio.gather(*(server.greedy(session, str(old), p, 150) for p in prompts))
-
-            running = asyncio.create_task(generate())
-            await asyncio.sleep(0.1)
-            alone = await asyncio.to_thread(paced, 8)
-            assert server.newest is not None
-            awaited = AdapterRef(name="math", version=server.newest.version + 1)
-            threading.Timer(0.2, server.admin.hurry, (awaited, 10.0)).start()
-            hurried = await asyncio.to_thread(paced, 9)
-            running.cancel()
-            return alone, hurried
-
-    alone, hurried = asyncio.run(run())
-    assert alone > 0.6 * pace_s
-    assert hurried < 0.5 * pace_s
-
-
 def test_only_the_threads_that_receive_have_a_low_priority(server: RunningServer) -> None:
     if os.getpriority(os.PRIO_PROCESS, 0) >= NICE:
         pytest.skip("all threads have a priority as low as that")
@@ -506,7 +469,6 @@ ADMIN_PATHS = [
     ("GET", transport.INFO_PATH),
     ("GET", transport.MODULES_PATH),
     ("GET", transport.PING_PATH),
-    ("POST", transport.HURRY_PATH),
     ("POST", transport.JOIN_PATH),
     ("POST", transport.PUBLISH_PATH),
     ("POST", transport.SCORE_PATH),

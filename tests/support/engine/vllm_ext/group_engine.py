@@ -131,7 +131,7 @@ def order_of_ends(engine: Watched, prompts: list[list[int]]) -> list[str]:
     return ended
 
 
-def busy(engine: Watched, own_loops: bool, free_blocks: int) -> dict[str, Any]:
+def busy(engine: Watched, whole: bool, free_blocks: int) -> dict[str, Any]:
     """Requests of all kinds that come and go, some cut off, with few KV blocks; what every step scheduled and sent."""
     from vllm import SamplingParams
 
@@ -139,7 +139,6 @@ def busy(engine: Watched, own_loops: bool, free_blocks: int) -> dict[str, Any]:
 
     scheduler, pool = engine.scheduler, engine.scheduler.kv_cache_manager.block_pool
     scheduler.reset_prefix_cache()
-    scheduler._own_loops, own = own_loops and scheduler._own_loops, scheduler._own_loops
     held = pool.get_new_blocks(pool.get_num_free_blocks() - free_blocks)
     schedule, steps, preempted = scheduler.schedule, list[dict[str, int]](), set[str]()
 
@@ -159,7 +158,7 @@ def busy(engine: Watched, own_loops: bool, free_blocks: int) -> dict[str, Any]:
             ignore_eos=i % 7 != 0,
             temperature=1.0,
             detokenize=False,
-            extra_args={WHOLE: True} if i % 4 else None,
+            extra_args={WHOLE: True} if whole and i % 4 else None,
         )
         for i in range(48)
     ]
@@ -176,7 +175,7 @@ def busy(engine: Watched, own_loops: bool, free_blocks: int) -> dict[str, Any]:
             sent[output.request_id] = [list(answer.token_ids), rows, answer.finish_reason, answer.stop_reason]
         if n > len(waiting) and not engine.engine.has_unfinished_requests():
             break
-    scheduler.schedule, scheduler._own_loops = schedule, own
+    scheduler.schedule = schedule
     pool.free_blocks(held)
     return {
         "sent": sent,
@@ -184,7 +183,6 @@ def busy(engine: Watched, own_loops: bool, free_blocks: int) -> dict[str, Any]:
         "preempted": sorted(preempted),
         "unsent": len(scheduler._unsent),
         "free": pool.get_num_free_blocks(),
-        "own": own,
     }
 
 
@@ -209,7 +207,7 @@ def main(examples: Path) -> None:
         }
         engine.scheduler.reset_prefix_cache()
     results["order"] = order_of_ends(engine, [[5 + (k + j) % 90 for j in range(20)] for k in (1, 50)])
-    results["busy"] = [[busy(engine, own, free) for own in (False, True)] for free in FREE_BLOCKS]
+    results["busy"] = [[busy(engine, whole, free) for whole in (False, True)] for free in FREE_BLOCKS]
     results["aborted"] = aborted(engine, [5 + (11 * j) % 90 for j in range(40)])
     print(json.dumps(results), flush=True)
     os._exit(0)  # the teardown of torch and vLLM would take seconds

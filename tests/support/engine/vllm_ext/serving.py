@@ -31,10 +31,10 @@ from areal_lora.weight_sync.layout import AdapterLayout, make_layout
 from areal_lora.weight_sync.link.groups import BroadcastGroup, GroupListener
 from areal_lora.weight_sync.manifest import Announcement, encode
 from areal_lora.weight_sync.messages import JoinRequest, PublishReply, ServerEndpoint
-from areal_lora.weight_sync.testing.adapters import pack_of
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
 from areal_lora.weight_sync.trainer.packed_shard import PackedShard
 from tests.support.forks.starter import Fork, starter_of
+from tests.support.weight_sync.adapters import pack_of
 
 HIDDEN, RANK, ALPHA, VOCAB = 128, 8, 16.0, 288
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -209,7 +209,6 @@ class Source:
         run: str | None = None,
         damage: Callable[[PackedShard], None] | None = None,
         timeout_s: float = 10.0,
-        pace_s: float = 0.0,
     ) -> PublishReply:
         """Announce and broadcast; ``damage`` may change the packed bytes. Raises what the server answers.
 
@@ -222,12 +221,7 @@ class Source:
             damage(shard)
         manifest = ShardManifest(run=run or self.run, ref=ref, parent=parent, base_digest=base, layout=layout.digest)
         body = encode(
-            Announcement(
-                manifest=manifest,
-                layout=None if layout.digest == self._told else layout,
-                timeout_s=timeout_s,
-                pace_s=pace_s,
-            )
+            Announcement(manifest=manifest, layout=None if layout.digest == self._told else layout, timeout_s=timeout_s)
         )
         answer: list[PublishReply | Exception] = []
 

@@ -11,7 +11,6 @@ from areal_lora.errors import PublishError
 from areal_lora.weight_sync.link.inbox import RING, Ring, RingInbox, WindowInbox, Windows
 from areal_lora.weight_sync.link.same_host import SharedSegment
 from areal_lora.weight_sync.seal import adapter_digest
-from areal_lora.weight_sync.server.pace import Pace
 from areal_lora.weight_sync.server.reception import PhaseTimer, Reception
 from areal_lora.weight_sync.tables import LayoutTables
 from tests.support.weight_sync.helpers import BUCKET_BYTES, packed, ref, share, values
@@ -163,8 +162,7 @@ class Group:
 def received(at_end):
     shard, _ = packed(*share(values(1)))
     tables = LayoutTables(shard.layout)
-    pace = Pace(None, threading.Event())
-    reception = Reception(tables, {0: Group(shard, at_end)}, time.monotonic() + 5, PhaseTimer(), pace)
+    reception = Reception(tables, {0: Group(shard, at_end)}, time.monotonic() + 5, PhaseTimer())
 
     def on_bucket(index, base, first, last, marks):
         marks.measure(base, first, last)

@@ -71,7 +71,7 @@ def test_a_version_is_staged_committed_and_then_requested() -> None:
     assert publish.next_step(1.0) == Stage(slot=0)
     with pytest.raises(UnknownVersionError):
         versions.acquire("a")
-    results = [ok(a(0), 0, wire_s=0.2, write_s=0.1), ok(a(0), 0, wire_s=0.1, rest_s=0.4, verify_s=0.3)]
+    results = [ok(a(0), 0, wire_s=0.2, write_s=0.1), ok(a(0), 0, wire_s=0.1, verify_s=0.3)]
     commit = publish.staged(results, 2.0)
     assert isinstance(commit, Commit)
     assert (commit.lora_id, commit.slot, commit.retired, commit.undo_ids) == (1, 0, [], [1])
@@ -80,7 +80,7 @@ def test_a_version_is_staged_committed_and_then_requested() -> None:
     reply = publish.activated(commit, 0.001, 2.5)
     assert publish.end() is None
     assert (reply.ref, reply.digest) == ("a@v0", "d")
-    want = {"wire": 200, "rest": 400, "verify": 300, "write": 100, "stage": 1000, "commit": 1, "commit_wait": 500}
+    want = {"wire": 200, "verify": 300, "write": 100, "stage": 1000, "commit": 1, "commit_wait": 500}
     assert reply.phases == pytest.approx(want)
     assert versions.acquire("a").lora_id == 1
 

@@ -14,9 +14,9 @@ from areal_lora.network.keys import Plane, authorization, bearer_key
 from areal_lora.network.tls import client_context, server_context
 from areal_lora.weight_sync import messages as tp
 from areal_lora.weight_sync.manifest import Refusal
-from areal_lora.weight_sync.testing.memory_server import MemoryServer
 from areal_lora.weight_sync.trainer.admin_client import AdminClient
-from tests.support.weight_sync.helpers import BASE, RUN, SECRET, ref, shapes_of
+from tests.support.weight_sync.helpers import BASE, RUN, SECRET, shapes_of
+from tests.support.weight_sync.memory_server import MemoryServer
 from tests.support.wiretap import Wiretap
 
 
@@ -152,11 +152,7 @@ def test_a_connection_is_kept_and_one_the_server_closed_is_made_anew():
         client.close()
 
 
-@pytest.mark.parametrize(
-    "aside",
-    [lambda client: client.ping(5.0) == tp.PingReply(), lambda client: client.hurry(ref(3), 5.0) == tp.HurryReply()],
-)
-def test_a_ping_and_a_request_to_hurry_do_not_wait_for_another_call(aside):
+def test_a_ping_does_not_wait_for_another_call():
     arrived, go_on = threading.Event(), threading.Event()
 
     def score(model, ids):
@@ -169,7 +165,7 @@ def test_a_ping_and_a_request_to_hurry_do_not_wait_for_another_call(aside):
         busy = threading.Thread(target=client.score, args=(None, [[1, 2]], 10.0))
         busy.start()
         assert arrived.wait(5.0)
-        assert aside(client)
+        assert client.ping(5.0) == tp.PingReply()
         go_on.set()
         busy.join()
 

@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +15,7 @@ import torch
 
 from areal_lora.engine.vllm_ext.compat import cpu_kernels
 from areal_lora.engine.vllm_ext.compat.cpu_kernels import PackedExperts, PlainExperts, expert_product
-from areal_lora.engine.vllm_ext.cpu import moe_lora as layer
-from areal_lora.engine.vllm_ext.cpu.cells import (
-    CellBlock,
-    CellCosts,
-    CellLoop,
-    CellRuns,
-    ExpertRuns,
-    block_cap,
-    lay_out,
-)
-from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertProduct, moe_lora
+from areal_lora.engine.vllm_ext.cpu.moe_lora import ExpertAdapters, ExpertPairs, ExpertProduct, ExpertRuns, moe_lora
 from tests.support.engine.vllm_ext.older_cpu import OLDER_CPU
 
 E, H, INTER, RANK, SLOTS = 6, 32, 24, 4, 3
@@ -89,18 +78,6 @@ def run(x, w1, w2, routing, ids, adapters, slots, product=PlainProduct) -> torch
     return out
 
 
-FORMS = ["loop", "block", "runs", "both"]
-
-
-def costs(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Take the compiled loop, or make one of the other forms cheapest: every cell in the block, none, or a mixture."""
-    monkeypatch.setattr(layer, "looped", lambda _: form == "loop")
-    if form == "loop":
-        return
-    row_s = {"block": 0.0, "runs": 1.0, "both": 0.15}[form]
-    monkeypatch.setattr(CellCosts, "of", lambda *_: CellCosts(call_s=1.0, row_s=row_s, base_s=0.0, read_s=0.0))
-
-
 MIXTURES = {
     "base": lambda n: np.full(n, -1),
     "one adapter": lambda n: np.full(n, 1),
@@ -109,31 +86,16 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
-def test_matches_float64_loop(monkeypatch: pytest.MonkeyPatch, form: str, mixture: str, n_tokens: int) -> None:
-    costs(monkeypatch, form)
+def test_matches_float64_loop(mixture: str, n_tokens: int) -> None:
     args = make(7, torch.float32, n_tokens, 2)
     slots = MIXTURES[mixture](n_tokens)
     torch.testing.assert_close(run(*args, slots).double(), oracle(*args, slots), atol=2e-5, rtol=1e-5)
 
 
-def test_every_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, slots = make(7, torch.float32, 40, 2)[4].numpy(), MIXTURES["all"](40)
-    groups, group_of = np.unique(slots, return_inverse=True)
-    used = {"loop": {type(c) for c in lay_out(ids, groups, group_of, E, None).cells}}
-    for form in ("block", "runs", "both"):
-        costs(monkeypatch, form)
-        layout = lay_out(ids, groups, group_of, E, CellCosts.of(torch.bfloat16, H, INTER, RANK, 4))
-        used[form] = {type(c) for c in layout.cells}
-    assert used == {"loop": {CellLoop}, "block": {CellBlock}, "runs": {CellRuns}, "both": {CellBlock, CellRuns}}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gate_and_up_with_one_lora_a(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_gate_and_up_with_one_lora_a() -> None:
     """As the trainer publishes it; one slot has two, as of a stock adapter, and one expert differs in one number."""
-    costs(monkeypatch, form)
     args = make(29, torch.float32, 40, 2)
     adapters, slots = args[-1], MIXTURES["all"](40)
     adapters.up_a[:2] = adapters.gate_a[:2]
@@ -195,10 +157,8 @@ def test_all_of_it_on_a_cpu_with_avx2_only() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("product", [PlainProduct, PackedExperts])
-def test_tokens_without_an_adapter_do_not_see_one(monkeypatch: pytest.MonkeyPatch, form: str, product: type) -> None:
-    costs(monkeypatch, form)
+def test_tokens_without_an_adapter_do_not_see_one(product: type) -> None:
     args = make(3, torch.float32, 12, 2)
     mixed = run(*args, MIXTURES["last slot and base"](12), product)
     plain = run(*args, MIXTURES["base"](12), product)
@@ -207,10 +167,7 @@ def test_tokens_without_an_adapter_do_not_see_one(monkeypatch: pytest.MonkeyPatc
     assert (mixed[~base_rows] - plain[~base_rows]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_padding_is_never_read(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Token 0 fills the padding; with NaN in it only its own output may be NaN."""
-    costs(monkeypatch, form)
+def test_a_bad_token_is_bad_alone() -> None:
     x, w1, w2, routing, ids, adapters = make(19, torch.float32, 30, 2)
     slots = MIXTURES["all"](30)
     clean = run(x, w1, w2, routing, ids, adapters, slots)
@@ -227,9 +184,7 @@ def test_bfloat16() -> None:
     assert (run(*args, slots).double() - want).abs().max() < 0.03 * want.abs().max()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_empty_experts_and_skew(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    costs(monkeypatch, form)
+def test_empty_experts_and_skew() -> None:
     args = make(5, torch.float32, 60, 2, experts=2)  # four of six experts get nothing
     args[4][:6] = torch.tensor([2, 3])  # two get few
     slots = MIXTURES["all"](60)
@@ -260,43 +215,14 @@ def test_adapter_of_smaller_rank() -> None:
 
 
 def test_many_experts() -> None:
-    n_experts, rank, hidden, inter = 3000, 1, 4, 2
     slots = np.arange(24) % 12
     ids = torch.arange(24 * 2).view(24, 2) * 60
     groups, group_of = np.unique(slots, return_inverse=True)
-    layout = lay_out(ids.numpy(), groups, group_of, n_experts, CellCosts.of(torch.bfloat16, hidden, inter, rank, 12))
-    assert np.array_equal(layout.source[layout.row_of], np.arange(24)[:, None].repeat(2, axis=1))
+    pairs = ExpertPairs.of(ids.numpy(), groups, group_of, 3000)
+    assert np.array_equal(pairs.source[pairs.row_of], np.arange(24)[:, None].repeat(2, axis=1))
 
 
-def brute_force_cap(counts: np.ndarray, costs: CellCosts) -> tuple[float, Callable[[int], float]]:
-    def cost(cap: int) -> float:
-        block = len(counts) * (cap * (costs.row_s + costs.base_s) + 2 * costs.read_s * (cap > 0))
-        return block + sum(costs.call_s + costs.read_s + c * costs.base_s for c in counts if c > cap)
-
-    return min(cost(c) for c in range(int(counts.max(initial=0)) + 1)), cost
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("row_s", [0.0, 0.01, 0.1, 10.0])
-@pytest.mark.parametrize("base_s", [0.0, 0.02])
-def test_cap_is_the_cheapest(seed: int, row_s: float, base_s: float) -> None:
-    counts = np.random.default_rng(seed).zipf(1.7, 50).clip(max=200) - 1
-    costs = CellCosts(call_s=1.0, row_s=row_s, base_s=base_s, read_s=0.1)
-    best, cost = brute_force_cap(counts, costs)
-    assert cost(block_cap(counts, costs)) == pytest.approx(best)
-
-
-def test_one_hot_expert_leaves_the_block() -> None:
-    costs = CellCosts(call_s=1.0, row_s=0.1, base_s=0.0, read_s=0.0)
-    assert block_cap(np.array([3] * 20), costs) == 3
-    assert block_cap(np.array([3] * 20 + [500]), costs) == 3
-    assert block_cap(np.array([500] * 20), costs) == 0
-    assert block_cap(np.empty(0, dtype=np.int64), costs) == 0
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_experts_of_another_rank_are_left_out(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    costs(monkeypatch, form)
+def test_experts_of_another_rank_are_left_out() -> None:
     x, w1, w2, routing, ids, adapters = make(9, torch.float32, 16, 2)
     ids[ids >= 4] = -1
     ids[3] = -1
@@ -307,9 +233,7 @@ def test_experts_of_another_rank_are_left_out(monkeypatch: pytest.MonkeyPatch, f
     assert none.abs().max() == 0
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_shared_expert_factors(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    costs(monkeypatch, form)
+def test_shared_expert_factors() -> None:
     x, w1, w2, routing, ids, a = make(13, torch.float32, 25, 2)
     shared = ExpertAdapters(
         gate_a=a.gate_a[:, :1],

@@ -1,0 +1,193 @@
+"""The server without vLLM, as a process beside the real one's protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from areal_lora.errors import PublishError
+from areal_lora.processes.faults import VARIABLE
+from areal_lora.rollout.channel.messages import EvalResult
+from areal_lora.rollout.client import CompletionClient
+from areal_lora.rollout.controller.eval_places import EvalPlaces
+from areal_lora.rollout.controller.eval_sets import HeldOut
+from areal_lora.rollout.controller.evaluation import CHUNK, Evaluator
+from areal_lora.rollout.routing import Router
+from areal_lora.tasks.rewards import numeric_match
+from areal_lora.tasks.scorer import Score, ScoreItem
+from areal_lora.tasks.word_problems import word_problem
+from areal_lora.types import AdapterRef, Outcome, Sample
+from areal_lora.weight_sync.messages import RESTART_EXIT
+from tests.support.engine.vllm_ext.serving import HIDDEN, PROMPT, RunningServer, connect, start
+from tests.support.engine.vllm_ext.stand_in import TOKEN_S, base_modules, dice, interpreter, solution
+from tests.support.rollout.helpers import eval_set
+
+MODULE = "tests.support.engine.vllm_ext.stand_in"
+
+
+@contextmanager
+def stand_in(folder: Path, model: Path, env: dict[str, str] | None = None, **rollout: Any) -> Iterator[RunningServer]:
+    process = start(folder, model, (sys.executable, "-m", MODULE), env, **rollout)
+    try:
+        running = connect(folder, model, process)
+        yield running
+        running.source.close()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def ask(server: RunningServer, **body: Any) -> tuple[int, Any]:
+    async def post() -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session:
+            want = {"model": "math", "prompt": PROMPT, "max_tokens": 12, "logprobs": 0, "return_token_ids": True}
+            return await server.post(session, **want | body)
+
+    return asyncio.run(post())
+
+
+def test_modules_are_those_of_the_checkpoint(tiny_model: Path) -> None:
+    modules = base_modules(tiny_model)
+    assert modules["model.layers.3.mlp.experts.7.down_proj"] == (64, HIDDEN)
+    assert modules["model.layers.0.self_attn.k_proj"] == (HIDDEN, 64)
+    assert len(modules) == 4 * (4 + 8 * 3)
+
+
+def test_a_third_of_the_solutions_is_right() -> None:
+    rewards = []
+    for index in range(300):
+        sample = word_problem(3, "train", index)
+        rewards.append(numeric_match(solution(sample.prompt, dice([index], 1, 0)), sample.answer))
+    assert 0.25 < sum(rewards) / len(rewards) < 0.42
+
+
+@pytest.mark.slow
+def test_it_serves_versions_and_answers_purely(tiny_model: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with stand_in(tmp_path / "a", tiny_model) as one, stand_in(tmp_path / "b", tiny_model) as other:
+        assert time.monotonic() - began < 30
+        assert ask(one)[0] == 404
+        for server in (one, other):
+            for seed in (1, 2):
+                ref = server.publish(server.adapter(seed))
+        assert one.admin.info(5.0).refs == ["math@v0", "math@v1"]
+        answers = [ask(s, seed=5, n=3) for s in (one, other, one)]
+        assert [status for status, _ in answers] == [200] * 3
+        choices = [a["choices"] for _, a in answers]
+        assert choices[0] == choices[1] == choices[2], "the same question has the same answer, on another server too"
+        assert answers[0][1]["model"] == str(ref)
+        assert len({tuple(c["token_ids"]) for c in choices[0]}) > 1
+        assert ask(one, seed=5, n=3, model="math@v0")[1]["choices"] != choices[0]
+        assert [c["token_ids"] for c in ask(one, seed=6, n=2)[1]["choices"]] == [c["token_ids"] for c in choices[0][1:]]
+        assert one.score(ref) == other.score(ref) != one.score(None)
+        for status, model in ((404, "math@v7"), (404, "nobody")):
+            assert ask(one, model=model)[0] == status
+        other.admin.shutdown(5.0)
+        assert other.process.wait(10) == RESTART_EXIT
+        one.process.send_signal(signal.SIGTERM)
+        assert one.process.wait(10) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["server.receiving", "server.activated", "server.generating"])
+def test_it_can_be_killed_where_the_real_one_can(tiny_model: Path, tmp_path: Path, point: str) -> None:
+    script = interpreter(tmp_path / "python", {VARIABLE: f"{point}:2:kill", TOKEN_S: "0.01"})
+    process = start(tmp_path / "run", tiny_model, (str(script), "-m", "areal_lora.engine.vllm_ext.server"))
+    try:
+        server = connect(tmp_path / "run", tiny_model, process)
+        server.publish(server.adapter(1))
+        assert ask(server, seed=1)[0] == 200
+        if point == "server.generating":
+            with pytest.raises(aiohttp.ClientError):
+                ask(server, seed=2)
+        else:
+            with pytest.raises(PublishError):
+                server.publish(server.adapter(2), timeout_s=3.0)
+        assert process.wait(10) == -signal.SIGKILL
+        server.source.close()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.slow
+def test_running_answers_go_on_with_a_new_version_where_the_policy_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    with stand_in(tmp_path / "run", tiny_model, {TOKEN_S: "0.3"}, in_flight="interrupt") as server:
+        server.publish(server.adapter(1))
+
+        async def run() -> list[Any]:
+            async with aiohttp.ClientSession() as session:
+                body = {"model": "math@v0", "prompt": PROMPT, "seed": 3, "max_tokens": 12}
+                asked = [
+                    asyncio.create_task(server.post(session, **body, pin_version=pinned)) for pinned in (False, True)
+                ]
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(server.publish, server.adapter(2))
+                return [(await task)[1] for task in asked]
+
+        cut, pinned = asyncio.run(run())
+        assert set(cut["choices"][0]["versions"]) == {0, 1}
+        assert set(pinned["choices"][0]["versions"]) == {0}
+        assert (cut["model"], pinned["model"]) == ("math@v1", "math@v0")
+
+
+class Counting:
+    """Every answer is right."""
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+        return [Score(reward=0.5, outcome=Outcome.OK, correct=True) for _ in items]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_slow_evaluations_one_after_the_other_find_their_version_and_hold_up_no_publish(
+    tiny_model: Path, tmp_path: Path, eta: int
+) -> None:
+    """Three requests one after the other each, while versions come faster than evaluations end."""
+    problems = [Sample(uid=str(i), prompt="", answer="") for i in range(2 * CHUNK + 1)]
+    held_out = HeldOut(samples=problems, token_ids=[PROMPT] * len(problems))
+    with stand_in(tmp_path / "run", tiny_model, {TOKEN_S: "0.03"}, max_staleness=eta) as server:
+
+        async def run() -> tuple[list[EvalResult], list[float]]:
+            router, took, results = Router(), list[float](), list[EvalResult]()
+            weights = server.adapter(1)
+
+            async def publish() -> AdapterRef:
+                began = time.monotonic()
+                ref = await asyncio.to_thread(server.publish, weights)
+                took.append(time.monotonic() - began)
+                router.announce(ref, {"server-0": f"http://{server.endpoint.host}:{server.endpoint.ports['data']}"})
+                return ref
+
+            async with CompletionClient(router, "") as client:
+                evaluator = Evaluator(
+                    client=client,
+                    scorer=Counting(),
+                    reward_kind="numeric_match",
+                    sets=[eval_set(held_out, server.config.adapters[0].sampling)],
+                    workflows={},
+                    places=EvalPlaces(CHUNK),
+                )
+                for _ in range(2):
+                    evaluation = asyncio.create_task(evaluator.run(await publish(), "held-out"))
+                    await asyncio.sleep(0.4)  # its first request is there: from then on it keeps its version
+                    while not evaluation.done():
+                        await publish()
+                    results.append(evaluation.result())
+            return results, took
+
+        results, took = asyncio.run(run())
+        assert [(found.n, found.accuracy, found.error) for r in results for found in r.sets] == [
+            (len(problems), 1.0, "")
+        ] * 2
+        assert len(took) > 2 * (eta + 3), "fewer versions than would fill all slots"
+        assert max(took[1:]) < 0.4 * server.config.weight_sync.attempt_s, "a publish waited for a slot"
